@@ -29,7 +29,7 @@ from configs.algorithm.algorithm import AlgorithmConfig
 from configs.cluster.cluster import ClusterConfig, PoolConfig, RolesConfig
 from configs.model import RandomModel
 from configs.train import TrainConfig
-from engines.train.spec import TrainSpec
+from engines.train.spec import TrainSpec, UpdateRequest
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
@@ -98,7 +98,8 @@ def fill_units(options: argparse.Namespace, folder: Path, units: int) -> None:
     )
     aggregator.join(**ALONE)
     batch = batch_of(folder, groups=units)
-    aggregator.open_update(batch=batch, step=1, **GIVEN)
+    request = UpdateRequest(step=1, batch=batch, **GIVEN)
+    aggregator.open_update(request)
     offered = aggregator.offer(1)
     chosen = offered.units[:units]
     assert len(chosen) == units, f"the batch has {len(offered.units)} units"
@@ -284,10 +285,11 @@ def measure_bfloat16(options: argparse.Namespace) -> None:
             norms[dtype] = []
             for step in range(1, options.steps + 1):
                 batch = batch_of(folder, groups=8, seed=step)
-                aggregator.open_update(batch=batch, step=step, **GIVEN)
+                request = UpdateRequest(step=step, batch=batch, **GIVEN)
+                aggregator.open_update(request)
                 offered = aggregator.offer(step)
                 for unit in offered.units:
-                    worker.gradient(offered, unit, batch, **GIVEN)
+                    worker.gradient(offered, unit, request)
                 assert aggregator.apply().refused == {}
                 norms[dtype].append(aggregator.close_update().metrics["train/grad_norm"])
                 remove_gradients(RunStore(Store(str(folder / "store")), dtype), step)

@@ -6,6 +6,7 @@ import torch
 
 from benchmarks.gpu_job import CUDA, Found, Job, free, has_vllm, stored
 from configs.algorithm.algorithm import AlgorithmConfig
+from engines.train.spec import UpdateRequest
 from engines.workers.messages import Moved
 from storage.runs.weights import WeightsRef
 
@@ -14,7 +15,15 @@ def sleep(job: Job) -> Found:
     """Seconds and bytes of a turn on a shared device: the trainer away and back, engines to sleep."""
     found, batch = Found(), stored(job)
     engine = job.train_engine()
-    engine.update(batch, AlgorithmConfig(), 1.0, job.response, 1)
+    engine.update(
+        UpdateRequest(
+            step=1,
+            batch=batch,
+            algorithm=AlgorithmConfig(),
+            temperature=1.0,
+            max_new_tokens=job.response,
+        )
+    )
     weights, before = engine.export_weights(1, job.compute), engine.digest()
     for turn in ("first", "next"):  # pinned memory is made in the first
         _put(found, f"trainer_sleep_{turn}", engine.offload())

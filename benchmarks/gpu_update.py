@@ -39,6 +39,7 @@ from engines.train.batching.mfu import peak_flops
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model.fsdp import own_part
 from engines.train.model.loading import Checkpoint, _compute_buffers, _distinct
+from engines.train.spec import UpdateRequest
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
@@ -195,7 +196,15 @@ class Bench:
             if number == 1 and CUDA:
                 torch.cuda.reset_peak_memory_stats()
             began = time.perf_counter()
-            metrics = engine.update(batch, AlgorithmConfig(), 1.0, job.response, number + 1).metrics
+            metrics = engine.update(
+                UpdateRequest(
+                    step=number + 1,
+                    batch=batch,
+                    algorithm=AlgorithmConfig(),
+                    temperature=1.0,
+                    max_new_tokens=job.response,
+                )
+            ).metrics
             if not number:
                 first = time.perf_counter() - began
             else:
@@ -308,7 +317,15 @@ def traced(bench: Bench, engine: FSDPEngine) -> dict[str, Any]:
     job, batch = bench.job(), bench.batch()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         began = time.perf_counter()
-        engine.update(batch, AlgorithmConfig(), 1.0, job.response, 99)
+        engine.update(
+            UpdateRequest(
+                step=99,
+                batch=batch,
+                algorithm=AlgorithmConfig(),
+                temperature=1.0,
+                max_new_tokens=job.response,
+            )
+        )
         torch.cuda.synchronize()
         wall = time.perf_counter() - began
     spans: list[tuple[int, int]] = []

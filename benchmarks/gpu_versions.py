@@ -10,6 +10,7 @@ from configs.algorithm.algorithm import AlgorithmConfig
 from configs.lora import LoraConfig
 from engines.rollout.engine import RolloutEngine
 from engines.train.fsdp_engine import FSDPEngine
+from engines.train.spec import UpdateRequest
 from storage.objects.errors import ObjectMissing
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef, open_manifest
@@ -27,7 +28,15 @@ def lora(job: Job) -> Found:
     found = Found()
     sequences, lengths = _sequences(job)
     base = engine.score(sequences, lengths)
-    engine.update(stored(job), AlgorithmConfig(), 1.0, job.response, 1)
+    engine.update(
+        UpdateRequest(
+            step=1,
+            batch=stored(job),
+            algorithm=AlgorithmConfig(),
+            temperature=1.0,
+            max_new_tokens=job.response,
+        )
+    )
     weights = engine.export_weights(1, FORM)
     found.metrics["adapter_mbytes"] = round(weights.nbytes / 1e6, 3)
     expected, digest = engine.score(sequences, lengths), engine.digest(FORM)
@@ -55,7 +64,15 @@ def sync_paths(job: Job) -> Found:
     engine = job.joined(spec)
     ways = {"whole": _published(found, job, engine, "whole", 0)}
     engine.settle_weights(0, FORM)  # the next one is the difference from what the store has
-    engine.update(stored(job), AlgorithmConfig(), 1.0, job.response, 1)
+    engine.update(
+        UpdateRequest(
+            step=1,
+            batch=stored(job),
+            algorithm=AlgorithmConfig(),
+            temperature=1.0,
+            max_new_tokens=job.response,
+        )
+    )
     ways["difference"] = _published(found, job, engine, "difference", 1)
     if open_manifest(Store(job.store), ways["difference"]).base is None:
         found.failed = "the second version is stored whole"

@@ -43,7 +43,7 @@ from configs.train import TrainConfig
 from engines.models.facts import model_facts
 from engines.processes.process_setup import C_LIBRARIES
 from engines.train.memory_plan import Batch, plan_rank
-from engines.train.spec import TrainSpec
+from engines.train.spec import TrainSpec, UpdateRequest
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
@@ -205,10 +205,26 @@ def measure(
     engine.join(rank, ranks, "127.0.0.1", port, 1, 60.0)
     micro: list[tuple[Batch, int]] = []
     with micro_batches(micro):
-        engine.update(batch, AlgorithmConfig(), 1.0, RESPONSE, 1)
+        engine.update(
+            UpdateRequest(
+                step=1,
+                batch=batch,
+                algorithm=AlgorithmConfig(),
+                temperature=1.0,
+                max_new_tokens=RESPONSE,
+            )
+        )
     began, used = time.perf_counter(), list[int]()
     with most_in_use(used):
-        engine.update(batch, AlgorithmConfig(), 1.0, RESPONSE, 2)
+        engine.update(
+            UpdateRequest(
+                step=2,
+                batch=batch,
+                algorithm=AlgorithmConfig(),
+                temperature=1.0,
+                max_new_tokens=RESPONSE,
+            )
+        )
     seconds, measured = time.perf_counter() - began, resident("VmHWM") - before
     largest, kept = max(micro, key=lambda one: one[0].tokens)
     largest = dataclasses.replace(largest, several=len(micro) > 1)

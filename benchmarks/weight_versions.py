@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.stores import place
+from engines.train.spec import UpdateRequest
 from storage.objects.store import Store
 
 if TYPE_CHECKING:
@@ -204,7 +205,15 @@ def _engine(options: argparse.Namespace, store: Store, folder: Path) -> Any:
                 "group_id": np.arange(len(lengths)) // 4,
             },
         )
-        engine.update(batch, AlgorithmConfig(), 1.0, 48, step)
+        engine.update(
+            UpdateRequest(
+                step=step,
+                batch=batch,
+                algorithm=AlgorithmConfig(),
+                temperature=1.0,
+                max_new_tokens=48,
+            )
+        )
 
     return engine, update
 

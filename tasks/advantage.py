@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from prefect import task
 
-from engines.data.contract import Scorer
+from engines.data.contract import AdvantagePartRequest, AdvantagesRequest, Scorer
 from engines.data.results import (
     AdvantageParts,
     AdvantagesResult,
@@ -72,20 +72,20 @@ def advantage(
     )
     stage = Stage(run=run, step=step, name="advantage", key=key)
     with repetitions(run, step, samples, key) as repetition:
+        request = AdvantagesRequest(
+            samples=samples,
+            algorithm=run.algorithm,
+            version=step - 1,
+            baselines=baselines,
+            left_out=left_out(run, step),
+            repetition=repetition,
+            most_groups=run.config.prompts_per_step,
+            kept=kept,
+            part_tokens=PART_TOKENS,
+        )
         with telling_causes(run, samples, scored):
             result = stage.call(
-                run.engines[SCORER],
-                Scorer.advantages,
-                samples=samples,
-                baselines=baselines,
-                algorithm=run.algorithm,
-                out_key=stage.out_key,
-                version=step - 1,
-                left_out=left_out(run, step),
-                repetition=repetition,
-                part_tokens=PART_TOKENS,
-                most_groups=run.config.prompts_per_step,
-                kept=kept,
+                run.engines[SCORER], Scorer.advantages, request=request, out_key=stage.out_key
             )
         if isinstance(result, AdvantageParts):
             result = in_parts(run, step, result, key, stage.out_key)
@@ -142,11 +142,13 @@ def in_parts(
         Part.of(
             run.engines[SCORER],
             Scorer.advantage_part,
-            parts=parts,
-            number=number,
-            statistics=BatchRef.concat(statistics) if statistics else None,
-            algorithm=run.algorithm,
-            version=step - 1,
+            request=AdvantagePartRequest(
+                parts=parts,
+                number=number,
+                algorithm=run.algorithm,
+                version=step - 1,
+                statistics=BatchRef.concat(statistics) if statistics else None,
+            ),
             out_key=run.files.stage_key(step, "advantage", f"{number + 1}-part", key),
         )
         for number in numbers

@@ -12,7 +12,7 @@ from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 from pydantic import JsonValue
 
-from engines.data.contract import Scorer
+from engines.data.contract import RowHistoryRequest, Scorer
 from engines.data.results import RowHistoryResult
 from engines.meanings import VERSIONS
 from engines.rewards.runner import code_digest
@@ -188,17 +188,16 @@ def row_history(
     listed = None if again is None else sorted(again)
     known = None if before is None else before.to_json()
     key = key_of("row_history", known, samples.to_json(), bounds, listed)
-    part = Part.of(
-        run.engines[SCORER],
-        Scorer.row_history,
+    request = RowHistoryRequest(
         before=before,
         prompts=prompts.ref[["group_id", "prompt_row"]],
         samples=samples,
         step=step,
         quarantine=quarantine,
         readmitted=listed,
-        out_key=run.files.stage_key(step, "row_history", 1, key),
     )
+    out_key = run.files.stage_key(step, "row_history", 1, key)
+    part = Part.of(run.engines[SCORER], Scorer.row_history, request=request, out_key=out_key)
     (found,) = spread(run, step, "row_history", [part], RowHistoryResult)
     return found
 

@@ -24,7 +24,7 @@ from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 
 from configs.dapo import DAPOConfig
-from engines.data.contract import Scorer
+from engines.data.contract import AdvantagesRequest, Scorer
 from engines.data.results import TooFewGroups
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
@@ -140,10 +140,13 @@ def choose_groups(
         found = Stage(run=run, step=step, name="selection", key=key).call(
             run.engines[SCORER],
             Scorer.informative,
-            samples=samples,
-            algorithm=algorithm,
-            most_groups=wanted,
-            repetition=repetition,
+            request=AdvantagesRequest(
+                samples=samples,
+                algorithm=algorithm,
+                version=step - 1,
+                repetition=repetition,
+                most_groups=wanted,
+            ),
         )
     with telling_causes(run, samples, every):
         over = is_over(settings(run), step, drawn, found.groups)

@@ -69,9 +69,9 @@ def play(
     given: list[object] = [] if begun is None else [begun.to_json()]
     given += [] if played(run).opponent is None else [run.engines[OPPONENT].weights.digest]
     key = key_of("episodes", prompts.to_json(), stage.sampling.identity, settings, *given)
-    whole = run.files.stage_key(step, "episodes", shard, key)
+    whole = Stage(run=run, step=step, name="episodes", key=key, shard=shard)
     digests = {one.digest: one for one in run.usable_weights(step)}
-    done = run.files.finished(whole)
+    done = whole.finished()
     if done is not None and str(done["weights"]) in digests:
         known = sampled(prompts, digests[str(done["weights"])], RolloutResult.of_record(done))
         return dataclasses.replace(known, frames=frames_of(done))
@@ -87,7 +87,7 @@ def play(
             found = dataclasses.replace(found, ref=found.ref.with_columns(by_turn))
         record = RolloutResult(ref=found.ref, stats=found.stats).record()
         frames = None if found.frames is None else found.frames.to_json()
-        run.files.finish(whole, {**record, "frames": frames, "weights": found.weights.digest})
+        whole.finish({**record, "frames": frames, "weights": found.weights.digest})
     needed = found.ref if isinstance(found, Sampled) else found.begun
     seen = found.frames if isinstance(found, Sampled) else None
     kept = {key for ref in (needed, first, asked, seen) if ref is not None for key in ref.objects}

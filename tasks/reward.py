@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from prefect import task
 from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 
-from configs.data import Source
-from engines.data.contract import RewardModels, Scorer
+from engines.data.contract import RewardModels, Scorer, ScoreRequest
 from engines.data.results import ModelScores, SampleFailure, ScoreResult
 from engines.rewards.protocol import TrainerState
 from storage.batches.columns import EXTRA
@@ -62,7 +61,8 @@ def scored(run: Run, step: int, sampled: WholeShards, number: int) -> Scored:
         prompts = BatchRef.concat([shard.prompts for shard in sampled])
     state = trainer_state(run, step)
     key = key_of("reward", samples.to_json(), rewards, asdict(state))
-    ref, result = score(run, step, "reward", number, prompts, samples, key, state)
+    request = ScoreRequest(prompts=prompts, samples=samples, trainer_state=state)
+    ref, result = score(run, step, "reward", number, key, request)
     return Scored(
         sampled=sampled,
         ref=ref,
@@ -82,11 +82,8 @@ def score(
     step: int,
     stage: str,
     number: int,
-    prompts: BatchRef,
-    samples: BatchRef,
     key: str,
-    state: TrainerState,
-    source: Source | None = None,
+    request: ScoreRequest,
 ) -> tuple[BatchRef, ScoreResult]:
     """Samples with their scores, and what became of the call; failures are logged.
 
@@ -95,34 +92,27 @@ def score(
         step: for which they are scored.
         stage: what for.
         number: of the call among those of the stage.
-        prompts: of the samples.
-        samples: [N].
         key: digest of what is scored, and by what.
-        state: where the run stands, as the functions are told.
-        source: of the prompts' rows, where that is not data.source.
+        request: without the reward models' scores, which are made first.
     """
-    models = model_scores(run, step, number, prompts, samples, key)
+    models = model_scores(run, step, number, key, request)
     piece = Stage(run=run, step=step, name=stage, key=key, shard=number)
     result = piece.call(
         run.engines[SCORER],
         Scorer.score,
-        prompts=prompts,
-        samples=samples,
+        request=replace(request, models=models),
         out_key=piece.out_key,
-        trainer_state=state,
-        models=models,
-        source=source,
     )
     for (function, error), failed in by_cause(result.failures).items():
         numbers = ", ".join(map(str, failed))
         trace = result.tracebacks.get(error, "")
         text = f"Scoring failed in {function} for sample {numbers}: {error}\n{trace}"
         get_run_logger().error("%s", text.rstrip())
-    return with_scores(samples, models, result.ref), result
+    return with_scores(request.samples, models, result.ref), result
 
 
 def model_scores(
-    run: StageView, step: int, number: int, prompts: BatchRef, samples: BatchRef, key: str
+    run: StageView, step: int, number: int, key: str, request: ScoreRequest
 ) -> ModelScores | None:
     """The reward models' scores of some samples; None where the recipe has no reward models.
 
@@ -130,9 +120,8 @@ def model_scores(
         run: the run.
         step: whose samples they are.
         number: of the shard, for people.
-        prompts: of the samples.
-        samples: [N].
         key: digest of what is scored, and by what.
+        request: the samples and their prompts.
     """
     if not run.config.rewards.on_engines:
         return None
@@ -140,8 +129,8 @@ def model_scores(
     return piece.call(
         run.engines[REWARD_MODEL],
         RewardModels.score,
-        prompts=prompts,
-        samples=samples,
+        prompts=request.prompts,
+        samples=request.samples,
         out_key=piece.out_key,
     )
 

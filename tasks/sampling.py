@@ -11,8 +11,8 @@ from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
 from storage.runs.weights import WeightsRef
 from tasks.results import Sampled, Unsampled
-from tasks.run.retries import attempted
 from tasks.run.roles.sampling import OPPONENT, ROLLOUT
+from tasks.run.stage import Stage
 from tasks.run.stage_view import StageView
 
 
@@ -46,26 +46,20 @@ def sample_or_leave(
     """
     sampling, usable = stage.sampling, run.usable_weights(step)
     given = [] if begun is None else [begun.to_json()]
-    keys = [
-        run.files.stage_key(
-            step,
-            stage.name,
-            shard,
-            key_of("rollout", prompts.to_json(), one.digest, sampling.identity, *given),
-        )
-        for one in usable
-    ]
-    for weights, key in zip(usable, keys, strict=True):
-        if (done := run.files.finished(key)) is not None:
-            return sampled(prompts, weights, RolloutResult.of_record(done), key)
-    weights, out_key = usable[0], keys[0]
-    run.files.expect(out_key)  # a worker may be lost when it has marked it: then it is there
-    with attempted(run, step, stage.name, shard) as attempt:
+    pieces = []
+    for weights in usable:
+        key = key_of("rollout", prompts.to_json(), weights.digest, sampling.identity, *given)
+        pieces.append(Stage(run=run, step=step, name=stage.name, key=key, shard=shard))
+        if (done := pieces[-1].finished()) is not None:
+            return sampled(prompts, weights, RolloutResult.of_record(done), pieces[-1].out_key)
+    weights, piece = usable[0], pieces[0]
+    run.files.expect(piece.out_key)  # a worker may be lost when it has marked it: then it is there
+    with piece.attempted() as attempt:
         attempt.assignment.worker = rather
         request = RolloutRequest(
             prompts=prompts,
             sampling=sampling,
-            out_key=out_key,
+            out_key=piece.out_key,
             step=step,
             shard=shard,
             attempt=attempt.number,
@@ -76,9 +70,9 @@ def sample_or_leave(
         )
         result = run.engines[ROLLOUT].generate(request, attempt.assignment)
     if result is None:  # the step did not wait for it
-        partial = PartialSamples(run.store, out_key).take()
+        partial = PartialSamples(run.store, piece.out_key).take()
         return Unsampled(begun=partial or begun)
-    return sampled(prompts, weights, result, out_key)
+    return sampled(prompts, weights, result, piece.out_key)
 
 
 def opponents_turn(
@@ -98,16 +92,16 @@ def opponents_turn(
     pool = run.engines[OPPONENT]
     weights, identity = pool.weights, stage.sampling.identity
     key = key_of("opponent", prompts.to_json(), weights.digest, identity, begun.to_json())
-    out_key = run.files.stage_key(step, "opponent", shard, key)
-    if (done := run.files.finished(out_key)) is not None:
-        return sampled(prompts, weights, RolloutResult.of_record(done), out_key)
-    run.files.expect(out_key)
-    with attempted(run, step, "opponent", shard) as attempt:
+    piece = Stage(run=run, step=step, name="opponent", key=key, shard=shard)
+    if (done := piece.finished()) is not None:
+        return sampled(prompts, weights, RolloutResult.of_record(done), piece.out_key)
+    run.files.expect(piece.out_key)
+    with piece.attempted() as attempt:
         attempt.assignment.worker = rather
         request = RolloutRequest(
             prompts=prompts,
             sampling=stage.sampling,
-            out_key=out_key,
+            out_key=piece.out_key,
             step=step,
             shard=shard,
             attempt=attempt.number,
@@ -117,7 +111,7 @@ def opponents_turn(
         )
         result = pool.generate(request, attempt.assignment)
         assert result is not None, "the opponent's turns are not cut"
-    return sampled(prompts, weights, result, out_key)
+    return sampled(prompts, weights, result, piece.out_key)
 
 
 def sampled(prompts: BatchRef, weights: WeightsRef, found: RolloutResult, key: str = "") -> Sampled:

@@ -11,7 +11,7 @@ from prefect import task
 
 from configs.train import TrainConfig
 from engines.train.batching.mfu import CostModel
-from engines.train.batching.planner import Planner
+from engines.train.batching.stored_plan import Planner, PlanRequest
 from engines.train.spec import UnitAttempt
 from engines.workers.pool import Assignment
 from storage.batches.refs import BatchRef
@@ -117,15 +117,13 @@ def plan_of(
     key = key_of("plan", batch.ref.to_json(), limits, asdict(cost))
     named = ["prompt_ids", "response_ids", "group_id", "player"]
     named += ["author", "frame"] if cost.patches else []
-    lengths = batch.ref[[name for name in named if name in batch.ref.names]]
-    return Part.of(
-        run.engines[PLANNER],
-        Planner.plan,
-        batch=lengths,
+    request = PlanRequest(
+        batch=batch.ref[[name for name in named if name in batch.ref.names]],
         world=limits["world"],
         budget=limits["budget"],
         mini_batches=limits["mini_batches"],
         cost=cost,
-        out_key=run.files.stage_key(step, stage, "plan", key),
         tree_training=config.tree_training,
     )
+    out_key = run.files.stage_key(step, stage, "plan", key)
+    return Part.of(run.engines[PLANNER], Planner.plan, request=request, out_key=out_key)

@@ -1,105 +1,95 @@
-"""The batch scripts of the pools' job arrays, made by dask-jobqueue in a process of its own.
-
-dask-jobqueue 0.9.0 sets a handler for Ctrl-C when it is imported, which would replace the flow's and
-works in a main thread only (https://github.com/dask/dask-jobqueue/issues/696; mended after 0.9.0).
-"""
+"""The batch scripts of the pools' job arrays."""
 
 from __future__ import annotations
 
-import json
+import math
 import shlex
-import subprocess
 import sys
-import warnings
-
-from pydantic import BaseModel, ConfigDict
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from configs.cluster.cluster import ClusterConfig
 from engines.processes.certificates import Certificates
 from engines.processes.process_setup import C_LIBRARIES
 
 DEATH_TIMEOUT = 60  # seconds that a worker looks for the scheduler
-TIMEOUT = 60.0  # seconds for making the scripts
 
 
-class Wanted(BaseModel):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
     """What the scripts are made from."""
 
-    model_config = ConfigDict(frozen=True)
-
     config: ClusterConfig
-    environment: dict[str, dict[str, str]]  # variables of the workers, by pool
+    environment: Mapping[str, Mapping[str, str]]  # variables of the workers, by pool
     scheduler: str  # its address
     certificates: Certificates | None  # paths
-    job_names: dict[str, str]  # by pool
+    job_names: Mapping[str, str]  # by pool
     python_path: str  # folders that modules are imported from
     logs: str  # folder of the workers' logs
 
 
 def job_scripts(wanted: Wanted) -> dict[str, str]:
     """Pool -> script."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "engines.clusters.job_scripts"],
-        input=wanted.model_dump_json(),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"dask-jobqueue made no job scripts: {done.stderr[-1000:]}")
-    scripts: dict[str, str] = json.loads(done.stdout)
-    return scripts
+    return {pool: job_script(wanted, pool) for pool in wanted.config.pools}
 
 
 def job_script(asked: Wanted, pool: str) -> str:
-    """The batch script of a pool's array, as dask-jobqueue makes it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its YAML defaults use names that it calls deprecated
-        from dask_jobqueue.slurm import SLURMJob
+    """The batch script of a pool's array, which becomes the worker."""
+    exports = [f"export {name}={shlex.quote(x)}" for name, x in variables(asked, pool).items()]
+    return "\n".join(
+        [
+            "#!/usr/bin/env bash",
+            "",
+            *(f"#SBATCH {directive}" for directive in directives(asked, pool)),
+            *filter(None, asked.config.slurm.prologue),
+            *exports,
+            " ".join(worker_command(asked, pool)),
+            "",
+        ]
+    )
 
-        wanted, slurm = asked.config.pools[pool], asked.config.slurm
-        own = slurm.pools.get(pool)
-        limit = (own and own.time_limit) or slurm.time_limit
-        per_job = slurm.workers_per_job(pool)
-        directives = [*slurm.directives, *(own.directives if own else [])]
-        if wanted.gpus:
-            directives.append(slurm.gpu_option.format(gpus=wanted.gpus * per_job))
-        first, command = "$SLURM_ARRAY_TASK_ID", "engines.clusters.worker"
-        if per_job > 1:
-            first = f"$((SLURM_ARRAY_TASK_ID * {per_job}))"
-            command = (
-                f"engines.clusters.job_workers {shlex.quote(asked.logs)} {per_job} {wanted.gpus}"
-            )
-        # One task, and so one node, whatever starts processes in it.
-        job = SLURMJob(
-            scheduler=asked.scheduler,
-            name=f"{pool}-{first}",
-            queue=(own and own.partition) or slurm.partition,
-            account=slurm.account,
-            walltime=None if limit is None else str(-(-limit // 60)),  # minutes
-            cores=wanted.threads * per_job,
-            memory=f"{(wanted.memory_gib or 1) * per_job}GiB",
-            processes=1,
-            job_name=asked.job_names[pool],
-            job_extra_directives=directives,
-            job_directives_skip=[] if wanted.memory_gib else ["--mem"],
-            job_script_prologue=[
-                *slurm.prologue,
-                *(f"export {name}={shlex.quote(x)}" for name, x in variables(asked, pool).items()),
-            ],
-            python=f"exec {slurm.python or sys.executable} -P",
-            worker_command=command,
-            worker_extra_args=worker_options(asked, pool),
-            death_timeout=DEATH_TIMEOUT,
-            log_directory=None,
-            local_directory='"${TMPDIR:-/tmp}"',
-        )
-        if limit is None:
-            job.job_header = "\n".join(
-                line for line in job.job_header.splitlines() if not line.startswith("#SBATCH -t")
-            )
-        return str(job.job_script())
+
+def directives(asked: Wanted, pool: str) -> list[str]:
+    """What a job of a pool asks Slurm for, the settings' own directives last."""
+    wanted, slurm = asked.config.pools[pool], asked.config.slurm
+    own, per_job = slurm.pools.get(pool), slurm.workers_per_job(pool)
+    partition = (own and own.partition) or slurm.partition
+    limit = (own and own.time_limit) or slurm.time_limit
+    # One task, and so one node, whatever starts processes in it.
+    found = [f"-J {asked.job_names[pool]}"]
+    found += [] if partition is None else [f"-p {partition}"]
+    found += [] if slurm.account is None else [f"-A {slurm.account}"]
+    found += ["-n 1", f"--cpus-per-task={wanted.threads * per_job}"]
+    found += [f"--mem={in_whole_units(wanted.memory_gib * per_job)}"] if wanted.memory_gib else []
+    found += [] if limit is None else [f"-t {-(-limit // 60)}"]  # minutes
+    found += [*slurm.directives, *(own.directives if own else [])]
+    if wanted.gpus:
+        found.append(slurm.gpu_option.format(gpus=wanted.gpus * per_job))
+    return found
+
+
+def in_whole_units(gib: float) -> str:
+    """GiB, or MiB where it is less than one, rounded up: Slurm takes no fractions."""
+    return f"{math.ceil(gib)}G" if gib >= 1 else f"{math.ceil(gib * 1024)}M"
+
+
+def worker_command(asked: Wanted, pool: str) -> list[str]:
+    """The words, quoted for the shell, that start a job's worker, or its workers."""
+    wanted, slurm, certificates = asked.config.pools[pool], asked.config.slurm, asked.certificates
+    per_job = slurm.workers_per_job(pool)
+    first, module = "$SLURM_ARRAY_TASK_ID", ["engines.clusters.worker"]
+    if per_job > 1:
+        first = f"$((SLURM_ARRAY_TASK_ID * {per_job}))"
+        module = ["engines.clusters.job_workers", shlex.quote(asked.logs)]
+        module += [str(per_job), str(wanted.gpus)]
+    words = ["exec", slurm.python or sys.executable, "-P", "-m", *module, asked.scheduler]
+    words += ["--name", f"{pool}-{first}"]
+    words += ["--death-timeout", str(DEATH_TIMEOUT), "--local-directory", '"${TMPDIR:-/tmp}"']
+    words += ["--nthreads", str(wanted.slots + 1), "--resources", f"'{pool}={wanted.slots}'"]
+    if certificates is not None:
+        words += ["--protocol", "tls", "--tls-ca-file", certificates.ca]
+        words += ["--tls-cert", certificates.cert, "--tls-key", certificates.key]
+    return words
 
 
 def variables(asked: Wanted, pool: str) -> dict[str, str]:
@@ -114,26 +104,3 @@ def variables(asked: Wanted, pool: str) -> dict[str, str]:
         **asked.environment[pool],
         **({} if wanted.gpus else {"CUDA_VISIBLE_DEVICES": ""}),
     }
-
-
-def worker_options(asked: Wanted, pool: str) -> list[object]:
-    """Options of `dask worker`, after those that dask-jobqueue gives.
-
-    Of a repeated option the last one counts: dask-jobqueue's own --nthreads follows the cores.
-    """
-    slots, certificates = asked.config.pools[pool].slots, asked.certificates
-    options = ["--nthreads", slots + 1, "--resources", f"'{pool}={slots}'"]
-    if certificates is not None:
-        options += ["--protocol", "tls", "--tls-ca-file", certificates.ca]
-        options += ["--tls-cert", certificates.cert, "--tls-key", certificates.key]
-    return options
-
-
-def main() -> None:
-    """Settings from standard input, scripts to standard output, as JSON."""
-    wanted = Wanted.model_validate_json(sys.stdin.read())
-    print(json.dumps({pool: job_script(wanted, pool) for pool in wanted.config.pools}))
-
-
-if __name__ == "__main__":
-    main()

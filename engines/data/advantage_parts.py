@@ -50,6 +50,7 @@ from engines.data.advantage_columns import (
     write_columns,
 )
 from engines.data.column_reading import components, jagged, numbers
+from engines.data.contract import AdvantagePartRequest
 from engines.data.results import AdvantageParts, PartResult
 from engines.data.training_batch import Choice
 from storage.batches.columns import SCORE
@@ -187,21 +188,13 @@ def _compared(batch: AdvantageBatch, scope: Scope, algorithm: AlgorithmConfig) -
     }
 
 
-def write_part(
-    store: Store,
-    parts: AdvantageParts,
-    number: int,
-    statistics: BatchRef | None,
-    algorithm: AlgorithmConfig,
-    out_key: str,
-    version: int,
-) -> PartResult:
-    """Store the columns of a part's tokens (parts are counted from 0).
+def write_part(store: Store, request: AdvantagePartRequest, out_key: str) -> PartResult:
+    """Store the columns of a part's tokens.
 
-    statistics: those of all parts in their order, where `parts.measured`. What they say of the
-    corrections is told by the first part.
+    What the statistics say of the corrections is told by the first part.
     """
-    samples, rows = parts.part(number)
+    algorithm, statistics = request.algorithm, request.statistics
+    samples, rows = request.parts.part(request.number)
     chosen = read_chosen(store, samples, rows)
     mismatch = mismatch_of(store, chosen, algorithm)
     steps = corrections_of(algorithm)
@@ -209,32 +202,26 @@ def write_part(
         assert statistics is not None
         steps = _with_mean_weights(store, statistics, steps)
     batch = estimator_batch(store, chosen, algorithm, mismatch, steps)
-    result = _estimated(store, parts, number, statistics, batch, algorithm)
+    result = _estimated(store, request, batch)
     result = with_teacher(result, batch, algorithm)
     found = Estimated.of(batch, mismatch, steps, result)
-    written = write_columns(store, chosen, found, algorithm, out_key, version)
+    written = write_columns(store, chosen, found, algorithm, out_key, request.version)
     sums, extremes = _metrics(found)
     metrics = {}
-    if mismatch is not None and number == 0:
+    if mismatch is not None and request.number == 0:
         assert statistics is not None
         metrics = _correction_metrics(store, statistics, corrections_of(algorithm))
     return PartResult(ref=written, sums=sums, extremes=extremes, metrics=metrics)
 
 
-def _estimated(
-    store: Store,
-    parts: AdvantageParts,
-    number: int,
-    statistics: BatchRef | None,
-    batch: AdvantageBatch,
-    algorithm: AlgorithmConfig,
-) -> Advantages:
+def _estimated(store: Store, request: AdvantagePartRequest, batch: AdvantageBatch) -> Advantages:
     """The advantages of a part, given what its estimator compares over the whole batch."""
+    parts, algorithm, statistics = request.parts, request.algorithm, request.statistics
     scope = scope_in(parts.samples, algorithm)
     if scope is Scope.GROUP:
         return advantages_of(batch, algorithm)
     assert statistics is not None
-    start, stop = parts.edges[number : number + 2]
+    start, stop = parts.edges[request.number : request.number + 2]
     if scope is Scope.SAMPLES:
         every = _per_sample(store, parts, statistics, algorithm)[start:stop]
         advantages = batch.at_tokens(every)

@@ -6,6 +6,7 @@ Kept by engines/data/data_engine.py, environment_engine.py and reward_model_engi
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engines.workers.engine import Engine
@@ -32,6 +33,58 @@ if TYPE_CHECKING:
     from engines.rewards.protocol import TrainerState
     from engines.rewards.runner import RewardCode
     from storage.batches.refs import BatchRef
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoreRequest:
+    """A shard's completions."""
+
+    prompts: BatchRef  # [P]
+    samples: BatchRef  # [N]; row i belongs to row i // n of prompts
+    trainer_state: TrainerState
+    source: Source | None = None  # of the prompts' rows; None: the data set
+    models: ModelScores | None = None  # what the reward models among the functions gave
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdvantagesRequest:
+    """A step's scored samples, some of which are to train."""
+
+    samples: BatchRef  # [N]
+    algorithm: AlgorithmConfig
+    version: int  # the policy version that trains on them
+    baselines: BatchRef | None = None  # group_id and reward of the prompts' greedy completions
+    left_out: BatchRef | None = None  # samples of groups that the step dropped without waiting
+    repetition: BatchRef | None = None  # what `Scorer.repetition` wrote of them; None: made here
+    most_groups: int | None = None  # that train, those that were drawn first; None: all
+    # The samples that train, with the columns of the train engines, where those are theirs alone.
+    kept: BatchRef | None = None
+    # Where there are more response tokens, and the estimator allows it, they are cut into parts of
+    # that size, which are then written by calls of their own.
+    part_tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdvantagePartRequest:
+    """One of the parts that a step's samples were cut into."""
+
+    parts: AdvantageParts
+    number: int  # counted from 0
+    algorithm: AlgorithmConfig
+    version: int  # the policy version that trains on them
+    statistics: BatchRef | None  # those of all parts in their order, where `parts.measured`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowHistoryRequest:
+    """What became of each row of the data before a step, and what the step adds to it."""
+
+    before: BatchRef | None  # storage.rows.row_history.RowHistory; None: nothing yet
+    prompts: BatchRef  # of the step: group_id, prompt_row
+    samples: BatchRef  # theirs, scored, [N]
+    step: int
+    quarantine: QuarantineConfig | None
+    readmitted: list[int] | None  # rows that are let in again; None: all
 
 
 class PromptMaker(Engine):
@@ -69,59 +122,24 @@ class Scorer(PromptMaker):
         """What the functions are that are called here, by name."""
 
     @abstractmethod
-    def score(
-        self,
-        prompts: BatchRef,
-        samples: BatchRef,
-        out_key: str,
-        trainer_state: TrainerState,
-        models: ModelScores | None = None,
-        source: Source | None = None,
-    ) -> ScoreResult:
-        """Score the completions of a shard; row i of samples belongs to row i // n of prompts.
-
-        models: what the reward models among the functions gave. source: of the prompts; None: the
-        data set.
-        """
+    def score(self, request: ScoreRequest, out_key: str) -> ScoreResult:
+        """Score the completions of a shard."""
 
     @abstractmethod
     def advantages(
-        self,
-        samples: BatchRef,
-        algorithm: AlgorithmConfig,
-        out_key: str,
-        version: int,
-        baselines: BatchRef | None = None,
-        left_out: BatchRef | None = None,
-        repetition: BatchRef | None = None,
-        part_tokens: int | None = None,
-        most_groups: int | None = None,
-        kept: BatchRef | None = None,
+        self, request: AdvantagesRequest, out_key: str
     ) -> AdvantagesResult | AdvantageParts:
         """Choose the samples that train, and write their advantages.
-
-        version: the policy version that trains on them. baselines: scored greedy completions of the
-        prompts. left_out: samples of groups that the step did not wait for and dropped. repetition:
-        what `repetition` wrote of all samples. part_tokens: where there are more response tokens,
-        and the estimator allows it, they are cut into parts of that size, which are then written by
-        calls of their own. most_groups: that train. kept: the samples that train, with the columns
-        of the train engines, where those were made for them alone.
 
         A batch without rows where selection leaves no sample. Raises RewardsFailed
         (rewards.on_failure = abort) or NothingToTrain.
         """
 
     @abstractmethod
-    def informative(
-        self,
-        samples: BatchRef,
-        algorithm: AlgorithmConfig,
-        most_groups: int,
-        repetition: BatchRef | None = None,
-    ) -> InformativeResult:
-        """Which groups of a step's samples so far `advantages` would choose, most_groups of them.
+    def informative(self, request: AdvantagesRequest) -> InformativeResult:
+        """Which groups of a step's samples so far `advantages` would choose.
 
-        repetition: as there. Raises RewardsFailed (rewards.on_failure = abort).
+        Raises RewardsFailed (rewards.on_failure = abort).
         """
 
     @abstractmethod
@@ -135,33 +153,12 @@ class Scorer(PromptMaker):
         """Write what a part adds to a statistic over the whole batch, by row."""
 
     @abstractmethod
-    def advantage_part(
-        self,
-        parts: AdvantageParts,
-        number: int,
-        statistics: BatchRef | None,
-        algorithm: AlgorithmConfig,
-        out_key: str,
-        version: int,
-    ) -> PartResult:
-        """Write the advantages of a part, counted from 0; `statistics` are those of all parts."""
+    def advantage_part(self, request: AdvantagePartRequest, out_key: str) -> PartResult:
+        """Write the advantages of a part."""
 
     @abstractmethod
-    def row_history(
-        self,
-        before: BatchRef | None,
-        prompts: BatchRef,
-        samples: BatchRef,
-        step: int,
-        quarantine: QuarantineConfig | None,
-        readmitted: list[int] | None,
-        out_key: str,
-    ) -> RowHistoryResult:
-        """Write what became of each row of the data, after one more step.
-
-        before: the same before the step. prompts: of the step, of which `samples` are the scored
-        samples. readmitted: rows that are let in again; None: all.
-        """
+    def row_history(self, request: RowHistoryRequest, out_key: str) -> RowHistoryResult:
+        """Write what became of each row of the data, after one more step."""
 
 
 class EnvironmentHost(PromptMaker):

@@ -18,10 +18,16 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from configs.algorithm.algorithm import AlgorithmConfig
-from configs.data import QuarantineConfig, Source
+from configs.data import Source
 from configs.rewards import RewardsConfig
 from engines.data.chat_template import state_number, tokenize
-from engines.data.contract import Scorer
+from engines.data.contract import (
+    AdvantagePartRequest,
+    AdvantagesRequest,
+    RowHistoryRequest,
+    Scorer,
+    ScoreRequest,
+)
 from engines.data.given_answers import write_answers
 from engines.data.results import (
     AdvantageParts,
@@ -39,7 +45,7 @@ from engines.data.results import (
 from engines.data.sample_texts import read_texts
 from engines.rewards.failing_samples import Column, pooled
 from engines.rewards.judge_answers import JudgeAnswers
-from engines.rewards.protocol import EPISODE_COLUMNS, TrainerState
+from engines.rewards.protocol import EPISODE_COLUMNS
 from engines.rewards.runner import RewardCode, RewardRunner, Scores, code_digest
 from storage.batches.columns import EXTRA, SCORE, SampleStatus
 from storage.batches.refs import BatchRef
@@ -137,21 +143,14 @@ class DataEngine(Scorer):
         """What the functions are that are called here, by name."""
         return self._rewards.called_code()
 
-    def score(
-        self,
-        prompts: BatchRef,
-        samples: BatchRef,
-        out_key: str,
-        trainer_state: TrainerState,
-        models: ModelScores | None = None,
-        source: Source | None = None,
-    ) -> ScoreResult:
-        """Score the completions of a shard; row i of samples belongs to row i // n of prompts.
+    def score(self, request: ScoreRequest, out_key: str) -> ScoreResult:
+        """Score the completions of a shard.
 
         What the functions give to log_extra becomes columns extra/<function>/<column>, one JSON
         value per sample; null for a sample of which nothing was logged.
         """
-        texts = read_texts(self._store, prompts, samples, self._spec.data, self._tokenizer)
+        samples, models, source = request.samples, request.models, request.source
+        texts = read_texts(self._store, request.prompts, samples, self._spec.data, self._tokenizer)
         rows = texts.rows
         status, _ = samples.fetch_numpy(self._store, "status")
         sample_ids, _ = samples.fetch_numpy(self._store, "sample_id")
@@ -164,7 +163,7 @@ class DataEngine(Scorer):
             texts.completions,
             rows,
             texts.completion_ids,
-            trainer_state,
+            request.trainer_state,
             given,
             lambda: self._source if source is None else open_source(source),
         )
@@ -190,68 +189,34 @@ class DataEngine(Scorer):
         )
 
     def advantages(
-        self,
-        samples: BatchRef,
-        algorithm: AlgorithmConfig,
-        out_key: str,
-        version: int,
-        baselines: BatchRef | None = None,
-        left_out: BatchRef | None = None,
-        repetition: BatchRef | None = None,
-        part_tokens: int | None = None,
-        most_groups: int | None = None,
-        kept: BatchRef | None = None,
+        self, request: AdvantagesRequest, out_key: str
     ) -> AdvantagesResult | AdvantageParts:
         """Choose the samples that train, and write their advantages."""
         from engines.data.advantage_columns import write_advantages
         from engines.data.advantage_parts import parts_of
         from engines.data.training_batch import choose
 
-        choice = choose(
-            self._store,
-            samples,
-            baselines,
-            algorithm,
-            self._spec.rewards,
-            self._spec.max_new_tokens,
-            version,
-            left_out,
-            repetition,
-            most_groups,
-        )
+        algorithm, part_tokens = request.algorithm, request.part_tokens
+        choice = choose(self._store, request, self._spec.rewards, self._spec.max_new_tokens)
         choice.check()
-        if kept is not None:
-            choice = choice.with_columns(self._store, kept)
+        if request.kept is not None:
+            choice = choice.with_columns(self._store, request.kept)
         if not choice.trained:
             return choice.result(choice.chosen.samples, {})
         if part_tokens is not None:
             parts = parts_of(self._store, choice, algorithm, part_tokens, out_key)
             if parts is not None:
                 return parts
-        ref, metrics = write_advantages(self._store, choice.chosen, algorithm, out_key, version)
+        ref, metrics = write_advantages(
+            self._store, choice.chosen, algorithm, out_key, request.version
+        )
         return choice.result(ref, metrics)
 
-    def informative(
-        self,
-        samples: BatchRef,
-        algorithm: AlgorithmConfig,
-        most_groups: int,
-        repetition: BatchRef | None = None,
-    ) -> InformativeResult:
-        """Which groups of a step's samples so far `advantages` would choose, most_groups of them."""
+    def informative(self, request: AdvantagesRequest) -> InformativeResult:
+        """Which groups of a step's samples so far `advantages` would choose."""
         from engines.data.training_batch import choose
 
-        choice = choose(
-            self._store,
-            samples,
-            None,
-            algorithm,
-            self._spec.rewards,
-            self._spec.max_new_tokens,
-            version=0,  # staleness is told of the batch
-            repetition=repetition,
-            most_groups=most_groups,
-        )
+        choice = choose(self._store, request, self._spec.rewards, self._spec.max_new_tokens)
         return InformativeResult(groups=choice.informative, kept=choice.chosen.samples)
 
     def repetition(self, samples: BatchRef, algorithm: AlgorithmConfig, out_key: str) -> BatchRef:
@@ -268,40 +233,23 @@ class DataEngine(Scorer):
 
         return write_statistics(self._store, samples, rows, algorithm, out_key)
 
-    def advantage_part(
-        self,
-        parts: AdvantageParts,
-        number: int,
-        statistics: BatchRef | None,
-        algorithm: AlgorithmConfig,
-        out_key: str,
-        version: int,
-    ) -> PartResult:
-        """Write the advantages of a part, counted from 0; `statistics` are those of all parts."""
+    def advantage_part(self, request: AdvantagePartRequest, out_key: str) -> PartResult:
+        """Write the advantages of a part."""
         from engines.data.advantage_parts import write_part
 
-        return write_part(self._store, parts, number, statistics, algorithm, out_key, version)
+        return write_part(self._store, request, out_key)
 
-    def row_history(
-        self,
-        before: BatchRef | None,
-        prompts: BatchRef,
-        samples: BatchRef,
-        step: int,
-        quarantine: QuarantineConfig | None,
-        readmitted: list[int] | None,
-        out_key: str,
-    ) -> RowHistoryResult:
+    def row_history(self, request: RowHistoryRequest, out_key: str) -> RowHistoryResult:
         """Write what became of each row of the data, after one more step."""
         from engines.data.row_outcomes import row_outcomes
 
-        old = RowHistory.read(self._store, before)
-        outcomes = row_outcomes(self._store, prompts, samples)
-        new = updated(old, outcomes, step, quarantine, readmitted)
+        old = RowHistory.read(self._store, request.before)
+        outcomes = row_outcomes(self._store, request.prompts, request.samples)
+        new = updated(old, outcomes, request.step, request.quarantine, request.readmitted)
         return RowHistoryResult(
             ref=write_batch(self._store, out_key, new.columns()),
             quarantined=new.counts(),
-            entered=int((new.since == step).sum()),
+            entered=int((new.since == request.step).sum()),
         )
 
     def close(self) -> None:

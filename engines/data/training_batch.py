@@ -26,6 +26,7 @@ from engines.data.column_reading import (
     numbers,
     policy_tokens,
 )
+from engines.data.contract import AdvantagesRequest
 from engines.data.results import AdvantagesResult, NothingToTrain, RewardsFailed
 from engines.data.sample_metrics import episode_metrics, sample_metrics
 from engines.data.staleness import staleness_metrics
@@ -80,35 +81,20 @@ class Choice:
 
 
 def choose(
-    store: Store,
-    samples: BatchRef,
-    baselines: BatchRef | None,
-    algorithm: AlgorithmConfig,
-    on_failure: RewardsConfig,
-    max_new_tokens: int,
-    version: int,
-    left_out: BatchRef | None = None,
-    repetition: BatchRef | None = None,
-    most_groups: int | None = None,
+    store: Store, request: AdvantagesRequest, on_failure: RewardsConfig, max_new_tokens: int
 ) -> Choice:
     """Choose the samples that train, from numbers by row: no token is read.
 
     Args:
         store: of the batches.
-        samples: the step's scored samples, [N].
-        baselines: group_id and reward of each prompt's greedy completion, where the method wants
-            them.
-        algorithm: the recipe's.
+        request: the step's scored samples; where repetition penalties are made here, their token
+            ids are read after all.
         on_failure: what becomes of groups with a failed sample.
         max_new_tokens: longest response, in tokens.
-        version: the policy version that trains on them.
-        left_out: samples of groups that the step did not wait for and dropped.
-        repetition: the samples' repetition penalties [N], where they are made before
-            (`write_repetition`); None: they are made here, for which the token ids are read.
-        most_groups: train at most, those that were drawn first; None: all.
 
     None may be left, see `Choice.check`. Raises RewardsFailed (rewards.on_failure = abort).
     """
+    samples, algorithm, baselines = request.samples, request.algorithm, request.baselines
     prompts, status = dense(store, samples, "group_id"), dense(store, samples, "status")
     groups = samples.own_groups(store)
     per_sample = None if baselines is None else baseline_rewards(store, baselines, samples)
@@ -116,7 +102,7 @@ def choose(
     failed = (status == SampleStatus.FAILED) | alone
     if per_sample is not None:  # a baseline that could not be scored is no baseline of 0
         failed = failed | np.isnan(per_sample)
-    whole = np.flatnonzero(resolve_failures(groups, failed, on_failure.on_failure).keep)
+    whole = np.flatnonzero(resolve_failures(groups, failed, on_failure.on_failure))
     metrics = metrics_of(store, samples, groups, status)
     if per_sample is not None:
         metrics["reward/baseline_mean"] = float(np.nanmean(per_sample))
@@ -125,8 +111,8 @@ def choose(
     scored = whole
     if "player" in samples.names:  # one that had no turn has nothing to train
         whole = whole[policy_tokens(store, samples.take(whole)) > 0]
-    if repetition is not None:
-        samples = samples.with_columns(repetition)
+    if request.repetition is not None:
+        samples = samples.with_columns(request.repetition)
     shaped = shaped_samples(store, samples.take(whole), algorithm, max_new_tokens)
     given = numbers(store, samples.take(whole), "reward")
     rules = selection_of(algorithm)
@@ -134,7 +120,7 @@ def choose(
     filtered = filtered_groups(prompts[scored], prompts[whole], selected, [r.name for r in rules])
     kept = np.flatnonzero(selected.keep.numpy())
     informative = np.unique(prompts[whole][kept])  # groups are numbered as they are drawn
-    training = informative[:most_groups]
+    training = informative[: request.most_groups]
     kept = kept[np.isin(prompts[whole][kept], training)]
     index = whole[kept]
     left = {
@@ -143,7 +129,7 @@ def choose(
         SURPLUS: len(informative) - len(training),
     }
     chosen = Chosen(
-        samples=samples.take(index).drop([REPETITION] if repetition is not None else []),
+        samples=samples.take(index).drop([] if request.repetition is None else [REPETITION]),
         rewards=shaped.rewards[kept],
         masked=shaped.masked[kept],
         components={name: part[kept] for name, part in shaped.components.items()},
@@ -157,8 +143,8 @@ def choose(
         metrics=metrics
         | shaped.metrics
         | selection_metrics(selected, sum(filtered.values()))
-        | (staleness_metrics(store, chosen.samples, version) if len(index) else {})
-        | dropped_by_length(store, samples, left_out),
+        | (staleness_metrics(store, chosen.samples, request.version) if len(index) else {})
+        | dropped_by_length(store, samples, request.left_out),
     )
 
 
@@ -183,22 +169,12 @@ def filtered_groups(
     return dict(found)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Resolution:
-    """Which samples go on after failures of scoring, by rewards.on_failure; N samples in groups.
-
-    Groups [7, 7, 3, 3] of which the second sample failed: keep [0, 0, 1, 1] under drop.
-    """
-
-    keep: np.ndarray  # bool [N]
-    samples_dropped: dict[str, int]  # reason -> samples: reward_failed, or group_incomplete
-    groups_dropped: int  # groups with no sample left
-
-
 def resolve_failures(
     group_ids: np.ndarray, failed: np.ndarray, policy: Literal["drop", "complete", "abort"]
-) -> Resolution:
-    """Apply rewards.on_failure to N samples.
+) -> NDArray[np.bool_]:
+    """Which of N samples go on after failures of scoring, by rewards.on_failure; bool [N].
+
+    Groups [7, 7, 3, 3] of which the second sample failed: [0, 0, 1, 1] under drop.
 
     Args:
         group_ids: int64 [N], samples of one prompt share a number.
@@ -220,15 +196,8 @@ def resolve_failures(
     left = sizes - np.bincount(member, weights=failed, minlength=len(groups)).astype(np.int64)
     whole = left == sizes
     kept_groups = whole if policy == "drop" else whole | (left > 1)
-    keep = kept_groups[member] & ~failed
-    return Resolution(
-        keep=keep,
-        samples_dropped={
-            "reward_failed": int(failed.sum()),
-            "group_incomplete": int((~keep & ~failed).sum()),
-        },
-        groups_dropped=int((~kept_groups).sum()),
-    )
+    keep: NDArray[np.bool_] = kept_groups[member] & ~failed
+    return keep
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,16 +11,14 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 
-from configs.algorithm.algorithm import AlgorithmConfig
 from engines.elastic.contract import GradientAggregator
 from engines.elastic.gradients import Damaged, Summed, metric_sums
 from engines.elastic.spec import Applied, Counts, Offered, Unit
 from engines.train.batching.packing import MiniBatch
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.sharded_model import DTYPES
-from engines.train.spec import MadeOn, UpdateResult
+from engines.train.spec import MadeOn, UpdateRequest, UpdateResult
 from engines.train.updater import Updater
-from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
 from storage.objects.errors import ObjectDamaged
 from storage.runs.gradients import (
@@ -41,11 +39,9 @@ NO_INPUTS = {"deadline", "unit_lease"}
 class Open:
     """An update under way."""
 
-    step: int
-    batch: BatchRef
+    request: UpdateRequest
     updater: Updater
     steps: list[MiniBatch]  # one for each optimizer step, of one rank whose micro-batches are units
-    max_new_tokens: int
     inputs: str  # key
     began: float
     offered: Offered | None = None  # the optimizer step under way
@@ -70,42 +66,39 @@ class Aggregator(FSDPEngine, GradientAggregator):
         key = f"{gradients_key(self._files, under)}/weights-{found.partition(':')[2]}"
         return self._versions().leave(version, DTYPES[name], key)
 
-    def open_update(
-        self,
-        batch: BatchRef,
-        algorithm: AlgorithmConfig,
-        temperature: float,
-        max_new_tokens: int,
-        step: int,
-        plan: BatchRef | None = None,
-    ) -> int:
-        updater = self._begun(step, algorithm, temperature)
+    def open_update(self, request: UpdateRequest) -> int:
+        updater = self._begun(request)
         settings = self._spec.train.model_dump(mode="json", exclude=NO_INPUTS)
-        given = (temperature, max_new_tokens, settings, self._spec.seed)
         self._open = Open(
-            step=step,
-            batch=batch,
+            request=request,
             updater=updater,
-            steps=updater.optimizer_steps(batch, plan) if len(batch) else [],
-            max_new_tokens=max_new_tokens,
-            inputs=key_of(batch.to_json(), algorithm.model_dump(mode="json"), *given),
+            steps=updater.optimizer_steps(request) if len(request.batch) else [],
+            inputs=key_of(
+                request.batch.to_json(),
+                request.algorithm.model_dump(mode="json"),
+                request.temperature,
+                request.max_new_tokens,
+                settings,
+                self._spec.seed,
+            ),
             began=time.perf_counter(),
         )
         return len(self._open.steps)
 
     def offer(self, under: int) -> Offered:
         now = self._now()
-        weights = self.offer_weights(under, now.step - 1 if not now.made else now.step)
+        step = now.request.step
+        weights = self.offer_weights(under, step - 1 if not now.made else step)
         of = GradientsOf(
             run=self._files.run,
-            step=now.step,
+            step=step,
             optimizer_step=now.made,
             weights=weights.digest,
             inputs=now.inputs,
         )
         mini = now.steps[now.made]
-        counts = now.updater.normaliser(now.batch, mini, now.max_new_tokens)
-        name = f"{now.step:06d}.{now.made}-{key_of(of.model_dump())}"
+        counts = now.updater.normaliser(now.request, mini)
+        name = f"{step:06d}.{now.made}-{key_of(of.model_dump())}"
         now.offered = Offered(
             of=of,
             folder=f"{gradients_key(self._files, under)}/{name}",
@@ -136,8 +129,8 @@ class Aggregator(FSDPEngine, GradientAggregator):
     def close_update(self) -> UpdateResult:
         now = self._now()
         assert now.made == len(now.steps), (now.made, len(now.steps))
-        self._open, self.version = None, now.step
-        result = now.updater.result(now.step, time.perf_counter() - now.began)
+        self._open, self.version = None, now.request.step
+        result = now.updater.result(now.request.step, time.perf_counter() - now.began)
         return replace(result, made_on=_together({result.made_on, *now.made_on}))
 
     def _read(self, offered: Offered, unit: Unit) -> Gradient | str:

@@ -8,14 +8,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING
 
-from engines.train.contract import LogprobColumn, TrainEngine
+from engines.train.contract import TrainEngine
 from engines.workers.engine import Engine
 
 if TYPE_CHECKING:
-    from configs.algorithm.algorithm import AlgorithmConfig
     from engines.elastic.spec import Applied, Offered, Unit, UnitDone
-    from engines.train.spec import ColumnsResult, UpdateResult
-    from storage.batches.refs import BatchRef
+    from engines.train.spec import ColumnsResult, LogprobRequest, UpdateRequest, UpdateResult
     from storage.runs.weights import WeightsRef
 
 
@@ -32,19 +30,8 @@ class GradientAggregator(TrainEngine):
         """
 
     @abstractmethod
-    def open_update(
-        self,
-        batch: BatchRef,
-        algorithm: AlgorithmConfig,
-        temperature: float,
-        max_new_tokens: int,
-        step: int,
-        plan: BatchRef | None = None,
-    ) -> int:
-        """Begin the update of a step; returns the number of its optimizer steps.
-
-        Arguments as of `TrainEngine.update`; `plan` is one of units, for one rank.
-        """
+    def open_update(self, request: UpdateRequest) -> int:
+        """Begin the update of a step; returns the number of its optimizer steps."""
 
     @abstractmethod
     def offer(self, under: int) -> Offered:
@@ -70,30 +57,14 @@ class GradientWorker(Engine):
     """Computes gradients and log-probs with weights from the store."""
 
     @abstractmethod
-    def gradient(
-        self,
-        offered: Offered,
-        unit: Unit,
-        batch: BatchRef,
-        algorithm: AlgorithmConfig,
-        temperature: float,
-        max_new_tokens: int,
-    ) -> UnitDone:
+    def gradient(self, offered: Offered, unit: Unit, request: UpdateRequest) -> UnitDone:
         """Leave the sum of a unit's gradients in the store, unless it is there.
 
-        offered: Its `units` are left out on the way here.
+        offered: Its `units` are left out on the way here, and the request's `plan`.
 
         Raises GradientsRefused where it is not wanted, ObjectMissing where the weights are gone.
         """
 
     @abstractmethod
-    def logprobs_under(
-        self,
-        weights: WeightsRef,
-        batch: BatchRef,
-        column: LogprobColumn,
-        out_key: str,
-        temperature: float,
-        squared: bool = False,
-    ) -> ColumnsResult:
+    def logprobs_under(self, weights: WeightsRef, request: LogprobRequest) -> ColumnsResult:
         """Write log-probs of response tokens under given weights; of rows in their order."""

@@ -17,13 +17,11 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from configs.algorithm.algorithm import AlgorithmConfig
 from engines.elastic.contract import GradientAggregator, GradientWorker
 from engines.elastic.leases import Leases, Round, Unit
 from engines.elastic.spec import Offered, UnitDone
 from engines.train.batching.balancing import contiguous_cuts
-from engines.train.contract import LogprobColumn
-from engines.train.trainer import Trainer, TrainerSettings, UpdateInputs
+from engines.train.trainer import Trainer, TrainerSettings
 from engines.workers.cluster import raise_if_set
 from engines.workers.engine import Call
 from engines.workers.gang import Gang
@@ -37,7 +35,7 @@ from storage.runs.origins import start_of
 from storage.runs.run_store import RunStore
 
 if TYPE_CHECKING:
-    from engines.train.spec import UnitAttempt, UpdateResult
+    from engines.train.spec import LogprobRequest, UnitAttempt, UpdateRequest, UpdateResult
 
 logger = logging.getLogger(__name__)
 
@@ -114,45 +112,40 @@ class ElasticTrainer(Trainer):
         self._numbers = itertools.count()
         self._leases = Leases(pool.live, self._check, lease)
 
-    def logprobs(
-        self,
-        version: int,
-        batch: BatchRef,
-        column: LogprobColumn,
-        out_key: str,
-        squared: bool = False,
-    ) -> BatchRef:
-        """As of Trainer; parts of `unit_tokens` are spread over the workers."""
-        with self._lock:
-            self.at(version)
-            for _ in range(MOST_OFFERS):
-                under = self._under(version + 1)
-                weights = self._ask(
-                    GradientAggregator.offer_weights, version, under=under, version=version
+    def _logprobs(self, version: int, request: LogprobRequest) -> BatchRef:
+        """Parts of `unit_tokens` are spread over the workers."""
+        edges = self._cuts(request.batch)
+        stem, dot, suffix = request.out_key.rpartition(".")
+        parts = [
+            dataclasses.replace(
+                request,
+                batch=request.batch.rows(start, stop),
+                out_key=f"{stem}-{number}of{len(edges) - 1}{dot}{suffix}",
+            )
+            for number, (start, stop) in enumerate(pairwise(edges))
+        ]
+        for _ in range(MOST_OFFERS):
+            under = self._under(version + 1)
+            weights = self._ask(
+                GradientAggregator.offer_weights, version, under=under, version=version
+            )
+            calls = [
+                self._unit(
+                    GradientWorker.logprobs_under,
+                    f"{request.column}-{number}-{request.out_key}",
+                    version,
+                    weights=weights,
+                    request=part,
                 )
-                edges = self._cuts(batch)
-                stem, dot, suffix = out_key.rpartition(".")
-                parts = [
-                    self._unit(
-                        GradientWorker.logprobs_under,
-                        f"{column}-{number}-{out_key}",
-                        version,
-                        weights=weights,
-                        batch=batch.rows(start, stop),
-                        column=column,
-                        out_key=f"{stem}-{number}of{len(edges) - 1}{dot}{suffix}",
-                        temperature=self._settings.temperature,
-                        squared=squared,
-                    )
-                    for number, (start, stop) in enumerate(pairwise(edges))
-                ]
-                try:
-                    done, _ = self._leases.done(parts)
-                except ObjectMissing as error:  # the weights, which another flow's commit removed
-                    logger.warning("Log-probs are computed again: %s", error)
-                    continue
-                return BatchRef.concat([part.batch for part in done if part.batch is not None])
-            raise GradientsRefused(_given_up("log-probs", version))
+                for number, part in enumerate(parts)
+            ]
+            try:
+                done, _ = self._leases.done(calls)
+            except ObjectMissing as error:  # the weights, which another flow's commit removed
+                logger.warning("Log-probs are computed again: %s", error)
+                continue
+            return BatchRef.concat([part.batch for part in done if part.batch is not None])
+        raise GradientsRefused(_given_up("log-probs", version))
 
     def _cuts(self, batch: BatchRef) -> list[int]:
         """Edges of parts of contiguous rows, which follow from the rows alone."""
@@ -162,41 +155,26 @@ class ElasticTrainer(Trainer):
         edges = contiguous_cuts(tokens.astype(np.float64), parts)
         return sorted(set(edges))
 
-    def _update(
-        self,
-        step: int,
-        batch: BatchRef,
-        algorithm: AlgorithmConfig,
-        plan: BatchRef | None = None,
-    ) -> UpdateResult:
+    def _update(self, request: UpdateRequest) -> UpdateResult:
         # Whatever breaks in here, the aggregator is formed anew: no half-applied update stays.
         self._version = None
-        told = Told()
-        steps = self._ask(
-            GradientAggregator.open_update,
-            step,
-            batch=batch,
-            algorithm=algorithm,
-            temperature=self._settings.temperature,
-            max_new_tokens=self._settings.max_new_tokens,
-            step=step,
-            plan=plan,
-        )
-        inputs = UpdateInputs(batch=batch, algorithm=algorithm)
+        told, step = Told(), request.step
+        steps = self._ask(GradientAggregator.open_update, step, request=request)
         for _ in range(steps):
-            self._optimizer_step(step, inputs, told)
+            self._optimizer_step(request, told)
         result = self._ask(GradientAggregator.close_update, step)
         self._version = step
         metrics = {**result.metrics, **told.metrics()} if steps else result.metrics
         return dataclasses.replace(result, metrics=metrics, units=tuple(told.tries))
 
-    def _optimizer_step(self, step: int, inputs: UpdateInputs, told: Told) -> None:
+    def _optimizer_step(self, request: UpdateRequest, told: Told) -> None:
         """Have the gradients of one optimizer step computed, until the aggregator has made it."""
+        step = request.step
         for _ in range(MOST_OFFERS):
             under = self._under(step)
             offered = self._ask(GradientAggregator.offer, step, under=under)
             try:
-                self._compute(step, offered, inputs, told)
+                self._compute(request, offered, told)
             except (ObjectMissing, GradientsRefused) as error:  # another flow has taken them away
                 logger.warning("Gradients are offered again: %s", error)
                 continue
@@ -212,21 +190,20 @@ class ElasticTrainer(Trainer):
                 logger.warning("A gradient is computed again. %s", why)
         raise GradientsRefused(_given_up("gradients", step))
 
-    def _compute(self, step: int, offered: Offered, inputs: UpdateInputs, told: Told) -> None:
+    def _compute(self, request: UpdateRequest, offered: Offered, told: Told) -> None:
         """Have every unit's gradient left in the store."""
-        without = dataclasses.replace(offered, units=())
+        # What a worker needs of both, which go to one for each unit.
+        offered_alone = dataclasses.replace(offered, units=())
+        without_plan = dataclasses.replace(request, plan=None)
         done, went = self._leases.done(
             [
                 self._unit(
                     GradientWorker.gradient,
                     f"gradient-{offered.of.optimizer_step}-{unit.number}",
-                    step,
-                    offered=without,
+                    request.step,
+                    offered=offered_alone,
                     unit=unit,
-                    batch=inputs.batch,
-                    algorithm=inputs.algorithm,
-                    temperature=self._settings.temperature,
-                    max_new_tokens=self._settings.max_new_tokens,
+                    request=without_plan,
                 )
                 for unit in offered.units
             ]

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from configs.algorithm.algorithm import AlgorithmConfig
 from engines.algorithms.aggregation import Normaliser
 from engines.elastic.contract import GradientWorker
 from engines.elastic.gradients import unit_metrics, write_gradient
 from engines.elastic.spec import Counts, Offered, Unit, UnitDone
 from engines.train.batching.packing import plan_update, read_lengths
-from engines.train.contract import LogprobColumn
 from engines.train.critic import Critic
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model.fsdp import own_part
@@ -21,7 +19,7 @@ from engines.train.optimizer import Optimizer
 from engines.train.order_of_sums import made_on
 from engines.train.policy import Policy
 from engines.train.sharded_model import DTYPES
-from engines.train.spec import ColumnsResult, TrainSpec
+from engines.train.spec import ColumnsResult, LogprobRequest, TrainSpec, UpdateRequest
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
 from storage.runs.gradients import read_gradient
@@ -41,26 +39,18 @@ class GradientEngine(FSDPEngine, GradientWorker):
     def _new_optimizer(self, policy: Policy | Critic) -> Optimizer | None:
         return None
 
-    def gradient(
-        self,
-        offered: Offered,
-        unit: Unit,
-        batch: BatchRef,
-        algorithm: AlgorithmConfig,
-        temperature: float,
-        max_new_tokens: int,
-    ) -> UnitDone:
+    def gradient(self, offered: Offered, unit: Unit, request: UpdateRequest) -> UnitDone:
         standing = read_gradient(self._files, offered.folder, unit.number)
         if standing is not None and standing.of == offered.of:
             return UnitDone(unit=unit.number, nbytes=standing.nbytes, computed=False)
         self._hold(offered.weights)
         parameters = {n: p for n, p in self._loaded().named_parameters() if p.requires_grad}
-        updater = self._updater(algorithm, temperature)
+        updater = self._updater(request)
         try:
             tally, finite = updater.gradient(
-                batch,
-                self._micro_batches(batch, unit.rows),
-                normaliser_of(offered.counts, max_new_tokens),
+                request.batch,
+                self._micro_batches(request.batch, unit.rows),
+                normaliser_of(offered.counts, request.max_new_tokens),
             )
             found = {n: own_part(p.grad)[0] for n, p in parameters.items() if p.grad is not None}
             standing, equal = write_gradient(
@@ -79,17 +69,9 @@ class GradientEngine(FSDPEngine, GradientWorker):
                 parameter.grad = None
         return UnitDone(unit=unit.number, nbytes=standing.nbytes, computed=True, equal=equal)
 
-    def logprobs_under(
-        self,
-        weights: WeightsRef,
-        batch: BatchRef,
-        column: LogprobColumn,
-        out_key: str,
-        temperature: float,
-        squared: bool = False,
-    ) -> ColumnsResult:
+    def logprobs_under(self, weights: WeightsRef, request: LogprobRequest) -> ColumnsResult:
         self._hold(weights)
-        return self.logprobs(batch, column, out_key, temperature, squared)
+        return self.logprobs(request)
 
     def _hold(self, weights: WeightsRef) -> None:
         """Take weights from the store unless they are held."""

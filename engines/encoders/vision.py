@@ -18,8 +18,8 @@ from engines.data.frames import check_images
 from engines.encoders.encoder import Frames
 from engines.models import checkpoints
 from engines.processes.user_code import installed
-from engines.progress import report
 from engines.rewards.reward_model import WEIGHTS, digest_of
+from engines.start_progress import report
 from storage.objects.digests import key_of
 
 # ImageNet's, with which such models are trained where their files say nothing else.

@@ -23,7 +23,6 @@ from engines.data.reward_model_engine import RewardModelEngine, RewardModelSpec,
 from engines.data.sample_texts import SampleTexts
 from engines.models import checkpoints
 from engines.processes.user_code import installed
-from engines.progress import report
 from engines.rewards.failing_samples import LoggedMetric
 from engines.rewards.judge import KEPT_CHARACTERS, Verdict, Vote, verdict_on
 from engines.rewards.judge_answers import JudgeAnswers
@@ -41,6 +40,7 @@ from engines.rollout.contract import (
 )
 from engines.rollout.engine import RolloutEngine
 from engines.rollout.frozen_weights import published
+from engines.start_progress import report
 from engines.workers.engine import Memory
 from storage.batches.columns import UNFINISHED
 from storage.batches.refs import BatchRef

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from configs.model import Model, PretrainedModel, RandomModel
 from engines.models.making import convert_gguf, draw, quiet
-from engines.progress import reporting_growth
+from engines.start_progress import reporting_growth
 from storage.runs.weights import MANIFEST
 
 if TYPE_CHECKING:

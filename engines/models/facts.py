@@ -329,11 +329,6 @@ def _gguf_shape(values: dict[str, Any], kind: str, tensors: set[str]) -> ModelSh
     return _whole_shape(sizes, "output.weight" not in tensors, normed)
 
 
-def gguf_scalars(path: Path) -> dict[str, Any]:
-    """Every metadata value of a GGUF file but the arrays; ValueError if it is none."""
-    return _gguf_header(path)[0]
-
-
 def _gguf_header(path: Path) -> tuple[dict[str, Any], set[str]]:
     """Metadata values of a GGUF file but the arrays, and the names of its tensors.
 

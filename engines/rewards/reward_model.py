@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, cast
 from configs.reward_model import RewardModelReward
 from engines.models import checkpoints
 from engines.processes.user_code import installed
-from engines.progress import report
 from engines.rewards.judge_rubric import as_text
 from engines.rewards.protocol import Unscored
 from engines.rewards.runner import RewardCode
+from engines.start_progress import report
 from storage.objects.digests import Digester
 
 if TYPE_CHECKING:

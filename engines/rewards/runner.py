@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from threading import Lock
 from types import TracebackType
 from typing import Any, Self
 
@@ -359,20 +358,3 @@ def _failures(
                 everyone = ", ".join(names)
                 failures.append(RewardFailure(index=index, function=everyone, error=error))
     return tuple(sorted(failures, key=lambda failure: failure.index))
-
-
-_runners: dict[str, RewardRunner] = {}
-_runners_lock = Lock()
-
-
-def load_rewards(rewards: RewardsConfig, data: DataConfig) -> RewardRunner:
-    """The runner of these settings in this process, with its functions loaded.
-
-    One per process: a worker's later calls return the same runner, whose functions are warm. Their
-    processes die with this one. Raises as `RewardRunner.start` does.
-    """
-    key = rewards.model_dump_json() + data.source.model_dump_json()
-    with _runners_lock:
-        runner = _runners.setdefault(key, RewardRunner(rewards, data))
-    runner.start()
-    return runner

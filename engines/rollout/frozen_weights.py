@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engines.models import checkpoints
 from engines.models.checkpoints import Dtype
-from engines.progress import report
+from engines.start_progress import report
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef, find_manifest
 from storage.runs.weights_writing import publish, same

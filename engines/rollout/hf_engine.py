@@ -19,7 +19,6 @@ import torch
 from engines.models import checkpoints
 from engines.models.checkpoints import prepared
 from engines.models.vla.openvla import OpenVLA
-from engines.progress import report
 from engines.rollout.contract import (
     EngineDead,
     RolloutCancelled,
@@ -31,6 +30,7 @@ from engines.rollout.engine import RolloutEngine
 from engines.rollout.hf_decoding import Decoding, Reader, Row
 from engines.rollout.samples import Completion, PromptTokens
 from engines.rollout.weight_reader import LoadedWeights, LoadReport
+from engines.start_progress import report
 from engines.workers.lanes import fill
 from engines.workers.messages import Moved
 from engines.workers.storages import Storages, checksum

@@ -28,9 +28,9 @@ import psutil
 
 from engines.processes.process_setup import lasting_folder
 from engines.processes.process_tree import descendants, kill_all
-from engines.progress import reporting_growth
 from engines.rollout.contract import EngineDead
 from engines.rollout.vllm_plugin import OWNER_VARIABLE
+from engines.start_progress import reporting_growth
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess

@@ -30,6 +30,7 @@ from engines.teachers.messages import (
 )
 from engines.train.batching.packing import read_lengths
 from engines.train.contract import TrainEngine
+from engines.train.spec import TeachRequest
 from engines.workers.gang import Gang
 from engines.workers.messages import CallId
 from storage.batches.refs import BatchRef
@@ -335,10 +336,7 @@ class TeacherService:
             step=0,
             call=f"teach-{question.out_key}@{self._gang.generation}",
         )
-        result = self._gang.call(
-            TrainEngine.teach,
-            call,
-            self._over,
+        request = TeachRequest(
             batch=question.batch,
             out_key=question.out_key,
             temperature=question.temperature,
@@ -346,6 +344,7 @@ class TeacherService:
             store=self._store(question.store),
             readable=readable,
         )
+        result = self._gang.call(TrainEngine.teach, call, self._over, request=request)
         assert result.batch is not None, "the samples have rows"
         return result.batch
 

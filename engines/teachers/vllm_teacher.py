@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from engines.failures import WeightMismatch
 from engines.models.checkpoints import prepared
 from engines.models.tokens import model_tokens, tokens_of_student
-from engines.progress import report
 from engines.rewards.reward_model import WEIGHTS, digest_of
 from engines.rollout.contract import EngineDead
 from engines.rollout.frozen_weights import published
 from engines.rollout.vllm_arguments import ScoredTokens
 from engines.rollout.vllm_engine import VllmEngine
+from engines.start_progress import report
 from engines.teachers.contract import TeacherEngine
 from engines.teachers.pool import SPARE_WORDS, VllmTeacherSpec
 from engines.workers.engine import Memory

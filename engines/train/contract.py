@@ -6,21 +6,23 @@ Kept by engines/train/fsdp_engine.py. Every rank gets the same arguments.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from engines.train.spec import ColumnsResult
 from engines.workers.engine import Ranked, joined_by
 
 if TYPE_CHECKING:
-    from configs.algorithm.algorithm import AlgorithmConfig
     from engines.models.tokens import ModelTokens
     from engines.train.batching.mfu import CostModel
-    from engines.train.spec import UpdateResult, WeightsComparison
+    from engines.train.spec import (
+        LogprobRequest,
+        TeachRequest,
+        UpdateRequest,
+        UpdateResult,
+        WeightsComparison,
+    )
     from storage.batches.refs import BatchRef
-    from storage.objects.store import Store
     from storage.runs.weights import WeightsRef
-
-LogprobColumn = Literal["old_logprobs", "ref_logprobs"]
 
 
 class TrainEngine(Ranked):
@@ -28,18 +30,10 @@ class TrainEngine(Ranked):
 
     @abstractmethod
     @joined_by(ColumnsResult.together)
-    def logprobs(
-        self,
-        batch: BatchRef,
-        column: LogprobColumn,
-        out_key: str,
-        temperature: float,
-        squared: bool = False,
-    ) -> ColumnsResult:
+    def logprobs(self, request: LogprobRequest) -> ColumnsResult:
         """Write log-probs of response tokens under the weights held; all rows, in their order.
 
-        `squared`: sum_pi_squared, the sum over the vocabulary of pi^2, is written too. The reference
-        of an engine with adapters is its base.
+        The reference of an engine with adapters is its base.
         """
 
     @abstractmethod
@@ -49,23 +43,12 @@ class TrainEngine(Ranked):
 
     @abstractmethod
     @joined_by(ColumnsResult.together)
-    def teach(
-        self,
-        batch: BatchRef,
-        out_key: str,
-        temperature: float,
-        top_k: int = 0,
-        store: Store | None = None,
-        readable: int | None = None,
-    ) -> ColumnsResult:
+    def teach(self, request: TeachRequest) -> ColumnsResult:
         """Write teacher_logprobs of all rows, in their order; with `top_k` the likeliest words too.
 
         teacher_topk_ids and teacher_topk_logprobs have [top_k] numbers for each token,
         teacher_tail_logprobs the probability of all other words, in nats. The words are among those
         that the student knows.
-
-        store: of the batch and the columns, if not the engine's own. readable: how many token ids
-        the student knows, where the spec names no student.
         """
 
     @abstractmethod
@@ -73,20 +56,8 @@ class TrainEngine(Ranked):
         """The tokens of the model; None where its files do not have them."""
 
     @abstractmethod
-    def update(
-        self,
-        batch: BatchRef,
-        algorithm: AlgorithmConfig,
-        temperature: float,
-        max_new_tokens: int,
-        step: int,
-        plan: BatchRef | None = None,
-    ) -> UpdateResult:
-        """Train on a batch: train.epochs passes of train.mini_batches optimizer steps.
-
-        plan: as engines/train/batching/stored_plan.py has stored it for this batch and gang; None:
-        each rank makes it.
-        """
+    def update(self, request: UpdateRequest) -> UpdateResult:
+        """Train on a batch: train.epochs passes of train.mini_batches optimizer steps."""
 
     @abstractmethod
     def cost(self) -> CostModel:

@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from configs.algorithm.algorithm import AlgorithmConfig
 from engines.algorithms.from_config import objective_of
 from engines.models.tokens import ModelTokens, model_tokens
 from engines.models.vla.openvla import OpenVLA
 from engines.train.batching.mfu import CostModel
 from engines.train.batching.micro_batch import MicroBatch
-from engines.train.contract import LogprobColumn
 from engines.train.critic import Critic, CriticUpdater
 from engines.train.logprob_pass import (
     TEACHER_COLUMNS,
@@ -35,7 +33,13 @@ from engines.train.policy import Policy
 from engines.train.policy_update import Forward, PolicyUpdater
 from engines.train.self_test.on_weights import TOLERANCE, median_difference
 from engines.train.sharded_model import ShardedModel
-from engines.train.spec import ColumnsResult, UpdateResult
+from engines.train.spec import (
+    ColumnsResult,
+    LogprobRequest,
+    TeachRequest,
+    UpdateRequest,
+    UpdateResult,
+)
 from engines.train.updater import TrainRank, Updater
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
@@ -46,18 +50,13 @@ class FSDPEngine(ShardedModel):
 
     # --- forward passes -----------------------------------------------------------------------
 
-    def logprobs(
-        self,
-        batch: BatchRef,
-        column: LogprobColumn,
-        out_key: str,
-        temperature: float,
-        squared: bool = False,
-    ) -> ColumnsResult:
-        computed = chosen_logprobs(self._forward(temperature), column, squared)
+    def logprobs(self, request: LogprobRequest) -> ColumnsResult:
+        column = request.column
+        computed = chosen_logprobs(self._forward(request.temperature), column, request.squared)
         of_base = self._spec.lora is not None and column == "ref_logprobs"
         with base_alone(self._loaded()) if of_base else nullcontext():
-            return self._columns(batch, out_key, computed, (column, "sum_pi_squared"))
+            names = (column, "sum_pi_squared")
+            return self._columns(request.batch, request.out_key, computed, names)
 
     def values(self, batch: BatchRef, out_key: str) -> ColumnsResult:
         critic = self._policy
@@ -69,18 +68,12 @@ class FSDPEngine(ShardedModel):
 
         return self._columns(batch, out_key, computed, ("values",))
 
-    def teach(
-        self,
-        batch: BatchRef,
-        out_key: str,
-        temperature: float,
-        top_k: int = 0,
-        store: Store | None = None,
-        readable: int | None = None,
-    ) -> ColumnsResult:
-        among = self._readable if readable is None else readable
-        computed = likeliest_words(self._forward(temperature), top_k, among)
-        return self._columns(batch, out_key, computed, TEACHER_COLUMNS, store)
+    def teach(self, request: TeachRequest) -> ColumnsResult:
+        among = self._readable if request.readable is None else request.readable
+        computed = likeliest_words(self._forward(request.temperature), request.top_k, among)
+        return self._columns(
+            request.batch, request.out_key, computed, TEACHER_COLUMNS, request.store
+        )
 
     def tokens(self) -> ModelTokens | None:
         return model_tokens(self._directory)
@@ -130,29 +123,22 @@ class FSDPEngine(ShardedModel):
 
     # --- training -----------------------------------------------------------------------------
 
-    def update(
-        self,
-        batch: BatchRef,
-        algorithm: AlgorithmConfig,
-        temperature: float,
-        max_new_tokens: int,
-        step: int,
-        plan: BatchRef | None = None,
-    ) -> UpdateResult:
-        result = self._begun(step, algorithm, temperature).run(batch, max_new_tokens, step, plan)
-        self.version = step
+    def update(self, request: UpdateRequest) -> UpdateResult:
+        result = self._begun(request).run(request)
+        self.version = request.step
         return result
 
-    def _begun(self, step: int, algorithm: AlgorithmConfig, temperature: float) -> Updater:
+    def _begun(self, request: UpdateRequest) -> Updater:
         """What makes the update of a step; from now on the weights are no version's."""
         self._joined()
         if self._optimizer is None:
             raise ValueError(f"An engine of role {self._spec.role} is frozen. Update the actor.")
-        torch.manual_seed(self._spec.seed * 1_000_003 + step)  # so that a replay draws the same
+        # So that a replay draws the same.
+        torch.manual_seed(self._spec.seed * 1_000_003 + request.step)
         self.version = None
-        return self._updater(algorithm, temperature)
+        return self._updater(request)
 
-    def _updater(self, algorithm: AlgorithmConfig, temperature: float) -> Updater:
+    def _updater(self, request: UpdateRequest) -> Updater:
         """What makes one update on this rank."""
         model = self._loaded()
         rank = TrainRank(
@@ -165,8 +151,9 @@ class FSDPEngine(ShardedModel):
             cost=self._cost,
         )
         if isinstance(model, Critic):
-            return CriticUpdater(rank, model, algorithm.critic)
-        return PolicyUpdater(rank, self._forward(temperature), objective_of(algorithm))
+            return CriticUpdater(rank, model, request.algorithm.critic)
+        forward, objective = self._forward(request.temperature), objective_of(request.algorithm)
+        return PolicyUpdater(rank, forward, objective)
 
     def cost(self) -> CostModel:
         self._joined()

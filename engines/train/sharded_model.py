@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from engines.models.checkpoints import prepared
 from engines.models.tokens import tokens_of_student
-from engines.progress import report
+from engines.start_progress import report
 from engines.train.batching.mfu import cost_model
 from engines.train.building import build, materialize, whole_on
 from engines.train.checkpoint import load_snapshot, save_snapshot

@@ -1,10 +1,10 @@
-"""What a train engine is built from and what its calls return; torch-free, for the flow process."""
+"""What a train engine is built from, asked for and answers; torch-free, for the flow process."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -14,6 +14,10 @@ from configs.model import Model
 from configs.train import TrainConfig
 from storage.batches.refs import BatchRef
 from storage.runs.weights import WeightsRef
+
+if TYPE_CHECKING:
+    from configs.algorithm.algorithm import AlgorithmConfig
+    from storage.objects.store import Store
 
 
 class TrainSpec(Settings):
@@ -119,6 +123,46 @@ class UnitAttempt:
     started: float  # seconds since the epoch
     ended: float
     error: str = ""  # empty for success
+
+
+LogprobColumn = Literal["old_logprobs", "ref_logprobs"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogprobRequest:
+    """Log-probs of responses that are wanted."""
+
+    batch: BatchRef  # [N]
+    column: LogprobColumn
+    out_key: str
+    temperature: float  # by which logits are divided
+    squared: bool = False  # whether sum_pi_squared, the sum over the vocabulary of pi^2, is too
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TeachRequest:
+    """A student's samples, of whose tokens a teacher's log-probs are wanted."""
+
+    batch: BatchRef  # [N]
+    out_key: str
+    temperature: float  # by which logits are divided
+    top_k: int = 0  # likeliest words of each token
+    store: Store | None = None  # of the batch and the columns, if not the engine's own
+    readable: int | None = None  # token ids that the student knows, if the spec names no student
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateRequest:
+    """The update of a step: the same on every rank, and for every worker of an elastic one."""
+
+    step: int  # RL step; what the weights are called afterwards
+    batch: BatchRef  # [N] rows with advantages; without any, nothing is changed
+    algorithm: AlgorithmConfig
+    temperature: float  # at which the samples were drawn
+    max_new_tokens: int  # limit of a response, by which some aggregations divide
+    # Its micro-batches (engines/train/batching/stored_plan.py), of an elastic update its units. None:
+    # each rank makes them, and they are the same.
+    plan: BatchRef | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

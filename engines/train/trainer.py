@@ -23,7 +23,8 @@ from configs.algorithm.algorithm import AlgorithmConfig
 from configs.algorithm.distillation import recorded_algorithm
 from engines.models.tokens import ModelTokens
 from engines.train.batching.mfu import CostModel
-from engines.train.contract import LogprobColumn, TrainEngine
+from engines.train.contract import TrainEngine
+from engines.train.spec import LogprobRequest, TeachRequest, UpdateRequest
 from engines.workers.gang import Gang
 from engines.workers.messages import CallId
 from storage.batches.refs import BatchRef
@@ -34,20 +35,12 @@ from storage.runs.snapshots import Base, base_of
 from storage.runs.weights import WeightsRef
 
 if TYPE_CHECKING:
-    from engines.train.spec import ColumnsResult, UpdateResult, WeightsComparison
+    from engines.train.spec import ColumnsResult, LogprobColumn, UpdateResult, WeightsComparison
 
 P = ParamSpec("P")  # what a method takes
 R = TypeVar("R")  # what it returns
 
 UNTRAINED = -1  # the version held where the model's own weights are no version of the run
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UpdateInputs:
-    """What the update of a step is made of."""
-
-    batch: BatchRef  # with advantages
-    algorithm: AlgorithmConfig
 
 
 def _untold(step: int, last: int) -> None:
@@ -78,7 +71,7 @@ class Trainer:
         self._caller = settings.caller or files.run
         self._version: int | None = None  # of the weights that the gang holds; None: not known
         # By step, of the steps that were not committed when they were updated.
-        self._uncommitted: dict[int, UpdateInputs] = {}
+        self._uncommitted: dict[int, UpdateRequest] = {}
         self._loads = 0  # of older states; tells calls that are repeated on purpose from retries
         self._cost: CostModel | None = None
         self._lock = threading.RLock()
@@ -100,8 +93,7 @@ class Trainer:
                 self._go_to(base)
             for step in range(self._held + 1, version + 1):
                 self._settings.on_replay(step, version)
-                again = self._stored(step) if step <= committed else self._uncommitted[step]
-                self._update(step, again.batch, again.algorithm)
+                self._update(self._stored(step) if step <= committed else self._uncommitted[step])
 
     def update(
         self,
@@ -114,10 +106,11 @@ class Trainer:
 
         plan: the micro-batches, where they were made before; a replay makes the same ones itself.
         """
+        request = self._request(step, batch, algorithm)
         with self._lock:
             self.at(step - 1)
-            self._uncommitted[step] = UpdateInputs(batch=batch, algorithm=algorithm)
-            return self._update(step, batch, algorithm, plan)
+            self._uncommitted[step] = request
+            return self._update(dataclasses.replace(request, plan=plan))
 
     def cost(self, version: int) -> CostModel:
         """What plans of micro-batches are balanced by; asked of the gang, at a version, once."""
@@ -156,37 +149,25 @@ class Trainer:
 
         `squared`: sum_pi_squared is a second one.
         """
+        request = LogprobRequest(
+            batch=batch,
+            column=column,
+            out_key=out_key,
+            temperature=self._settings.temperature,
+            squared=squared,
+        )
         with self._lock:
             self.at(version)
-            call_id = self._call_id(f"{column}-{out_key}", version)
-            return _columns(
-                self._gang.call(
-                    TrainEngine.logprobs,
-                    call_id,
-                    self._settings.cancel,
-                    batch=batch,
-                    column=column,
-                    out_key=out_key,
-                    temperature=self._settings.temperature,
-                    squared=squared,
-                )
-            )
+            return self._logprobs(version, request)
 
     def teach(self, batch: BatchRef, out_key: str, top_k: int) -> BatchRef:
         """A teacher's scores of the responses [N, jagged], as new columns (TrainEngine.teach)."""
+        temperature, cancel = self._settings.temperature, self._settings.cancel
+        request = TeachRequest(batch=batch, out_key=out_key, temperature=temperature, top_k=top_k)
         with self._lock:
             self.at(0)
-            return _columns(
-                self._gang.call(
-                    TrainEngine.teach,
-                    self._call_id(f"teach-{out_key}", 0),
-                    self._settings.cancel,
-                    batch=batch,
-                    out_key=out_key,
-                    temperature=self._settings.temperature,
-                    top_k=top_k,
-                )
-            )
+            call_id = self._call_id(f"teach-{out_key}", 0)
+            return _columns(self._gang.call(TrainEngine.teach, call_id, cancel, request=request))
 
     def tokens(self, version: int) -> ModelTokens | None:
         """The model's tokens; None where its files do not have them."""
@@ -266,10 +247,19 @@ class Trainer:
             self.at(version)
             return self._call(TrainEngine.digest, version, dtype=dtype)
 
-    def _stored(self, step: int) -> UpdateInputs:
+    def _stored(self, step: int) -> UpdateRequest:
         """A committed step's update."""
         done = read_commit(self._files, step)
-        return UpdateInputs(batch=done.refs["batch"], algorithm=recorded_algorithm(done.algorithm))
+        return self._request(step, done.refs["batch"], recorded_algorithm(done.algorithm))
+
+    def _request(self, step: int, batch: BatchRef, algorithm: AlgorithmConfig) -> UpdateRequest:
+        return UpdateRequest(
+            step=step,
+            batch=batch,
+            algorithm=algorithm,
+            temperature=self._settings.temperature,
+            max_new_tokens=self._settings.max_new_tokens,
+        )
 
     @property
     def _held(self) -> int:
@@ -316,26 +306,16 @@ class Trainer:
         first = role in ("ref", "teacher") or origin is None or new_critic
         self._version = 0 if first else UNTRAINED
 
-    def _update(
-        self,
-        step: int,
-        batch: BatchRef,
-        algorithm: AlgorithmConfig,
-        plan: BatchRef | None = None,
-    ) -> UpdateResult:
+    def _logprobs(self, version: int, request: LogprobRequest) -> BatchRef:
+        call_id = self._call_id(f"{request.column}-{request.out_key}", version)
+        cancel = self._settings.cancel
+        return _columns(self._gang.call(TrainEngine.logprobs, call_id, cancel, request=request))
+
+    def _update(self, request: UpdateRequest) -> UpdateResult:
         # Whatever breaks in here, the gang is formed anew: no half-applied update stays.
         self._version = None
-        result = self._call(
-            TrainEngine.update,
-            step,
-            batch=batch,
-            algorithm=algorithm,
-            temperature=self._settings.temperature,
-            max_new_tokens=self._settings.max_new_tokens,
-            step=step,
-            plan=plan,
-        )
-        self._version = step
+        result = self._call(TrainEngine.update, request.step, request=request)
+        self._version = request.step
         return result
 
     def _call(

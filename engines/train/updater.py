@@ -30,7 +30,7 @@ from engines.train.model.rendezvous import Meeting
 from engines.train.model.sequence_parallel import SequenceGroup
 from engines.train.optimizer import Optimizer, StepReport
 from engines.train.order_of_sums import in_fixed_order, made_on
-from engines.train.spec import UpdateResult
+from engines.train.spec import UpdateRequest, UpdateResult
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 
@@ -130,35 +130,26 @@ class Updater(ABC):
         self._cost = rank.cost
         self._tally = Tally()
 
-    def run(
-        self, batch: BatchRef, max_new_tokens: int, step: int, stored: BatchRef | None = None
-    ) -> UpdateResult:
-        """Train on the batch; every rank is called with the same arguments.
+    def run(self, request: UpdateRequest) -> UpdateResult:
+        """Train on the batch, of which this rank reads its own rows; all ranks get the same request.
 
-        Args:
-            batch: [N] rows, of which this rank reads its own; without any, nothing is changed.
-            max_new_tokens: Limit of a response, by which some aggregations divide.
-            step: RL step; what the weights are called afterwards.
-            stored: The plan of the batch; None: it is made here, and is the same.
-
-        Raises:
-            ValueError: A column is missing, or a row is longer than the micro-batch's budget.
+        Raises ValueError where a column is missing, or a row is longer than the micro-batch's budget.
         """
         began = time.perf_counter()
-        config = self._config
+        config, batch = self._config, request.batch
         if not len(batch):  # optimizer and schedule stay as they are
-            return self.result(step, 0.0)
+            return self.result(request.step, 0.0)
         columns = self._columns(batch)
-        steps = self.optimizer_steps(batch, stored)
+        steps = self.optimizer_steps(request)
         parts = [rows for mini in steps for rows in mini.ranks[self._sequence.replica]]
         with (
             in_fixed_order(config.deterministic),
             self._read(batch, parts, columns) as micros,
         ):
             for mini in steps:
-                self._optimizer_step(batch, mini, columns, max_new_tokens, micros)
+                self._optimizer_step(request, mini, columns, micros)
         self._tally.timed()  # before the clock is read: it waits for the device
-        return self.result(step, time.perf_counter() - began)
+        return self.result(request.step, time.perf_counter() - began)
 
     def result(self, step: int, seconds: float) -> UpdateResult:
         """What the update did, in so many seconds, after its last optimizer step."""
@@ -169,10 +160,11 @@ class Updater(ABC):
         device = self._meeting.device
         return UpdateResult(step=step, metrics=metrics, made_on=made_on(self._config, device))
 
-    def optimizer_steps(self, batch: BatchRef, stored: BatchRef | None = None) -> list[MiniBatch]:
-        """The mini-batches of the update, one for each optimizer step; arguments as of `run`."""
+    def optimizer_steps(self, request: UpdateRequest) -> list[MiniBatch]:
+        """The mini-batches of the update, one for each optimizer step."""
         with self._tally.phase("plan"):
-            plan = self._plan(batch) if stored is None else read_plan(self._store, stored)
+            stored = request.plan
+            plan = self._plan(request.batch) if stored is None else read_plan(self._store, stored)
         return [mini for _ in range(self._config.epochs) for mini in plan]
 
     def gradient(
@@ -181,7 +173,7 @@ class Updater(ABC):
         """Add the gradients of some micro-batches up in the parameters, without an optimizer step.
 
         Returns what was added up besides, and whether every loss was finite. Arguments: `parts` are
-        the rows of each; of the rest see `run`. A loss that chooses tokens over the whole mini-batch
+        the rows of each. A loss that chooses tokens over the whole mini-batch
         has no such parts.
         """
         columns, config = self._columns(batch), self._config
@@ -232,16 +224,15 @@ class Updater(ABC):
 
     def _optimizer_step(
         self,
-        batch: BatchRef,
+        request: UpdateRequest,
         mini: MiniBatch,
         columns: list[str],
-        max_new_tokens: int,
         micros: Iterator[MicroBatch],
     ) -> None:
         tally, mine = self._tally, mini.ranks[self._sequence.replica]
         with tally.phase("plan"):
-            normaliser = self.normaliser(batch, mini, max_new_tokens)
-        selected = self._select(batch, mini, columns)
+            normaliser = self.normaliser(request, mini)
+        selected = self._select(request.batch, mini, columns)
         finite = self._accumulate(len(mine), normaliser, selected, micros)
         with tally.phase("optimizer"):
             assert self._optimizer is not None
@@ -271,16 +262,17 @@ class Updater(ABC):
             tally.count(micro, self._cost.of_heads)
         return finite
 
-    def normaliser(self, batch: BatchRef, mini: MiniBatch, max_new_tokens: int) -> Normaliser:
+    def normaliser(self, request: UpdateRequest, mini: MiniBatch) -> Normaliser:
         """Counts over the mini-batch of all ranks, by which the loss is divided."""
         mine = [row for micro in mini.ranks[self._sequence.replica] for row in micro]
-        counts = torch.tensor(read_mask_counts(self._store, batch, mine), dtype=torch.float64)
+        found = read_mask_counts(self._store, request.batch, mine)
+        counts = torch.tensor(found, dtype=torch.float64)
         tokens, sequences, rows = self._added(counts).tolist()
         return Normaliser(
             tokens=tokens,
             sequences=sequences,
             rows=rows,
-            max_tokens=float(max_new_tokens),
+            max_tokens=float(request.max_new_tokens),
             ranks=self._meeting.world,
         )
 

@@ -50,8 +50,11 @@ class TreeGrower(Engine):
         prompts: BatchRef,
         growth: Growth,
         out_key: str,
-        nodes: BatchRef | None = None,
-        asked: BatchRef | None = None,
+        before: GrownTrees | None = None,
         level: BatchRef | None = None,
     ) -> GrownTrees:
-        """Take up a level of the trees of some prompts, and say what is sampled next."""
+        """Take up a level of the trees of some prompts, and say what is sampled next.
+
+        before: what was said of the level before; None: there is no tree yet. level: what a rollout
+        engine made of `before.asked`, [B].
+        """

@@ -70,12 +70,11 @@ class TreeEngine(TreeGrower):
         prompts: BatchRef,
         growth: Growth,
         out_key: str,
-        nodes: BatchRef | None = None,
-        asked: BatchRef | None = None,
+        before: GrownTrees | None = None,
         level: BatchRef | None = None,
     ) -> GrownTrees:
         """Take up a level of the trees of some prompts, and say what is sampled next."""
-        return grow(self._store, prompts, growth, out_key, self._tokenizer, nodes, asked, level)
+        return grow(self._store, prompts, growth, out_key, self._tokenizer, before, level)
 
 
 def grow(
@@ -84,8 +83,7 @@ def grow(
     growth: Growth,
     out_key: str,
     tokenizer: PreTrainedTokenizerBase,
-    nodes: BatchRef | None = None,
-    asked: BatchRef | None = None,
+    before: GrownTrees | None = None,
     level: BatchRef | None = None,
 ) -> GrownTrees:
     """Take up a level of the trees of P prompts, and say what is sampled next.
@@ -96,13 +94,13 @@ def grow(
         growth: how they grow.
         out_key: of the nodes; what is asked for and the samples get keys beside it.
         tokenizer: the model's, for `tree.stop.answer`.
-        nodes: of the levels before, as this function wrote them.
-        asked: the rows that were asked for, [B]; None: nothing was yet.
-        level: what a rollout engine made of them, [B].
+        before: what this function said of the level before; None: there is no tree yet.
+        level: what a rollout engine made of `before.asked`, [B].
     """
+    nodes = None if before is None else before.nodes
     trees = read_trees(store, prompts, nodes)
-    if asked is not None and level is not None:
-        written = write_level(store, trees, growth, asked, level, tokenizer, out_key)
+    if before is not None and before.asked is not None and level is not None:
+        written = write_level(store, trees, growth, before.asked, level, tokenizer, out_key)
         nodes = written if nodes is None else BatchRef.concat([nodes, written])
     wanted = [
         (row, tree, one)

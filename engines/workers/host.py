@@ -31,7 +31,7 @@ from engines.failures import (
 )
 from engines.processes.parent_death import die_with_parent
 from engines.processes.process_tree import kill_tree
-from engines.progress import Progress, heard_by
+from engines.start_progress import Progress, heard_by
 from engines.workers.engine import Call, Engine, EngineSpec, Ranked
 from engines.workers.messages import (
     BuildReport,

@@ -15,19 +15,14 @@ class ByteCache:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.nbytes = 0
-        self.hits = 0
-        self.misses = 0
         self._lock = threading.Lock()
         self._ranges: OrderedDict[Range, memoryview] = OrderedDict()
 
     def get(self, where: Range) -> memoryview | None:
         with self._lock:
             found = self._ranges.get(where)
-            if found is None:
-                self.misses += 1
-                return None
-            self.hits += 1
-            self._ranges.move_to_end(where)
+            if found is not None:
+                self._ranges.move_to_end(where)
             return found
 
     def put(self, where: Range, data: memoryview) -> None:

@@ -183,11 +183,9 @@ def _cluster_config(config: GRPOConfig) -> ClusterConfig:
     return config.cluster.model_copy(update={"pools": pools, "share_devices": False})
 
 
-def back_fill(
-    subjects: Sequence[Subject], began: float, terminal: Terminal, say_again: str = ""
-) -> BackFilled:
+def back_fill(subjects: Sequence[Subject], began: float, terminal: Terminal) -> BackFilled:
     """Evaluate each run's versions, one after the other, and compare the second with the first."""
-    results = [_one_run(subject, terminal, say_again) for subject in subjects]
+    results = [_one_run(subject, terminal) for subject in subjects]
     first = subjects[0]
     if len(subjects) == 1:
         return BackFilled(run=first.files.run, results=results[0], began=began)
@@ -216,16 +214,14 @@ def compared(
     return found
 
 
-def _one_run(
-    subject: Subject, terminal: Terminal, say_again: str
-) -> dict[tuple[str, int], EvaluationResult]:
+def _one_run(subject: Subject, terminal: Terminal) -> dict[tuple[str, int], EvaluationResult]:
     cancelled = threading.Event()
     caller = BackFill(subject, terminal, cancelled)
     for sentence in odd_suites(subject.config):
         terminal.say(sentence, style="yellow")
 
     def last_words() -> None:
-        terminal.say(f"Stopped. {say_again}".strip(), style="yellow")
+        terminal.say("Stopped.", style="yellow")
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals_end(cancelled, last_words))

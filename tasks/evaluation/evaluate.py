@@ -16,7 +16,7 @@ from prefect import flow, task
 from pydantic import JsonValue
 
 from configs.overrides import ConfigError
-from engines.data.contract import PromptMaker, Scorer
+from engines.data.contract import PromptMaker, Scorer, ScoreRequest
 from engines.failures import WeightMismatch
 from engines.rewards.failing_samples import LoggedMetric, pooled
 from engines.rewards.protocol import TrainerState
@@ -44,6 +44,7 @@ from tasks.run.roles.role import ByRole
 from tasks.run.roles.sampling import OPPONENT, ROLLOUT
 from tasks.run.roles.scoring import SCORER
 from tasks.run.shard_driver import AtOnce, ShardDriver, ShardRange, task_runs
+from tasks.run.stage import Stage
 from tasks.run.suite import Suite
 from tasks.sampling import SamplingStage
 
@@ -264,14 +265,16 @@ def evaluated_shard(run: Questioning, part: BatchRef, shard: int) -> EvaluatedSh
             f"{sampled.stats.digest}, and the version's are {run.weights.digest}."
         )
     scored_as = key_of("scored", sampled.ref.to_json())
-    out_key = run.files.stage_key(STEP_NUMBER, "score", shard, scored_as)
-    record = run.files.finished(out_key)
+    piece = Stage(run=run, step=STEP_NUMBER, name="score", key=scored_as, shard=shard)
+    record = piece.finished()
     if record is None:
-        ref, result = score(
-            *(run, STEP_NUMBER, "score", shard, part, sampled.ref, scored_as),
-            TrainerState(),  # wherever a run stands, versions are scored alike
-            run.suite.settings.source,
+        request = ScoreRequest(
+            prompts=part,
+            samples=sampled.ref,
+            trainer_state=TrainerState(),  # wherever a run stands, versions are scored alike
+            source=run.suite.settings.source,
         )
+        ref, result = score(run, STEP_NUMBER, "score", shard, scored_as, request)
         record = {
             "ref": ref.to_json(),
             "metrics": {name: asdict(metric) for name, metric in result.metrics.items()},
@@ -279,7 +282,7 @@ def evaluated_shard(run: Questioning, part: BatchRef, shard: int) -> EvaluatedSh
             "worker_seconds": {**run.attempts.worker_seconds(shard)},
         }
         if not result.failed:
-            record = run.files.finish(out_key, record)
+            record = piece.finish(record)
     return of_record(record)
 
 

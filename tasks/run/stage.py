@@ -2,6 +2,10 @@
 
 What a second attempt finds again is decided here: the key of a piece is made of all that its result
 depends on, the object that it writes is named by the key, and so are its call and its mark.
+
+What leaves nothing that is found by a key has tries alone (`attempted`): an update, a snapshot, a
+version. So has `logprob`, whose columns are not called as the stage is. Parts (tasks/parts.py) are
+numbered as they are spread, whatever their places are called.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -16,8 +17,9 @@ from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.digests import key_of
 from tasks.results import WholeShards, samples_of_shards
-from tasks.run.retries import OPTIONS, attempted
+from tasks.run.retries import OPTIONS
 from tasks.run.run import Run
+from tasks.run.stage import Stage
 from tasks.teachers.checks import teacher_of
 from tasks.teachers.models import distillation
 from tasks.teachers.roles import teacher_of_name
@@ -61,16 +63,14 @@ def scored(
     key = key_of("teacher", name, top_k, tokens.to_json())
     served = isinstance(trainer, TeacherClient)  # on the devices of another process
     roles: tuple[Role, ...] = () if served else ("teacher",)
-    with (
-        attempted(run, step, "teacher", number) as attempt,
-        run.engines.holding(attempt.assignment, *roles),
-    ):
+    stage = Stage(run=run, step=step, name="teacher", key=key, shard=number, part=name)
+    with stage.attempted() as attempt, run.engines.holding(attempt.assignment, *roles):
         digest = trainer.digest(0, config.rollout.dtype)
-        out_key = run.files.stage_key(step, "teacher", f"{number}-{name}", f"{key}-{digest}")
-        made = trainer.teach(tokens, out_key, top_k)
-    origin_key = run.files.stage_key(step, "teacher", f"{number}-{name}-origin", f"{key}-{digest}")
+        stage = replace(stage, key=f"{key}-{digest}")
+        made = trainer.teach(tokens, stage.out_key, top_k)
+    origin = replace(stage, part=f"{name}-origin")
     columns = {"teacher": [name] * len(samples), "teacher_digest": [digest] * len(samples)}
-    return made.with_columns(write_batch(run.store, origin_key, columns))
+    return made.with_columns(write_batch(run.store, origin.out_key, columns))
 
 
 READ = ("prompt_ids", "response_ids", "response_mask", "group_id", "player")  # by a teacher

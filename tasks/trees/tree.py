@@ -64,9 +64,9 @@ def trees(run: Run, step: int, prompts: BatchRef, shard: int) -> Sampled:
     config = settings(run)
     stage = SamplingStage(name="rollout", sampling=sampling_of(config))
     key = key_of("trees", prompts.to_json(), asdict(stage.sampling), *growing(config))
-    whole = run.files.stage_key(step, "tree", shard, key)
+    whole = Stage(run=run, step=step, name="tree", key=key, shard=shard)
     digests = {one.digest: one for one in run.usable_weights(step)}
-    done = run.files.finished(whole)
+    done = whole.finished()
     if done is not None and str(done["weights"]) in digests:
         return of_record(prompts, digests[str(done["weights"])], done)
     level: Sampled | None = None
@@ -93,7 +93,7 @@ def trees(run: Run, step: int, prompts: BatchRef, shard: int) -> Sampled:
         "stats": asdict(stats) | rows,
         "weights": level.weights.digest,
     }
-    record = run.files.finish(whole, record)
+    record = whole.finish(record)
     kept = found.samples.objects | found.nodes.objects | prompts.objects
     passed: list[tuple[str, BatchRef | None]] = [*levels.items()]
     passed += [(key, one.asked) for key, one in used.items()]
@@ -127,8 +127,7 @@ def plan(
         prompts=prompts,
         growth=Growth(tree=config.tree, n=config.group_size, seed=config.rollout.seed, step=step),
         out_key=piece.out_key,
-        nodes=None if before is None else before.nodes,
-        asked=None if before is None else before.asked,
+        before=before,
         level=None if level is None else level.ref,
     )
     refs = {"nodes": found.nodes, "asked": found.asked, "samples": found.samples}

@@ -12,13 +12,14 @@ import numpy as np
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.ppo import PPOConfig
 from configs.recipe import load_recipe
+from engines.data.contract import AdvantagesRequest, ScoreRequest
 from engines.data.data_engine import DataEngine, DataSpec
 from engines.data.results import AdvantagesResult
 from engines.rewards.protocol import TrainerState
 from engines.rollout.contract import RolloutRequest, RolloutSpec, Sampling
 from engines.rollout.hf_engine import HFEngine
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.spec import TrainSpec
+from engines.train.spec import LogprobRequest, TrainSpec, UpdateRequest
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
@@ -127,7 +128,8 @@ class World:
             )
         ).ref
         state = TrainerState(global_step=step - 1, max_steps=len(self.prompts))
-        scored = self.scorer.score(prompts, found, f"{stem}-scores.safetensors", state)
+        request = ScoreRequest(prompts=prompts, samples=found, trainer_state=state)
+        scored = self.scorer.score(request, f"{stem}-scores.safetensors")
         assert scored.failed == 0
         return found.drop(["status"]).with_columns(scored.ref)
 
@@ -150,18 +152,24 @@ class World:
             samples = self.sampled(step, name=name)
             greedy = self.sampled(step, greedy=True, name=name)
         samples = self._with_columns(name, step, samples, algorithm)
-        batch = self.scorer.advantages(
-            samples,
-            algorithm,
-            f"{RUN}/{name}/advantages-{step}.safetensors",
-            step - 1,
-            greedy if algorithm.needs_baselines else None,
+        wanted = AdvantagesRequest(
+            samples=samples,
+            algorithm=algorithm,
+            version=step - 1,
+            baselines=greedy if algorithm.needs_baselines else None,
         )
-        limits = (self.config.rollout.temperature, self.config.rollout.max_new_tokens, step)
+        batch = self.scorer.advantages(wanted, f"{RUN}/{name}/advantages-{step}.safetensors")
+        request = UpdateRequest(
+            step=step,
+            batch=batch.ref,
+            algorithm=algorithm,
+            temperature=self.config.rollout.temperature,
+            max_new_tokens=self.config.rollout.max_new_tokens,
+        )
         metrics = dict(batch.metrics)
-        metrics |= self.actor.update(batch.ref, algorithm, *limits).metrics
+        metrics |= self.actor.update(request).metrics
         if algorithm.needs_critic:
-            result = self.critic.update(batch.ref, algorithm, *limits)
+            result = self.critic.update(request)
             assert result.metrics["train/skipped_steps"] == 0, name
             metrics |= {f"critic/{key}": value for key, value in result.metrics.items()}
         if on_policy:
@@ -180,7 +188,15 @@ class World:
         added = samples
         for engine, column, squared in sources:
             key = f"{RUN}/{name}/{column}-{step}.safetensors"
-            part = engine.logprobs(samples, column, key, temperature, squared)
+            part = engine.logprobs(
+                LogprobRequest(
+                    batch=samples,
+                    column=column,
+                    out_key=key,
+                    temperature=temperature,
+                    squared=squared,
+                )
+            )
             assert part.batch is not None
             added = added.with_columns(part.batch)
         if algorithm.needs_critic:

@@ -16,6 +16,7 @@ import pytest
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.ppo import PPOConfig
 from configs.storage import TrackingConfig
+from engines.train.spec import LogprobRequest
 from storage.runs.commit_log import Commit, commit, read_commit
 from storage.runs.run_store import RunStore
 from storage.tracking.tracked_run import TrackedData, TrackedRun
@@ -138,7 +139,13 @@ def test_squares_of_probabilities_are_those_of_the_whole_table(world: World) -> 
 
     world.reset()
     part = world.actor.logprobs(
-        world.samples[0], "old_logprobs", "methods/squares.safetensors", 0.7, squared=True
+        LogprobRequest(
+            batch=world.samples[0],
+            column="old_logprobs",
+            out_key="methods/squares.safetensors",
+            temperature=0.7,
+            squared=True,
+        )
     )
     assert part.batch is not None
     got, offsets = part.batch.fetch_numpy(world.store, "sum_pi_squared")

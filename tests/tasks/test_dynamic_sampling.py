@@ -12,6 +12,7 @@ import pytest
 
 from configs.dapo import DAPOConfig
 from configs.recipe import load_recipe
+from engines.data.contract import AdvantagesRequest
 from engines.data.results import TooFewGroups
 from engines.data.training_batch import choose
 from storage.batches.columns import SampleStatus
@@ -137,9 +138,10 @@ def test_every_prompt_that_is_drawn_stands_in_the_ledger(tmp_path: Path, seed: i
             parts.append(scored(store, number, np.arange(first, first + size), dice))
             number += 1
             samples = BatchRef.concat(parts)
-            choice = choose(
-                store, samples, None, config.algorithm, config.rewards, 16, 0, most_groups=4
+            request = AdvantagesRequest(
+                samples=samples, algorithm=config.algorithm, version=0, most_groups=4
             )
+            choice = choose(store, request, config.rewards, 16)
             assert choice.informative >= groups  # what was found in a round stays
             groups = choice.informative
         whole = Rounds(drawn=tuple(drawn), groups=groups).prompts

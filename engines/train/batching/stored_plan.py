@@ -2,44 +2,68 @@
 
 A plan is a pure function of the batch (engines/train/batching/packing.py), so a rank that is handed
 none, as in a replay, makes the same one. Of a large batch that takes seconds, which are better spent
-once, while no device waits. Without torch.
+once, by an engine without device, while no device waits. Without torch.
 """
 
 from __future__ import annotations
 
 import itertools
+from abc import abstractmethod
+from dataclasses import dataclass
 
 import numpy as np
 
 from engines.train.batching.mfu import CostModel
 from engines.train.batching.packing import MiniBatch, plan_update, read_lengths
+from engines.workers.engine import Engine
+from engines.workers.store_spec import StoreSpec
 from storage.batches.refs import BatchRef
 from storage.batches.writing import Jagged, write_batch
 from storage.objects.store import Store
 
 
-def write_plan(
-    store: Store,
-    batch: BatchRef,
-    *,
-    world: int,
-    budget: int,
-    mini_batches: int,
-    cost: CostModel,
-    out_key: str,
-    tree_training: bool = False,
-) -> BatchRef:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRequest:
+    """An update that is to be cut into micro-batches; arguments of `plan_update`."""
+
+    batch: BatchRef  # [N], the columns that lengths are read of
+    world: int  # of ranks that do not share micro-batches
+    budget: int  # tokens of a micro-batch
+    mini_batches: int
+    cost: CostModel
+    tree_training: bool = False  # what rows share counts once, for which their tokens are read
+
+
+class Planner(Engine):
+    """Makes plans of updates."""
+
+    @abstractmethod
+    def plan(self, request: PlanRequest, out_key: str) -> BatchRef:
+        """Write the micro-batches of an update."""
+
+
+class StoredPlanner(Planner):
+    """Stores them."""
+
+    def __init__(self, spec: StoreSpec) -> None:
+        self._store = spec.open_store()
+
+    def plan(self, request: PlanRequest, out_key: str) -> BatchRef:
+        return write_plan(self._store, request, out_key)
+
+
+def write_plan(store: Store, request: PlanRequest, out_key: str) -> BatchRef:
     """Make the plan of a batch and store it: a row for each micro-batch.
 
     Columns: `micro_rows`, the row numbers (jagged int32); `mini_batch` and `rank`, whose it is. Of a
-    rank the micro-batches stand in their order. Arguments and errors are those of `plan_update`.
+    rank the micro-batches stand in their order. Errors are those of `plan_update`.
     """
     plan = plan_update(
-        read_lengths(store, batch, tree_training, cost.patches),
-        world=world,
-        budget=budget,
-        mini_batches=mini_batches,
-        cost=cost,
+        read_lengths(store, request.batch, request.tree_training, request.cost.patches),
+        world=request.world,
+        budget=request.budget,
+        mini_batches=request.mini_batches,
+        cost=request.cost,
     )
     owners, micros = [], []
     for number, mini in enumerate(plan):

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from engines.failures import WeightMismatch
 from engines.models.adapters import stream_whole, whole_entries
 from engines.models.vla.openvla import VisionBackbone
-from engines.progress import report
+from engines.start_progress import report
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef
 

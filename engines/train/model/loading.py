@@ -22,7 +22,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from engines.models.adapters import is_factor
 from engines.models.checkpoints import build_empty, load_for_training
 from engines.models.tensor_files import StoredTensor, part_equals, read_part, stored_tensors, unfit
-from engines.progress import report
+from engines.start_progress import report
 from engines.train.model.fsdp import own_part, spread
 from engines.train.model.master_weights import MasterWeights
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from configs.grpo import GRPOConfig
 from engines.data.contract import Scorer
 from engines.data.data_engine import DataSpec
-from engines.train.batching.planner import Planner
+from engines.train.batching.stored_plan import Planner
 from engines.workers.cluster import Cluster
 from engines.workers.engine import EngineSpec
 from engines.workers.pool import EnginePool
@@ -45,10 +45,10 @@ def _scorers(run: Caller, cluster: Cluster) -> EnginePool[Scorer]:
 
 def _planners(run: Caller, cluster: Cluster) -> EnginePool[Planner]:
     spec = StoreSpec(store_uri=run.store.uri, store_options=run.config.store.options)
-    engine = EngineSpec.of("engines.train.batching.planner:StoredPlanner", spec, Planner)
+    engine = EngineSpec.of("engines.train.batching.stored_plan:StoredPlanner", spec, Planner)
     return pool_of(run, cluster, "reward", "planner", engine)
 
 
 SCORER = EngineRole(name="reward", needed=lambda config: True, client=_scorers, start=start_pool)
-# On the same workers.
+# On the same workers, by an engine of its own: engines.data, where the scorers are, knows no plans.
 PLANNER = EngineRole(name="planner", needed=lambda config: True, client=_planners)

@@ -17,14 +17,11 @@ from engines.clusters import slurm as slurm_cluster
 from engines.clusters.job_scripts import job_scripts
 from engines.clusters.job_workers import shares
 from engines.clusters.opening import open_cluster
-from tests.engines.clusters.test_slurm import call, installed, until
+from tests.engines.clusters.test_slurm import call, until
 from tests.engines.conftest import one_pool_roles
 from tests.slurm import Slurm
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.skipif(not installed, reason="dask-jobqueue is not installed"),
-]
+pytestmark = pytest.mark.cluster
 
 MODULE = "engines.clusters.job_workers"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -19,18 +18,14 @@ from engines.clusters.job_scripts import Wanted, job_scripts
 from engines.clusters.opening import open_cluster
 from engines.clusters.slurm_jobs import seconds
 from engines.processes.certificates import certificates_for
+from engines.processes.process_setup import C_LIBRARIES
 from engines.workers import calls
 from engines.workers.cluster import Cluster
 from tests.engines.conftest import one_pool_roles
 from tests.engines.workers.dummies import dummy, request
 from tests.slurm import Slurm
 
-# Not imported: dask-jobqueue sets a handler for Ctrl-C then.
-installed = importlib.util.find_spec("dask_jobqueue") is not None
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.skipif(not installed, reason="dask-jobqueue is not installed"),
-]
+pytestmark = pytest.mark.cluster
 
 DEADLINE = 60.0
 
@@ -109,8 +104,7 @@ def test_a_pools_script_asks_for_its_resources(tmp_path: Path) -> None:
         assert line in lines
     worker = lines[-1] if lines[-1] else lines[-2]
     assert "--name solo-$SLURM_ARRAY_TASK_ID" in worker
-    assert worker.index("--nthreads 2 ") > 0
-    assert worker.rindex("--nthreads") > worker.index("--nthreads 2 ")  # ours comes last
+    assert worker.count("--nthreads 2 ") == 1
     assert "--resources 'solo=1'" in worker
     assert f"--tls-key {tmp_path}/tls/key.pem" in worker
     assert "PRIVATE KEY" not in text
@@ -124,6 +118,29 @@ def test_a_pools_script_asks_for_its_resources(tmp_path: Path) -> None:
     other = scripts["pair"].splitlines()
     assert "#SBATCH -p main" in other
     assert not [line for line in other if "--mem=" in line or "--gres" in line]
+
+
+def test_a_script_is_this_to_the_letter(tmp_path: Path) -> None:
+    wanted = config(tmp_path, python="/opt/python", account="team", time_limit=61)
+    request = slurm_cluster.wanted_scripts(wanted, "run", {"solo": {"A": "1 2"}}, "tcp://h:1", None)
+    assert job_scripts(request)["solo"].splitlines() == [
+        "#!/usr/bin/env bash",
+        "",
+        "#SBATCH -J run-solo",
+        "#SBATCH -A team",
+        "#SBATCH -n 1",
+        "#SBATCH --cpus-per-task=2",
+        "#SBATCH --mem=512M",
+        "#SBATCH -t 2",
+        *(f"export {name}={value}" for name, value in C_LIBRARIES.items()),
+        "export OMP_NUM_THREADS=2",
+        "export MKL_NUM_THREADS=2",
+        "export A='1 2'",
+        "export CUDA_VISIBLE_DEVICES=''",
+        "exec /opt/python -P -m engines.clusters.worker tcp://h:1 --name solo-$SLURM_ARRAY_TASK_ID "
+        '--death-timeout 60 --local-directory "${TMPDIR:-/tmp}" --nthreads 2 '
+        "--resources 'solo=1'",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from engines.algorithms.inputs import AdvantageBatch, Advantages
 from engines.algorithms.rollout_correction import Mismatch
 from engines.data.advantage_columns import write_advantages
 from engines.data.advantage_parts import part_edges, parts_of, write_part, write_statistics
+from engines.data.contract import AdvantagePartRequest, AdvantagesRequest
 from engines.data.results import AdvantagesResult, joined
 from engines.data.training_batch import choose, write_repetition
 from storage.batches.columns import SampleStatus
@@ -150,7 +151,10 @@ def chosen(store: Store, ref: BatchRef, algorithm: AlgorithmConfig, **more: Any)
             "reward": np.linspace(0, 1, GROUPS, dtype=np.float32),
         }
         baselines = write_batch(store, "run/greedy.safetensors", greedy)
-    return choose(store, ref, baselines, algorithm, REWARDS, 59, 6, **more)
+    request = AdvantagesRequest(
+        samples=ref, algorithm=algorithm, version=6, baselines=baselines, **more
+    )
+    return choose(store, request, REWARDS, 59)
 
 
 def in_one(store: Store, ref: BatchRef, algorithm: AlgorithmConfig) -> AdvantagesResult:
@@ -186,7 +190,11 @@ def in_parts(
         parts,
         [
             write_part(
-                store, parts, n, statistics, algorithm, f"run/{tokens}-part-{n}.safetensors", 6
+                store,
+                AdvantagePartRequest(
+                    parts=parts, number=n, algorithm=algorithm, version=6, statistics=statistics
+                ),
+                f"run/{tokens}-part-{n}.safetensors",
             )
             for n in range(len(parts))
         ],

@@ -176,5 +176,5 @@ def test_answers_are_compared_within_their_prompt(
 
 def test_without_reward_models_no_engine_is_asked(run: Mock) -> None:
     run.config = load_recipe(GRPOConfig, "tiny", ["steps=1"])
-    assert reward.model_scores(run, 1, 1, Mock(), Mock(), "key") is None
+    assert reward.model_scores(run, 1, 1, "key", Mock()) is None
     run.engines[REWARD_MODEL].call.assert_not_called()

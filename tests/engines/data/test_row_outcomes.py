@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from configs.data import QuarantineConfig
+from engines.data.contract import RowHistoryRequest
 from engines.data.data_engine import DataEngine
 from engines.data.repetition import repeated_ngrams
 from engines.data.row_outcomes import row_outcomes
@@ -70,11 +73,13 @@ def test_the_engine_writes_a_table_that_goes_on(monkeypatch: object) -> None:
     engine._store = STORE
     prompts, samples = batches("engine")
     bounds = QuarantineConfig(failures=1)
-    one = engine.row_history(None, prompts, samples, 1, bounds, [], "one.safetensors")
-    assert (one.quarantined, one.entered) == ({"failures": 1}, 1)
-    two = engine.row_history(
-        one.ref, prompts, samples.rows(0, 4), 2, bounds, None, "two.safetensors"
+    request = RowHistoryRequest(
+        before=None, prompts=prompts, samples=samples, step=1, quarantine=bounds, readmitted=[]
     )
+    one = engine.row_history(request, "one.safetensors")
+    assert (one.quarantined, one.entered) == ({"failures": 1}, 1)
+    request = replace(request, before=one.ref, samples=samples.rows(0, 4), step=2, readmitted=None)
+    two = engine.row_history(request, "two.safetensors")
     assert (two.quarantined, two.entered) == ({}, 0), "all were let in, and then nothing failed"
     table = RowHistory.read(STORE, two.ref)
     assert (table.prompt_row.tolist(), table.draws.tolist()) == ([5, 30], [3, 2])

@@ -12,6 +12,7 @@ import pytest
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.rewards import RewardsConfig
 from engines.data.advantage_columns import write_advantages
+from engines.data.contract import AdvantagesRequest
 from engines.data.results import AdvantagesResult, NothingToTrain, RewardsFailed
 from engines.data.training_batch import Choice, choose, resolve_failures
 from engines.train.fsdp_engine import FSDPEngine
@@ -19,7 +20,7 @@ from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
-from tests.engines.train.train_ranks import MAX_NEW_TOKENS, TEMPERATURE, spec
+from tests.engines.train.train_ranks import MAX_NEW_TOKENS, spec, update_of
 
 LENGTHS = [3, 5, 4, 2, 6, 3, 0, 4]
 GROUPS = [0, 0, 1, 1, 2, 2, 3, 3]
@@ -65,7 +66,8 @@ def trained(
     **recipe: Any,
 ) -> AdvantagesResult:
     algorithm = AlgorithmConfig.model_validate(recipe)
-    choice = choose(store, ref, baselines, algorithm, DROP, MAX_NEW_TOKENS, 7)
+    request = AdvantagesRequest(samples=ref, algorithm=algorithm, version=7, baselines=baselines)
+    choice = choose(store, request, DROP, MAX_NEW_TOKENS)
     batch, metrics = write_advantages(store, choice.chosen, algorithm, f"run/{name}.safetensors", 7)
     return choice.result(batch, metrics)
 
@@ -152,7 +154,8 @@ def test_shaping_and_selection_are_counted(store: Store) -> None:
 
 def chosen(store: Store, ref: BatchRef, most: int | None = None, **recipe: Any) -> Choice:
     algorithm = AlgorithmConfig.model_validate(recipe)
-    return choose(store, ref, None, algorithm, DROP, MAX_NEW_TOKENS, 7, most_groups=most)
+    request = AdvantagesRequest(samples=ref, algorithm=algorithm, version=7, most_groups=most)
+    return choose(store, request, DROP, MAX_NEW_TOKENS)
 
 
 def test_groups_beyond_those_wanted_are_surplus(store: Store) -> None:
@@ -252,11 +255,11 @@ def test_normalised_corrections_do_not_depend_on_micro_batches(
     for budget in (4096, 16):
         engine = FSDPEngine(spec(tmp_path, micro_batch_tokens=budget))
         engine.join(rank=0, world=1, host="127.0.0.1", port=0, generation=1, timeout=60.0)
-        result = engine.update(batch.ref, algorithm, TEMPERATURE, MAX_NEW_TOKENS, 1)
+        result = engine.update(update_of(batch.ref, algorithm, 1))
         found.append(result.metrics)
         unstored = batch.ref.drop(["correction_weights", "correction_kept"])
         with pytest.raises(ValueError, match="needs the columns correction_weights"):
-            engine.update(unstored, algorithm, TEMPERATURE, MAX_NEW_TOKENS, 2)
+            engine.update(update_of(unstored, algorithm, 2))
         engine.close()
     names = ("loss", "grad_norm", "correction_weight", "correction_effective_sample_size")
     for name in (*names, "correction_left_out", "correction_clipped_high", "log_ppl_gap"):
@@ -274,7 +277,7 @@ def test_tokens_of_high_entropy_do_not_depend_on_micro_batches(
         engine = FSDPEngine(spec(tmp_path, micro_batch_tokens=budget))
         engine.join(rank=0, world=1, host="127.0.0.1", port=0, generation=1, timeout=60.0)
         algorithm = AlgorithmConfig.model_validate(recipe)
-        result = engine.update(batch.ref, algorithm, TEMPERATURE, MAX_NEW_TOKENS, 1)
+        result = engine.update(update_of(batch.ref, algorithm, 1))
         losses.append((result.metrics["train/loss"], result.metrics["train/grad_norm"]))
         engine.close()
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
@@ -309,32 +312,27 @@ FAILED = np.array([0, 1, 0, 0, 0, 0, 1, 1, 0], dtype=bool)
 
 
 def test_drop_leaves_out_groups_with_a_failure() -> None:
-    resolution = resolve_failures(FAILED_GROUPS, FAILED, "drop")
-    assert resolution.keep.tolist() == [False] * 3 + [True] * 3 + [False] * 3
-    assert resolution.samples_dropped == {"reward_failed": 3, "group_incomplete": 3}
-    assert resolution.groups_dropped == 2
+    keep = resolve_failures(FAILED_GROUPS, FAILED, "drop")
+    assert keep.tolist() == [False] * 3 + [True] * 3 + [False] * 3
 
 
 def test_complete_goes_on_with_the_others() -> None:
-    resolution = resolve_failures(FAILED_GROUPS, FAILED, "complete")
-    assert resolution.keep.tolist() == [True, False, True] + [True] * 3 + [False] * 3
-    assert resolution.samples_dropped == {"reward_failed": 3, "group_incomplete": 1}
-    assert resolution.groups_dropped == 1
+    keep = resolve_failures(FAILED_GROUPS, FAILED, "complete")
+    assert keep.tolist() == [True, False, True] + [True] * 3 + [False] * 3
 
 
 def test_abort_says_how_many() -> None:
     with pytest.raises(RewardsFailed, match="3 of 9 samples, in 2 of 3 groups"):
         resolve_failures(FAILED_GROUPS, FAILED, "abort")
-    assert resolve_failures(FAILED_GROUPS, np.zeros(9, dtype=bool), "abort").keep.all()
+    assert resolve_failures(FAILED_GROUPS, np.zeros(9, dtype=bool), "abort").all()
 
 
 @pytest.mark.parametrize("policy", ["drop", "complete", "abort"])
 def test_groups_of_one_and_none_at_all(policy: str) -> None:
     one = resolve_failures(np.array([4]), np.array([False]), policy)  # type: ignore[arg-type]
-    assert one.keep.tolist() == [True]
+    assert one.tolist() == [True]
     none = resolve_failures(np.array([], dtype=np.int64), np.array([], dtype=bool), policy)  # type: ignore[arg-type]
-    assert none.keep.tolist() == []
-    assert none.groups_dropped == 0
+    assert none.tolist() == []
 
 
 def test_an_interpolated_proximal_policy_finds_the_staleness_of_each_token(store: Store) -> None:

@@ -16,12 +16,11 @@ from engines.elastic.worker import GradientEngine
 from engines.train.spec import TrainSpec, UpdateResult
 from storage.batches.refs import BatchRef
 from tests.engines.train.conftest import join, make
-from tests.engines.train.train_ranks import MAX_NEW_TOKENS, TEMPERATURE, spec
+from tests.engines.train.train_ranks import spec, update_of
 
 __all__ = ["join", "make"]  # fixtures
 
 PLAIN = AlgorithmConfig()
-GIVEN = {"algorithm": PLAIN, "temperature": TEMPERATURE, "max_new_tokens": MAX_NEW_TOKENS}
 SETTINGS = {"engine": "elastic", "unit_tokens": 64, "micro_batch_tokens": 64}
 
 
@@ -34,7 +33,7 @@ class Elastic:
         self.workers = [GradientEngine(given) for _ in range(workers)]
 
     def open(self, batch: BatchRef, step: int = 1, **changed: Any) -> int:
-        return self.aggregator.open_update(batch=batch, step=step, **{**GIVEN, **changed})
+        return self.aggregator.open_update(replace(update_of(batch, PLAIN, step), **changed))
 
     def compute(
         self, worker: int, offered: Offered, unit: int, batch: BatchRef, **changed: Any
@@ -42,8 +41,7 @@ class Elastic:
         return self.workers[worker].gradient(
             replace(offered, units=()),
             offered.units[unit],
-            batch,
-            **{**GIVEN, **changed},
+            replace(update_of(batch, PLAIN, offered.of.step), **changed),
         )
 
     def update(

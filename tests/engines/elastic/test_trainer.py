@@ -17,6 +17,7 @@ from engines.elastic.contract import GradientAggregator, GradientWorker
 from engines.elastic.trainer import ElasticTrainer
 from engines.failures import GangLost
 from engines.train.contract import TrainEngine
+from engines.train.spec import LogprobRequest
 from engines.train.trainer import TrainerSettings
 from engines.workers.calls import status_of
 from engines.workers.cluster import Cluster
@@ -27,7 +28,7 @@ from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from storage.runs.gradients import remove_gradients
 from storage.runs.run_store import RunStore
-from tests.engines.elastic.conftest import GIVEN, PLAIN, SETTINGS, Elastic
+from tests.engines.elastic.conftest import PLAIN, SETTINGS, Elastic
 from tests.engines.train.train_ranks import (
     MAX_NEW_TOKENS,
     TEMPERATURE,
@@ -175,7 +176,12 @@ def test_parts_of_log_probs_are_put_together_in_the_order_of_the_rows(
     assert len(found.objects) > 2
     alone = Elastic(spec(tmp_path, **SETTINGS), 0)
     own = alone.aggregator.logprobs(
-        batch, "old_logprobs", "run/own.safetensors", GIVEN["temperature"]
+        LogprobRequest(
+            batch=batch,
+            column="old_logprobs",
+            out_key="run/own.safetensors",
+            temperature=TEMPERATURE,
+        )
     )
     alone.close()
     store = Store(str(tmp_path / "store"))

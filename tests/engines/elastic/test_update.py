@@ -14,13 +14,14 @@ import torch
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.elastic import worker
 from engines.train.fsdp_engine import FSDPEngine
+from engines.train.spec import LogprobRequest
 from storage.objects.store import Store
 from storage.runs.gradients import GradientsRefused, read_gradient, remove_gradients
 from storage.runs.run_store import RunStore
-from tests.engines.elastic.conftest import GIVEN, Elastic
+from tests.engines.elastic.conftest import PLAIN, Elastic
 from tests.engines.train.conftest import Make
 from tests.engines.train.naive_training import Sample
-from tests.engines.train.train_ranks import samples, spec, stored
+from tests.engines.train.train_ranks import samples, spec, stored, update_of
 
 MakeElastic = Callable[..., Elastic]
 
@@ -37,7 +38,7 @@ def fsdp(
     engine: FSDPEngine, tmp_path: Path, rows: list[Sample], steps: int = 2
 ) -> tuple[str, dict[str, float]]:
     for step in range(1, steps + 1):
-        result = engine.update(stored(tmp_path, rows), step=step, **GIVEN)
+        result = engine.update(update_of(stored(tmp_path, rows), PLAIN, step))
     return engine.digest("float32"), dict(result.metrics)
 
 
@@ -264,9 +265,11 @@ def test_log_probs_are_those_of_the_weights_that_were_offered(
     store = Store(str(tmp_path / "store"))
     one.update(batch, 1)
     weights = one.aggregator.offer_weights(under=2, version=1)
-    given = {"column": "old_logprobs", "temperature": 0.7}
-    far = one.workers[0].logprobs_under(weights, batch, out_key="run/far.safetensors", **given)
-    own = one.aggregator.logprobs(batch, out_key="run/own.safetensors", **given)
+    request = LogprobRequest(
+        batch=batch, column="old_logprobs", out_key="run/own.safetensors", temperature=0.7
+    )
+    own = one.aggregator.logprobs(request)
+    far = one.workers[0].logprobs_under(weights, replace(request, out_key="run/far.safetensors"))
     values = [
         result.batch.fetch(store, ["old_logprobs"])["old_logprobs"].values()
         for result in (far, own)
@@ -289,18 +292,23 @@ def test_an_empty_batch_changes_nothing(elastic: MakeElastic, tmp_path: Path) ->
     assert one.open(batch.rows(0, 0)) == 0
     assert one.aggregator.close_update().metrics["train/optimizer_steps"] == 0
     assert one.aggregator.digest("float32") == before
-    assert AlgorithmConfig() == GIVEN["algorithm"]
+    assert AlgorithmConfig() == PLAIN
 
 
 def test_no_forward_pass_sees_weights_of_before(elastic: MakeElastic, tmp_path: Path) -> None:
     """FSDP may keep what it gathered for a forward pass; a step or a load makes it old."""
     batch, one = stored(tmp_path, samples()), elastic(workers=2)
     store = Store(str(tmp_path / "store"))
-    given = {"column": "old_logprobs", "temperature": 0.7}
 
     def passed(engine: FSDPEngine, name: str, **more: object) -> torch.Tensor:
         method = engine.logprobs_under if more else engine.logprobs  # type: ignore[attr-defined]
-        result = method(batch=batch, out_key=f"run/{name}.safetensors", **given, **more)
+        request = LogprobRequest(
+            batch=batch,
+            column="old_logprobs",
+            out_key=f"run/{name}.safetensors",
+            temperature=0.7,
+        )
+        result = method(request=request, **more)
         values: torch.Tensor = result.batch.fetch(store, ["old_logprobs"])["old_logprobs"].values()
         return values
 

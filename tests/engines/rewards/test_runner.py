@@ -22,7 +22,7 @@ from configs.rewards import FunctionReward, MathReward, ReasoningGymReward, Rewa
 from engines.rewards.builtin import extract
 from engines.rewards.checks import check_rewards
 from engines.rewards.protocol import TrainerState
-from engines.rewards.runner import RewardRunner, Scores, load_rewards
+from engines.rewards.runner import RewardRunner, Scores
 from storage.prompts.datasets import open_source
 
 # Written as for TRL's GRPOTrainer; a completion's text says how it misbehaves.
@@ -489,12 +489,13 @@ def test_reward_processes_die_with_their_worker(tmp_path: Path, data: DataConfig
         import sys, threading
         from configs.data import DataConfig, FileSource
         from configs.rewards import FunctionReward, RewardsConfig
-        from engines.rewards.runner import load_rewards
+        from engines.rewards.runner import RewardRunner
         sys.path.insert(0, {str(tmp_path)!r})
-        runner = load_rewards(
+        runner = RewardRunner(
             RewardsConfig(functions=[FunctionReward(path="my_rewards:picky")]),
             DataConfig(source=FileSource(path="x.jsonl")),
         )
+        runner.start()
         def task(text):
             return runner.score([""], [text], [{{}}]).failed
         for text in ("fine", "regex"):
@@ -546,8 +547,8 @@ def test_reasoning_gym_scores(score: Scoring) -> None:
     data = DataConfig(source=source)
     rows = open_source(source).rows(range(8))
     config = RewardsConfig(functions=[ReasoningGymReward(extract="last_integer")])
-    runner = load_rewards(config, data)
-    assert load_rewards(config, data) is runner
+    runner = RewardRunner(config, data)
+    score.runners.append(runner)
     right = [f"1 + 1 is 2, so: {row['answer']}." for row in rows]
     scores = runner.score(["?"] * 8, right, rows)
     assert scores.rewards.tolist() == [1.0] * 8

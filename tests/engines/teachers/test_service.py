@@ -57,14 +57,15 @@ class FakeGang:
             return TOKENS
         if method is TrainEngine.digest:
             return f"{self.digest}-{kwargs['dtype']}"
-        self.asked.append((call_id.run.rpartition("/")[2], kwargs["out_key"]))
+        request = kwargs["request"]
+        self.asked.append((call_id.run.rpartition("/")[2], request.out_key))
         time.sleep(self.seconds)
         if self.failures:
             self.formed = False
             raise self.failures.pop()
-        lengths = kwargs["batch"].lengths(kwargs["store"], "response_ids")
+        lengths = request.batch.lengths(request.store, "response_ids")
         columns = {"teacher_logprobs": [np.zeros(n, np.float32) for n in lengths]}
-        return ColumnsResult(batch=write_batch(kwargs["store"], kwargs["out_key"], columns))
+        return ColumnsResult(batch=write_batch(request.store, request.out_key, columns))
 
 
 @dataclass

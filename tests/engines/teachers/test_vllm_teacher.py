@@ -19,6 +19,7 @@ from engines.rollout.vllm_arguments import ScoredTokens
 from engines.teachers.pool import SPARE_WORDS, VllmTeacherSpec
 from engines.teachers.vllm_teacher import LEAST_TAIL, VllmTeacher, known_words, tails
 from engines.train.fsdp_engine import FSDPEngine
+from engines.train.spec import TeachRequest
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from tests.engines.train.train_ranks import MODEL, samples, spec, stored
@@ -88,7 +89,9 @@ def columns(folder: Path, made: BatchRef) -> dict[str, NDArray[np.generic]]:
 def test_scores_are_those_of_the_train_engine(
     by_vllm: VllmTeacher, by_fsdp: FSDPEngine, batch: BatchRef, folder: Path
 ) -> None:
-    part = by_fsdp.teach(batch, "run/fsdp.safetensors", 1.0, K)
+    part = by_fsdp.teach(
+        TeachRequest(batch=batch, out_key="run/fsdp.safetensors", temperature=1.0, top_k=K)
+    )
     assert part.batch is not None
     digest = by_vllm.digest()
     assert digest == by_fsdp.digest("float32")  # so a run's records say the same of both

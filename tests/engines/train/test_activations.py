@@ -16,6 +16,7 @@ from configs.train import TrainConfig
 from engines.train import activations, updater
 from engines.train.activations import kept_on_host, pinned
 from engines.train.memory_plan import activation_bytes, largest_batch
+from engines.train.spec import UpdateRequest
 from tests.engines.train.conftest import Make
 from tests.engines.train.test_memory_plan import (
     GROUP,
@@ -25,7 +26,7 @@ from tests.engines.train.test_memory_plan import (
     longest_rows,
     shape_of,
 )
-from tests.engines.train.train_ranks import MAX_NEW_TOKENS, TEMPERATURE, samples, stored
+from tests.engines.train.train_ranks import TEMPERATURE, samples, stored, update_of
 
 # Of rotary cosines and sines [1, 1, T, HEAD], which a layer that is computed anew is called with again.
 HEAD = 32
@@ -77,7 +78,15 @@ def test_what_goes_comes_back_the_same_and_is_as_much_as_planned(
     def updated(offload: bool) -> str:
         engine = make(activation_offload=offload, **settings)
         for step in (1, 2):
-            engine.update(batch, AlgorithmConfig(), TEMPERATURE, RESPONSE, step)
+            engine.update(
+                UpdateRequest(
+                    step=step,
+                    batch=batch,
+                    algorithm=AlgorithmConfig(),
+                    temperature=TEMPERATURE,
+                    max_new_tokens=RESPONSE,
+                )
+            )
         return engine.digest()
 
     plain = updated(offload=False)
@@ -131,7 +140,7 @@ def test_what_is_computed_again_changes_no_bit(tmp_path: Path, make: Make, recom
     )
     batch = stored(tmp_path, samples(1), "batch")
     for engine in (plain, again):
-        engine.update(batch, AlgorithmConfig(), TEMPERATURE, MAX_NEW_TOKENS, 1)
+        engine.update(update_of(batch, AlgorithmConfig(), 1))
     assert plain.digest() == again.digest()
 
 
@@ -156,6 +165,6 @@ def test_products_are_not_made_again(make: Make, tmp_path: Path) -> None:
         engine = make(run=name, micro_batch_tokens=64, **settings)
         batch = stored(tmp_path, samples(1), f"batch-{name}")
         with Count() as count:
-            engine.update(batch, AlgorithmConfig(), TEMPERATURE, MAX_NEW_TOKENS, 1)
+            engine.update(update_of(batch, AlgorithmConfig(), 1))
         numbers[name] = count.products
     assert numbers["none"] == numbers["selective"] < numbers["all"]

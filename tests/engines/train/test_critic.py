@@ -20,13 +20,12 @@ from storage.objects.store import Store
 from tests.engines.train import naive_training as naive
 from tests.engines.train.conftest import Join, Make
 from tests.engines.train.train_ranks import (
-    MAX_NEW_TOKENS,
     MODEL,
-    TEMPERATURE,
     Ranks,
     samples,
     spec,
     stored,
+    update_of,
 )
 from tests.ports import free_ports
 
@@ -69,7 +68,7 @@ def with_targets(folder: Path, rows: list[naive.Sample], seed: int, name: str) -
 
 
 def update(engine: FSDPEngine, batch: BatchRef, step: int = 1) -> UpdateResult:
-    return engine.update(batch, PPO, TEMPERATURE, MAX_NEW_TOKENS, step)
+    return engine.update(update_of(batch, PPO, step))
 
 
 def values_of(engine: FSDPEngine, batch: BatchRef, key: str, folder: Path) -> np.ndarray:

@@ -14,7 +14,7 @@ from engines.models.checkpoints import materialize
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.optimizer import learning_rate
 from engines.train.policy import Policy
-from engines.train.spec import ColumnsResult
+from engines.train.spec import ColumnsResult, LogprobRequest
 from storage.batches.refs import BatchRef
 from storage.objects.errors import ObjectDamaged
 from storage.objects.store import Store
@@ -25,11 +25,11 @@ from storage.runs.weights_reading import stream
 from tests.engines.train import naive_training as naive
 from tests.engines.train.conftest import Make
 from tests.engines.train.train_ranks import (
-    MAX_NEW_TOKENS,
     MODEL,
     TEMPERATURE,
     samples,
     stored,
+    update_of,
 )
 
 PLAIN = AlgorithmConfig()
@@ -40,13 +40,7 @@ INTERPOLATED = AlgorithmConfig.model_validate({"proximal": "loglinear"})
 def update(
     engine: FSDPEngine, batch: BatchRef, step: int = 1, algorithm: AlgorithmConfig = PLAIN
 ) -> dict[str, float]:
-    result = engine.update(
-        batch=batch,
-        algorithm=algorithm,
-        temperature=TEMPERATURE,
-        max_new_tokens=MAX_NEW_TOKENS,
-        step=step,
-    )
+    result = engine.update(update_of(batch, algorithm, step))
     return dict(result.metrics)
 
 
@@ -88,7 +82,16 @@ def test_logprobs_equal_the_naive_ones(make: Make, tmp_path: Path) -> None:
     rows = samples()
     engine = make(micro_batch_tokens=64)
     result = ColumnsResult.together(
-        [engine.logprobs(stored(tmp_path, rows), "old_logprobs", "run/l.safetensors", TEMPERATURE)],
+        [
+            engine.logprobs(
+                LogprobRequest(
+                    batch=stored(tmp_path, rows),
+                    column="old_logprobs",
+                    out_key="run/l.safetensors",
+                    temperature=TEMPERATURE,
+                )
+            )
+        ],
     )
     assert result.batch is not None and result.batch.names == ("old_logprobs",)
     values, offsets = result.batch.fetch_numpy(Store(str(tmp_path / "store")), "old_logprobs")
@@ -314,7 +317,14 @@ def test_an_exported_version_is_a_plain_checkpoint(make: Make, tmp_path: Path) -
 def test_a_reference_is_frozen(make: Make, tmp_path: Path) -> None:
     engine = make(role="ref")
     batch = stored(tmp_path, samples())
-    part = engine.logprobs(batch, "ref_logprobs", "run/ref.safetensors", TEMPERATURE)
+    part = engine.logprobs(
+        LogprobRequest(
+            batch=batch,
+            column="ref_logprobs",
+            out_key="run/ref.safetensors",
+            temperature=TEMPERATURE,
+        )
+    )
     assert part.batch is not None and part.batch.names == ("ref_logprobs",)
     with pytest.raises(ValueError, match="role ref is frozen"):
         update(engine, batch)

@@ -14,19 +14,19 @@ from configs.model import RandomModel
 from engines.models.checkpoints import materialize
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model.rendezvous import RendezvousFailed, meet
-from engines.train.spec import ColumnsResult, UpdateResult
+from engines.train.spec import ColumnsResult, LogprobRequest, UpdateResult
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef
 from storage.runs.weights_reading import stream
 from tests.engines.train.naive_training import Sample
 from tests.engines.train.train_ranks import (
-    MAX_NEW_TOKENS,
     TEMPERATURE,
     Ranks,
     samples,
     spec,
     stored,
+    update_of,
 )
 from tests.ports import free_ports
 
@@ -59,12 +59,19 @@ def scenario(
         engine.join(rank, world, "127.0.0.1", ports[generation], generation, 60.0)
 
     def update(batch: BatchRef, step: int, to: FSDPEngine = engine) -> UpdateResult:
-        return to.update(batch, KL, TEMPERATURE, MAX_NEW_TOKENS, step)
+        return to.update(update_of(batch, KL, step))
 
     join(1)
     reference.join(rank, world, "127.0.0.1", ports[0], 1, 60.0)
     digests = [engine.digest()]
-    logprobs = reference.logprobs(batches[0], "ref_logprobs", "ref.safetensors", TEMPERATURE)
+    logprobs = reference.logprobs(
+        LogprobRequest(
+            batch=batches[0],
+            column="ref_logprobs",
+            out_key="ref.safetensors",
+            temperature=TEMPERATURE,
+        )
+    )
     updates = [update(batch, step) for step, batch in enumerate(batches[:2], 1)]
     scores = engine.score([[5, 6, 7, 8, 9]], [2])
     weights = engine.export_weights(2, "float32")

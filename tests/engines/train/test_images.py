@@ -24,13 +24,13 @@ from engines.train.batching.image_turns import SeenRow, pack_turns
 from engines.train.batching.micro_batch import read_micro_batch
 from engines.train.batching.packing import read_lengths
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.spec import ColumnsResult, TrainSpec, UpdateResult
+from engines.train.spec import ColumnsResult, LogprobRequest, TrainSpec, UpdateResult
 from storage.batches.columns import Author
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
 from tests.engines.train.conftest import Join
-from tests.engines.train.train_ranks import Ranks
+from tests.engines.train.train_ranks import Ranks, update_of
 
 MODEL = RandomModel(seed=5, vision=RandomVision(actions=6))
 ACTIONS = (101, 107)  # the first, and the one after the last
@@ -152,7 +152,12 @@ def test_logprobs_are_those_of_each_turn_alone(join: Join, policy: OpenVLA, tmp_
     for name, budget in (("whole", 4096), ("parts", 80)):
         engine = join(spec(tmp_path, micro_batch_tokens=budget))
         made = engine.logprobs(
-            stored(tmp_path, rows), "old_logprobs", f"{name}.safetensors", TEMPERATURE
+            LogprobRequest(
+                batch=stored(tmp_path, rows),
+                column="old_logprobs",
+                out_key=f"{name}.safetensors",
+                temperature=TEMPERATURE,
+            )
         )
         assert made.batch is not None
         found = made.batch.fetch_list(Store(str(tmp_path / "store")), "old_logprobs")
@@ -179,10 +184,11 @@ def test_the_gradient_is_that_of_each_turn_alone(
     batch = stored(tmp_path, rows)
     for settings in ({}, {"micro_batch_tokens": 80}, {"gradient_checkpointing": True}):
         engine = join(spec(tmp_path, **settings))
-        updater = engine._begun(1, PLAIN, TEMPERATURE)
-        (mini,) = updater.optimizer_steps(batch)
+        request = update_of(batch, PLAIN, 1)
+        updater = engine._begun(request)
+        (mini,) = updater.optimizer_steps(request)
         assert (len(mini.ranks[0]) > 1) == ("micro_batch_tokens" in settings)
-        updater.gradient(batch, mini.ranks[0], updater.normaliser(batch, mini, 24))
+        updater.gradient(batch, mini.ranks[0], updater.normaliser(request, mini))
         for name, one in engine._loaded().model.named_parameters():
             theirs = wanted[name]
             assert one.grad is not None and theirs is not None, name
@@ -243,7 +249,7 @@ def test_what_is_published_is_what_is_sampled_from(
 ) -> None:
     """After an update: towers and all; and the log-probs of the two engines on a probe agree."""
     engine = join(spec(tmp_path))
-    engine.update(stored(tmp_path, episodes()), PLAIN, TEMPERATURE, 24, 1)
+    engine.update(update_of(stored(tmp_path, episodes()), PLAIN, 1))
     weights = engine.export_weights(1, "float32")
     assert weights.digest == engine.digest("float32")
     rollout = HFEngine(
@@ -273,9 +279,16 @@ def both(rank: int, world: int, ports: list[int], folder: Path, batch: BatchRef)
     """Log-probs and an update on one of some ranks, the last of which has fewer rows."""
     engine = FSDPEngine(spec(folder, micro_batch_tokens=80))
     engine.join(rank, world, "127.0.0.1", ports[0], 1, 60.0)
-    logprobs = engine.logprobs(batch, "old_logprobs", f"of-{world}.safetensors", TEMPERATURE)
-    update = engine.update(batch, PLAIN, TEMPERATURE, 24, 1)
-    lonely = engine.update(batch.rows(0, 1), PLAIN, TEMPERATURE, 24, 2)
+    logprobs = engine.logprobs(
+        LogprobRequest(
+            batch=batch,
+            column="old_logprobs",
+            out_key=f"of-{world}.safetensors",
+            temperature=TEMPERATURE,
+        )
+    )
+    update = engine.update(update_of(batch, PLAIN, 1))
+    lonely = engine.update(update_of(batch.rows(0, 1), PLAIN, 2))
     weights = engine.export_weights(world, "float32", whole=True)
     return logprobs, update, lonely, weights
 
@@ -292,9 +305,13 @@ def test_two_ranks_do_what_one_does(join: Join, pair: Ranks, tmp_path: Path) -> 
     batch = stored(tmp_path, episodes())
     store = Store(str(tmp_path / "store"))
     engine = join(spec(tmp_path, micro_batch_tokens=80))
-    alone = engine.logprobs(batch, "old_logprobs", "of-1.safetensors", TEMPERATURE)
-    updates = [engine.update(batch, PLAIN, TEMPERATURE, 24, 1)]
-    updates.append(engine.update(batch.rows(0, 1), PLAIN, TEMPERATURE, 24, 2))
+    alone = engine.logprobs(
+        LogprobRequest(
+            batch=batch, column="old_logprobs", out_key="of-1.safetensors", temperature=TEMPERATURE
+        )
+    )
+    updates = [engine.update(update_of(batch, PLAIN, 1))]
+    updates.append(engine.update(update_of(batch.rows(0, 1), PLAIN, 2)))
     found = pair.run(both, tmp_path, batch)
     theirs = ColumnsResult.together([one[0] for one in found])
     assert (

@@ -12,6 +12,7 @@ from configs.train import TrainConfig
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.memory_plan import MemoryPlan, largest_batch, plan_rank
 from engines.train.model.fsdp import layers
+from engines.train.spec import LogprobRequest, UpdateRequest
 from tests.engines.train.conftest import Make
 from tests.engines.train.test_memory_plan import (
     GROUP,
@@ -52,7 +53,15 @@ def test_in_an_update_it_is_what_the_plan_says(
 ) -> None:
     engine = make(**SETTINGS, reshard_after_forward=reshard)
     seen = seen_within(engine)
-    engine.update(longest_rows(tmp_path), AlgorithmConfig(), TEMPERATURE, RESPONSE, 1)
+    engine.update(
+        UpdateRequest(
+            step=1,
+            batch=longest_rows(tmp_path),
+            algorithm=AlgorithmConfig(),
+            temperature=TEMPERATURE,
+            max_new_tokens=RESPONSE,
+        )
+    )
     planned = plan("actor")
     micros = len(seen) // 4  # two layers, forward and backward
     assert micros > 1
@@ -67,7 +76,14 @@ def test_in_an_update_it_is_what_the_plan_says(
 def test_a_frozen_models_weights_are_known_too(make: Make, tmp_path: Path) -> None:
     engine = make(**SETTINGS, role="ref")
     seen = seen_within(engine)
-    engine.logprobs(longest_rows(tmp_path), "ref_logprobs", "run/ref.safetensors", TEMPERATURE)
+    engine.logprobs(
+        LogprobRequest(
+            batch=longest_rows(tmp_path),
+            column="ref_logprobs",
+            out_key="run/ref.safetensors",
+            temperature=TEMPERATURE,
+        )
+    )
     assert seen
     assert {held["weights"] for held in seen} == {plan("ref").held["weights"]}
     engine.leave()

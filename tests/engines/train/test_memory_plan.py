@@ -32,6 +32,7 @@ from engines.train.memory_plan import (
 from engines.train.model import attention
 from engines.train.model.lora import inject
 from engines.train.resident_memory import LIBRARIES, PRIMITIVES, buffer_bytes, most_resident
+from engines.train.spec import UpdateRequest
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
@@ -113,7 +114,15 @@ def test_activations_weights_and_moments_are_what_the_plan_says(
     engine = FSDPEngine(spec(tmp_path, **settings).model_copy(update={"lora": lora}))
     engine.join(0, 1, "127.0.0.1", 0, 1, 60.0)
     batch = longest_rows(tmp_path)
-    engine.update(batch, AlgorithmConfig(), TEMPERATURE, RESPONSE, 1)
+    engine.update(
+        UpdateRequest(
+            step=1,
+            batch=batch,
+            algorithm=AlgorithmConfig(),
+            temperature=TEMPERATURE,
+            max_new_tokens=RESPONSE,
+        )
+    )
     held = engine.memory_held("host")
     engine.leave()
 
@@ -155,7 +164,15 @@ def test_norms_of_queries_and_keys_are_in_the_plan(
     assert shape.head_norms and not shape_of().head_norms
     engine = FSDPEngine(spec(tmp_path).model_copy(update={"lora": lora, "model": model}))
     engine.join(0, 1, "127.0.0.1", 0, 1, 60.0)
-    engine.update(longest_rows(tmp_path), AlgorithmConfig(), TEMPERATURE, RESPONSE, 1)
+    engine.update(
+        UpdateRequest(
+            step=1,
+            batch=longest_rows(tmp_path),
+            algorithm=AlgorithmConfig(),
+            temperature=TEMPERATURE,
+            max_new_tokens=RESPONSE,
+        )
+    )
     engine.leave()
     train = TrainConfig(compute_dtype="float32", micro_batch_tokens=4096)
     largest = largest_batch(4096, PROMPT, RESPONSE, ROWS, GROUP, 1)
@@ -199,7 +216,15 @@ def test_what_a_policy_that_looks_keeps_is_what_the_plan_says(
     ]
     engine = FSDPEngine(images.spec(tmp_path, **settings))
     engine.join(0, 1, "127.0.0.1", 0, 1, 60.0)
-    engine.update(images.stored(tmp_path, rows), AlgorithmConfig(), TEMPERATURE, 24, 1)
+    engine.update(
+        UpdateRequest(
+            step=1,
+            batch=images.stored(tmp_path, rows),
+            algorithm=AlgorithmConfig(),
+            temperature=TEMPERATURE,
+            max_new_tokens=24,
+        )
+    )
     held = engine.memory_held("host")
     engine.leave()
     train = TrainConfig(**{"compute_dtype": "float32", "micro_batch_tokens": 4096, **settings})

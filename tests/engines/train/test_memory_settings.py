@@ -24,15 +24,16 @@ from engines.train.memory_plan import checkpointed
 from engines.train.model.fsdp import layers
 from engines.train.model.gathering import gather
 from engines.train.model.lora import base_weights
+from engines.train.spec import LogprobRequest, TeachRequest
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from tests.engines.train.train_ranks import (
-    MAX_NEW_TOKENS,
     TEMPERATURE,
     Ranks,
     samples,
     spec,
     stored,
+    update_of,
 )
 from tests.ports import free_ports
 
@@ -80,7 +81,7 @@ def train(
 
     def update(step: int) -> str:
         batch = batches[step - 1]
-        engine.update(batch, AlgorithmConfig(), TEMPERATURE, MAX_NEW_TOKENS, step)
+        engine.update(update_of(batch, AlgorithmConfig(), step))
         return engine.digest()
 
     update(1)
@@ -194,10 +195,17 @@ def scored(
         engine.join(rank, world, "127.0.0.1", port, 1, 60.0)
         key = f"run/{role}-{world}.safetensors"
         if role == "teacher":
-            made, column = engine.teach(batch, key, TEMPERATURE, 3).batch, "teacher_logprobs"
+            made, column = (
+                engine.teach(
+                    TeachRequest(batch=batch, out_key=key, temperature=TEMPERATURE, top_k=3)
+                ).batch,
+                "teacher_logprobs",
+            )
         else:
             column = "old_logprobs" if role == "actor" else "ref_logprobs"
-            made = engine.logprobs(batch, column, key, TEMPERATURE).batch  # type: ignore[arg-type]
+            made = engine.logprobs(
+                LogprobRequest(batch=batch, column=column, out_key=key, temperature=TEMPERATURE)
+            ).batch  # type: ignore[arg-type]
         assert made is not None
         found[role] = made.fetch_numpy(store, column)[0]
         held[role] = engine.memory_held("host")["weights"]
@@ -246,7 +254,7 @@ def test_so_many_layers_are_computed_twice(tmp_path: Path, share: float, twice: 
 
         attention.register_forward_hook(count)
     batch = stored(tmp_path, samples())
-    engine.update(batch, AlgorithmConfig(), TEMPERATURE, MAX_NEW_TOKENS, 1)
+    engine.update(update_of(batch, AlgorithmConfig(), 1))
     engine.leave()
     assert calls == [2] * twice + [1] * (2 - twice)
 

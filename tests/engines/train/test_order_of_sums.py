@@ -18,7 +18,7 @@ from engines.train.spec import MadeOn, UpdateResult
 from storage.batches.refs import BatchRef
 from tasks.commands.replay_demand import TOLERANCE, share_of_way
 from tests.engines.train.conftest import Make
-from tests.engines.train.train_ranks import MAX_NEW_TOKENS, TEMPERATURE, samples, stored
+from tests.engines.train.train_ranks import samples, stored, update_of
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def update(engine: FSDPEngine, batch: BatchRef, step: int = 1) -> UpdateResult:
-    return engine.update(batch, AlgorithmConfig(), TEMPERATURE, MAX_NEW_TOKENS, step)
+    return engine.update(update_of(batch, AlgorithmConfig(), step))
 
 
 def test_an_update_asks_torch_for_a_fixed_order(

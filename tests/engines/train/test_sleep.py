@@ -12,12 +12,11 @@ from configs.algorithm.algorithm import AlgorithmConfig
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.memory import on_device
 from tests.engines.train.train_ranks import (
-    MAX_NEW_TOKENS,
-    TEMPERATURE,
     Ranks,
     samples,
     spec,
     stored,
+    update_of,
 )
 from tests.ports import free_ports
 
@@ -54,7 +53,7 @@ def trained(folder: Path, rank: int, world: int, port: int, away: bool, **train:
             assert engine.memory_held("host") == {next(iter(engine.memory_held("host"))): before}
             assert engine.onload().nbytes == before
             assert held(engine) == before
-        engine.update(batch, AlgorithmConfig(), TEMPERATURE, MAX_NEW_TOKENS, step)
+        engine.update(update_of(batch, AlgorithmConfig(), step))
         engine.export_weights(step, "float32")
         engine.save_state(step)
         engine.score([[5, 6, 7, 8]], [2])

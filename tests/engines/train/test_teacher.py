@@ -16,18 +16,18 @@ from configs.algorithm.distillation import DistillAlgorithm
 from configs.model import Model, PretrainedModel, RandomModel
 from engines.models.checkpoints import materialize
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.spec import ColumnsResult
+from engines.train.spec import ColumnsResult, LogprobRequest, TeachRequest, UpdateRequest
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from tests.engines.train import naive_training as naive
 from tests.engines.train.conftest import Join, Make
 from tests.engines.train.train_ranks import (
-    MAX_NEW_TOKENS,
     MODEL,
     TEMPERATURE,
     samples,
     spec,
     stored,
+    update_of,
 )
 
 TEACHER = MODEL.model_copy(update={"seed": MODEL.seed + 1})
@@ -42,7 +42,14 @@ def teacher(join: Join, tmp_path: Path, model: Model) -> FSDPEngine:
 def taught(join: Join, tmp_path: Path, model: RandomModel, batch: BatchRef, top_k: int) -> BatchRef:
     """The batch with its teacher's columns."""
     engine = teacher(join, tmp_path, model)
-    part = engine.teach(batch, f"run/t{model.seed}-{top_k}.safetensors", TEMPERATURE, top_k)
+    part = engine.teach(
+        TeachRequest(
+            batch=batch,
+            out_key=f"run/t{model.seed}-{top_k}.safetensors",
+            temperature=TEMPERATURE,
+            top_k=top_k,
+        )
+    )
     made = ColumnsResult.together([part]).batch
     assert made is not None
     return batch.with_columns(made)
@@ -109,9 +116,7 @@ def test_an_update_by_words_equals_the_naive_one(
     algorithm = DistillAlgorithm.model_validate(
         {"distillation": {"loss": {"kind": kind, "top_k": K}, "coefficient": 0.5}}
     )
-    metrics = make(micro_batch_tokens=64).update(
-        batch, algorithm, TEMPERATURE, MAX_NEW_TOKENS, 1
-    ).metrics  # fmt: skip
+    metrics = make(micro_batch_tokens=64).update(update_of(batch, algorithm, 1)).metrics  # fmt: skip
     assert metrics[f"distillation/{kind}"] == pytest.approx(float(total.detach()) / count, rel=1e-4)
     assert metrics["train/grad_norm"] == pytest.approx(float(norm), rel=1e-3)
     assert 0 < metrics["distillation/teacher_mass"] < 1
@@ -121,7 +126,14 @@ def test_a_student_that_is_its_teacher_is_not_moved(join: Join, make: Make, tmp_
     rows = [replace(row, advantages=np.zeros_like(row.advantages)) for row in samples()]
     store, plain = Store(str(tmp_path / "store")), stored(tmp_path, rows)
     engine = make(micro_batch_tokens=64)
-    part = engine.logprobs(plain, "old_logprobs", "run/old.safetensors", TEMPERATURE)
+    part = engine.logprobs(
+        LogprobRequest(
+            batch=plain,
+            column="old_logprobs",
+            out_key="run/old.safetensors",
+            temperature=TEMPERATURE,
+        )
+    )
     assert part.batch is not None
     batch = taught(join, tmp_path, MODEL, plain, K)
     old, own = (
@@ -132,7 +144,7 @@ def test_a_student_that_is_its_teacher_is_not_moved(join: Join, make: Make, tmp_
     algorithm = DistillAlgorithm.model_validate(
         {"distillation": {"loss": {"kind": "forward_kl_topk", "top_k": K}}}
     )
-    moved = engine.update(batch, algorithm, TEMPERATURE, MAX_NEW_TOKENS, 1).metrics
+    moved = engine.update(update_of(batch, algorithm, 1)).metrics
     assert moved["train/grad_norm"] < 1e-5
     assert abs(moved["distillation/reverse_kl"]) < 1e-6
 
@@ -155,7 +167,15 @@ def test_a_teacher_of_other_tokens_is_refused_and_none_is_trained(
         teacher(join, tmp_path, model)
     engine = teacher(join, tmp_path, TEACHER)
     with pytest.raises(ValueError, match="role teacher is frozen"):
-        engine.update(stored(tmp_path, samples()), AlgorithmConfig(), 1.0, 8, 1)
+        engine.update(
+            UpdateRequest(
+                step=1,
+                batch=stored(tmp_path, samples()),
+                algorithm=AlgorithmConfig(),
+                temperature=1.0,
+                max_new_tokens=8,
+            )
+        )
 
 
 def test_rows_keep_their_words(join: Join, tmp_path: Path) -> None:

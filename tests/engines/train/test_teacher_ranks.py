@@ -10,17 +10,17 @@ import pytest
 
 from configs.algorithm.distillation import DistillAlgorithm
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.spec import ColumnsResult, TrainSpec, UpdateResult
+from engines.train.spec import ColumnsResult, TeachRequest, TrainSpec, UpdateResult
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from tests.engines.train.train_ranks import (
-    MAX_NEW_TOKENS,
     MODEL,
     TEMPERATURE,
     Ranks,
     samples,
     spec,
     stored,
+    update_of,
 )
 from tests.ports import free_ports
 
@@ -49,12 +49,16 @@ def scenario(
     facts = {"role": "teacher", "model": seven, "student": MODEL, "name": "t"}
     teacher = FSDPEngine(student.model_copy(update=facts))
     teacher.join(rank, world, "127.0.0.1", ports[0], 1, 60.0)
-    taught = teacher.teach(batch, f"t-{world}-{shared}.safetensors", TEMPERATURE, K)
+    taught = teacher.teach(
+        TeachRequest(
+            batch=batch, out_key=f"t-{world}-{shared}.safetensors", temperature=TEMPERATURE, top_k=K
+        )
+    )
     if "teacher_topk_ids" not in batch.names:
         return Seen(taught=taught, update=None)
     engine = FSDPEngine(student)
     engine.join(rank, world, "127.0.0.1", ports[1], 1, 60.0)
-    update = engine.update(batch, WORDS, TEMPERATURE, MAX_NEW_TOKENS, 1)
+    update = engine.update(update_of(batch, WORDS, 1))
     return Seen(taught=taught, update=update)
 
 

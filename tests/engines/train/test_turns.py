@@ -13,7 +13,7 @@ from engines.train.fsdp_engine import FSDPEngine
 from storage.batches.refs import BatchRef
 from tests.engines.train.conftest import Make
 from tests.engines.train.naive_training import Sample
-from tests.engines.train.train_ranks import MAX_NEW_TOKENS, TEMPERATURE, stored
+from tests.engines.train.train_ranks import stored, update_of
 
 # What looks at other log-probs too, so that those of the environment's tokens could matter.
 EVERYTHING = AlgorithmConfig.model_validate(
@@ -51,7 +51,7 @@ def episodes(seed: int, count: int = 4) -> list[Sample]:
 
 def update(engine: FSDPEngine, batch: BatchRef, algorithm: AlgorithmConfig) -> dict[str, float]:
     """The metrics that are no times."""
-    found = engine.update(batch, algorithm, TEMPERATURE, MAX_NEW_TOKENS, 1)
+    found = engine.update(update_of(batch, algorithm, 1))
     timed = ("second", "mfu")
     return {n: value for n, value in found.metrics.items() if not any(t in n for t in timed)}
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from configs.algorithm.algorithm import AlgorithmConfig
 from configs.model import RandomModel
 from configs.train import TrainConfig
-from engines.train.spec import TrainSpec
+from engines.train.spec import TrainSpec, UpdateRequest
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
@@ -36,6 +37,17 @@ def spec(folder: Path, run: str = "run", role: str = "actor", **train: Any) -> T
         store_uri=str(folder / "store"),
         run=run,
         total_steps=8,
+    )
+
+
+def update_of(batch: BatchRef, algorithm: AlgorithmConfig, step: int) -> UpdateRequest:
+    """With the settings of these tests."""
+    return UpdateRequest(
+        step=step,
+        batch=batch,
+        algorithm=algorithm,
+        temperature=TEMPERATURE,
+        max_new_tokens=MAX_NEW_TOKENS,
     )
 
 

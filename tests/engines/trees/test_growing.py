@@ -94,8 +94,7 @@ def whole(store: Store, prompts: BatchRef, name: str, ends: float = 0.3, **tree:
             growth,
             f"run/{name}-{number}.safetensors",
             Letters(),
-            nodes=found.nodes,
-            asked=found.asked,
+            before=found,
             level=level,
         )
     raise AssertionError("not reached")

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from engines.failures import InfrastructureError
-from engines.progress import report
+from engines.start_progress import report
 from engines.workers.engine import Call, Engine, EngineSpec, Memory, Ranked, joined_by
 from engines.workers.messages import CallId, Moved
 

@@ -22,7 +22,7 @@ from configs.new_run import warnings_of
 from configs.ppo import PPOConfig
 from configs.recipe import load_recipe
 from engines.models.checkpoints import materialize
-from engines.models.facts import ModelShape, gguf_scalars, model_facts
+from engines.models.facts import ModelShape, model_facts
 from engines.workers import placement
 from tasks.run import packages, preflight
 from tasks.run.findings import PreflightError
@@ -403,7 +403,7 @@ def test_a_gguf_files_header_is_read(tmp_path: Path) -> None:
         )
     path.write_bytes(b"GGUF" + bytes(20))
     with pytest.raises(ValueError, match="is no GGUF file that can be read"):
-        gguf_scalars(path)
+        model_facts(PretrainedModel(path=str(path)), tmp_path / "cache")
 
 
 def test_check_prints_what_it_found_and_imports_no_torch(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from engines.train.batching.packing import (
     plan_logprobs,
     plan_update,
 )
-from engines.train.batching.stored_plan import read_plan, write_plan
+from engines.train.batching.stored_plan import PlanRequest, read_plan, write_plan
 from storage.batches.writing import Jagged, write_batch
 from storage.objects.store import Store
 
@@ -185,5 +185,5 @@ def test_a_stored_plan_is_the_plan(tmp_path: Path) -> None:
         {"prompt_ids": [[1, 2]] * 7, "response_ids": ids, "group_id": np.arange(7) // 2},
     )
     limits = {"world": 2, "budget": 60, "mini_batches": 2, "cost": CostModel()}
-    stored = write_plan(store, batch, **limits, out_key="plan.safetensors")
+    stored = write_plan(store, PlanRequest(batch=batch, **limits), "plan.safetensors")
     assert read_plan(store, stored) == plan_update(packing.read_lengths(store, batch), **limits)

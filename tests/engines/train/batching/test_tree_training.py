@@ -26,13 +26,13 @@ from engines.train.batching.packing import (
     plan_update,
     read_lengths,
 )
-from engines.train.batching.stored_plan import read_plan, write_plan
+from engines.train.batching.stored_plan import PlanRequest, read_plan, write_plan
 from engines.train.batching.tree_training import in_order
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.memory_plan import Batch, largest_batch
 from engines.train.model.sequence_parallel import SequenceGroup
 from engines.train.policy import Policy
-from engines.train.spec import ColumnsResult, TrainSpec, UpdateResult
+from engines.train.spec import ColumnsResult, LogprobRequest, TeachRequest, TrainSpec, UpdateResult
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
@@ -42,12 +42,12 @@ from tests.engines.algorithms.test_tree_advantages import grown
 from tests.engines.train.conftest import Make
 from tests.engines.train.naive_training import Sample
 from tests.engines.train.train_ranks import (
-    MAX_NEW_TOKENS,
     TEMPERATURE,
     Ranks,
     samples,
     spec,
     stored,
+    update_of,
 )
 
 EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True)
@@ -237,9 +237,8 @@ def test_plans_count_what_rows_share_once(
     for mini in (*plan, forward):
         checked(rows, mini, budget)
     limits = {"world": world, "budget": budget, "mini_batches": mini_batches}
-    written = write_plan(
-        store, batch, **limits, cost=CostModel(), out_key="plan/p.safetensors", tree_training=True
-    )
+    request = PlanRequest(batch=batch, **limits, cost=CostModel(), tree_training=True)
+    written = write_plan(store, request, "plan/p.safetensors")
     assert read_plan(store, written) == plan_update(lengths, **limits, cost=CostModel())
 
 
@@ -303,10 +302,7 @@ def tree_rows(seed: int, prefix_weight: str = "per_leaf") -> list[Sample]:
 
 
 def learnt(engine: FSDPEngine, batches: list[BatchRef]) -> tuple[list[UpdateResult], WeightsRef]:
-    results = [
-        engine.update(batch, KL, TEMPERATURE, MAX_NEW_TOKENS, step)
-        for step, batch in enumerate(batches, 1)
-    ]
+    results = [engine.update(update_of(batch, KL, step)) for step, batch in enumerate(batches, 1)]
     return results, engine.export_weights(len(batches), "float32")
 
 
@@ -337,7 +333,14 @@ def test_an_update_learns_what_rows_alone_teach(
     if "mini_batches" in train:
         first = make(run="first")
         for number, batch in enumerate(batches):
-            old = first.logprobs(batch, "old_logprobs", f"run/o-{number}.safetensors", TEMPERATURE)
+            old = first.logprobs(
+                LogprobRequest(
+                    batch=batch,
+                    column="old_logprobs",
+                    out_key=f"run/o-{number}.safetensors",
+                    temperature=TEMPERATURE,
+                )
+            )
             assert old.batch is not None
             batches[number] = batch.with_columns(old.batch)
     settings = {"micro_batch_tokens": 64, "max_grad_norm": 0.5, **train}
@@ -354,7 +357,7 @@ def test_tokens_chosen_over_a_mini_batch_are_the_same(make: Make, tmp_path: Path
     chosen = AlgorithmConfig.model_validate({"loss": {"kind": "kl_cov", "ratio": 0.2}})
     one, two = (
         make(run=f"tree-{tree}", tree_training=tree, micro_batch_tokens=64).update(
-            batch, chosen, TEMPERATURE, MAX_NEW_TOKENS, 1
+            update_of(batch, chosen, 1)
         )
         for tree in (False, True)
     )
@@ -375,7 +378,15 @@ def test_log_probs_and_values_of_rows_are_the_same(make: Make, tmp_path: Path) -
     for tree in (False, True):
         engine = make(run=f"tree-{tree}", tree_training=tree, micro_batch_tokens=64)
         key = f"run/{tree}"
-        given = engine.logprobs(batch, "old_logprobs", f"{key}-l.safetensors", TEMPERATURE, True)
+        given = engine.logprobs(
+            LogprobRequest(
+                batch=batch,
+                column="old_logprobs",
+                out_key=f"{key}-l.safetensors",
+                temperature=TEMPERATURE,
+                squared=True,
+            )
+        )
         critic = make(run=f"tree-{tree}", tree_training=tree, role="critic")
         assert isinstance(critic._policy, torch.nn.Module)
         torch.manual_seed(2)
@@ -384,7 +395,9 @@ def test_log_probs_and_values_of_rows_are_the_same(make: Make, tmp_path: Path) -
             local.copy_(torch.randn(local.shape))
         values = critic.values(batch, f"{key}-v.safetensors")
         taught = make(run=f"tree-{tree}", tree_training=tree, role="teacher").teach(
-            batch, f"{key}-t.safetensors", TEMPERATURE, 3
+            TeachRequest(
+                batch=batch, out_key=f"{key}-t.safetensors", temperature=TEMPERATURE, top_k=3
+            )
         )
         found.append(
             [
@@ -417,7 +430,12 @@ def together(
     engine = FSDPEngine(base.model_copy(update={"train": train, "run": f"of-{world}-{shared}"}))
     engine.join(rank, world, "127.0.0.1", ports[shared - 1], 1, 60.0)
     given = engine.logprobs(
-        batches[0], "ref_logprobs", f"run/{world}-{shared}.safetensors", TEMPERATURE
+        LogprobRequest(
+            batch=batches[0],
+            column="ref_logprobs",
+            out_key=f"run/{world}-{shared}.safetensors",
+            temperature=TEMPERATURE,
+        )
     )
     return (given, *learnt(engine, batches))
 
@@ -436,7 +454,14 @@ def test_two_ranks_learn_what_one_does_from_rows_alone(
     base = spec(tmp_path, micro_batch_tokens=48, max_grad_norm=0.5)
     batches = [stored(tmp_path, tree_rows(seed), f"batch-{seed}") for seed in (3, 4)]
     engine = join(base.model_copy(update={"run": "alone"}))
-    alone = engine.logprobs(batches[0], "ref_logprobs", "run/alone.safetensors", TEMPERATURE)
+    alone = engine.logprobs(
+        LogprobRequest(
+            batch=batches[0],
+            column="ref_logprobs",
+            out_key="run/alone.safetensors",
+            temperature=TEMPERATURE,
+        )
+    )
     wanted = learnt(engine, batches)
     seen = pair.run(together, base, shared, batches)
     found = column(tmp_path, [part for part, *_ in seen], "logprobs", "ref_logprobs")

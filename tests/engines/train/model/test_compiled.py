@@ -17,16 +17,17 @@ from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model import compiled
 from engines.train.model.compiled import lacking
 from engines.train.model.gathering import gather
+from engines.train.spec import LogprobRequest
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from storage.runs.weights import open_manifest
 from tests.engines.train.train_ranks import (
-    MAX_NEW_TOKENS,
     TEMPERATURE,
     Ranks,
     samples,
     spec,
     stored,
+    update_of,
 )
 
 UPDATES = 3
@@ -87,10 +88,12 @@ def train(
     for step, batch in enumerate(batches, 1):
         for column in passes:
             key = f"run/{name}-{world}-{column}-{rank}-{step}.safetensors"
-            found = engine.logprobs(batch, column, key, TEMPERATURE).metrics
+            found = engine.logprobs(
+                LogprobRequest(batch=batch, column=column, out_key=key, temperature=TEMPERATURE)
+            ).metrics
             if column in found:  # of ranks that share sequences one counts
                 logprobs.append(found[column] / found["tokens"])
-        updated = engine.update(batch, AlgorithmConfig(), TEMPERATURE, MAX_NEW_TOKENS, step)
+        updated = engine.update(update_of(batch, AlgorithmConfig(), step))
         norms.append(updated.metrics["train/grad_norm"])
         graphs.append(counters["stats"]["unique_graphs"])
     version = engine.export_weights(UPDATES, "float32")

@@ -18,7 +18,7 @@ from engines.models.adapters import stream_whole
 from engines.models.checkpoints import materialize
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model.lora import adapted_layers, reset
-from engines.train.spec import ColumnsResult, TrainSpec
+from engines.train.spec import ColumnsResult, LogprobRequest, TrainSpec
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
@@ -27,12 +27,12 @@ from storage.runs.weights_reading import stream
 from tests.engines.train import naive_training as naive
 from tests.engines.train.conftest import Join, Make
 from tests.engines.train.train_ranks import (
-    MAX_NEW_TOKENS,
     MODEL,
     TEMPERATURE,
     samples,
     spec,
     stored,
+    update_of,
 )
 
 LORA = LoraConfig(rank=3, alpha=6.0)
@@ -51,13 +51,15 @@ def make(tmp_path: Path, join: Join) -> Make:
 
 
 def update(engine: FSDPEngine, batch: BatchRef, step: int = 1) -> dict[str, float]:
-    result = engine.update(batch, PLAIN, TEMPERATURE, MAX_NEW_TOKENS, step)
+    result = engine.update(update_of(batch, PLAIN, step))
     return dict(result.metrics)
 
 
 def logprobs(engine: FSDPEngine, folder: Path, batch: BatchRef, column: str) -> np.ndarray:
     key = f"run/{column}-{np.random.default_rng().integers(2**40)}.safetensors"
-    result = engine.logprobs(batch, column, key, TEMPERATURE)
+    result = engine.logprobs(
+        LogprobRequest(batch=batch, column=column, out_key=key, temperature=TEMPERATURE)
+    )
     assert isinstance(result, ColumnsResult) and result.batch is not None
     return result.batch.fetch_numpy(Store(str(folder / "store")), column)[0]
 

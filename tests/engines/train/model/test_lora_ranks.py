@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.spec import ColumnsResult, UpdateResult
+from engines.train.spec import ColumnsResult, LogprobRequest, UpdateResult
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef
 from storage.runs.weights_reading import stream
 from tests.engines.train.model.test_lora import PLAIN, lora_spec
 from tests.engines.train.train_ranks import (
-    MAX_NEW_TOKENS,
     TEMPERATURE,
     Ranks,
     samples,
     stored,
+    update_of,
 )
 from tests.ports import free_ports
 
@@ -47,7 +47,7 @@ def scenario(
         engine.join(rank, world, "127.0.0.1", ports[generation], generation, 60.0)
 
     def update(step: int) -> UpdateResult:
-        return engine.update(batches[step - 1], PLAIN, TEMPERATURE, MAX_NEW_TOKENS, step)
+        return engine.update(update_of(batches[step - 1], PLAIN, step))
 
     join(0)
     digests, versions = [engine.digest()], [engine.export_weights(0, "float32")]
@@ -64,7 +64,14 @@ def scenario(
     digests.append(engine.digest())
     update(3)
     digests.append(engine.digest())
-    reference = engine.logprobs(batches[0], "ref_logprobs", "ref.safetensors", TEMPERATURE)
+    reference = engine.logprobs(
+        LogprobRequest(
+            batch=batches[0],
+            column="ref_logprobs",
+            out_key="ref.safetensors",
+            temperature=TEMPERATURE,
+        )
+    )
     return Seen(
         updates=updates,
         versions=versions,

@@ -18,7 +18,12 @@ from engines.train.fsdp_engine import FSDPEngine
 from engines.train.memory import setting_for_less
 from tests.engines.train import test_critic as critics
 from tests.engines.train.conftest import Join, Make
-from tests.engines.train.train_ranks import MAX_NEW_TOKENS, TEMPERATURE, samples, spec, stored
+from tests.engines.train.train_ranks import (
+    samples,
+    spec,
+    stored,
+    update_of,
+)
 
 MULTIPLIED = {"compute_dtype": "bfloat16", "micro_batch_tokens": 64}
 ROUNDED = {**MULTIPLIED, "weights_dtype": "bfloat16"}
@@ -27,7 +32,7 @@ ROUNDED = {**MULTIPLIED, "weights_dtype": "bfloat16"}
 def update(engine: FSDPEngine, folder: Path, step: int) -> str:
     """Digest after an update of several micro-batches."""
     batch = stored(folder, samples(step), f"batch-{step}")
-    engine.update(batch, AlgorithmConfig(), TEMPERATURE, MAX_NEW_TOKENS, step)
+    engine.update(update_of(batch, AlgorithmConfig(), step))
     return engine.digest()
 
 

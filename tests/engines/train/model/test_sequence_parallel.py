@@ -16,19 +16,19 @@ from configs.model import PretrainedModel, RandomModel
 from engines.models.checkpoints import materialize
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model.sequence_parallel import SequenceGroup
-from engines.train.spec import ColumnsResult, TrainSpec, UpdateResult
+from engines.train.spec import ColumnsResult, LogprobRequest, TrainSpec, UpdateResult
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef
 from storage.runs.weights_reading import stream
 from tests.engines.train.test_fsdp_ranks import with_logprobs
 from tests.engines.train.train_ranks import (
-    MAX_NEW_TOKENS,
     TEMPERATURE,
     Ranks,
     samples,
     spec,
     stored,
+    update_of,
 )
 from tests.ports import free_ports
 
@@ -72,10 +72,16 @@ def scenario(
     for port, one in zip(ports, (engine, critic), strict=False):
         one.join(rank, world, "127.0.0.1", port, 1, 60.0)
     logprobs = engine.logprobs(
-        batch, "ref_logprobs", f"ref-{shared}.safetensors", TEMPERATURE, True
+        LogprobRequest(
+            batch=batch,
+            column="ref_logprobs",
+            out_key=f"ref-{shared}.safetensors",
+            temperature=TEMPERATURE,
+            squared=True,
+        )
     )
     updates = [
-        engine.update(batch, algorithm, TEMPERATURE, MAX_NEW_TOKENS, step)
+        engine.update(update_of(batch, algorithm, step))
         for step, algorithm in enumerate((PLAIN, CHOSEN), 1)
     ]
     return Seen(

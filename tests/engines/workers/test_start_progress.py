@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engines.failures import InfrastructureError, NoProgress
-from engines.progress import Progress, heard_by, report, reporting_growth
+from engines.start_progress import Progress, heard_by, report, reporting_growth
 from engines.workers.calls import build
 from tests.engines.workers.dummies import slow
 
@@ -48,7 +48,7 @@ def test_the_same_words_again_are_no_progress() -> None:
 
 
 def test_a_log_that_grows_is_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engines.progress.LOOK", 0.02)
+    monkeypatch.setattr("engines.start_progress.LOOK", 0.02)
     progress, log = Progress(), tmp_path / "engine.log"
     with heard_by(progress), reporting_growth([log], "starting", log):
         assert progress.phase == "starting"
