@@ -1,16 +1,17 @@
 """The settings of a distillation run: those of GRPO, and teachers that score the samples."""
 
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from configs.algorithm.distillation import DistillAlgorithm
 from configs.base import Settings
 from configs.cluster.cluster import PoolConfig, Role
 from configs.grpo import GRPOConfig
+from configs.resolving import Decider, Decision, Machine
 from configs.rewards import RewardsConfig
-from configs.rules.rule import Rule, check_rules, of_each
+from configs.rules.rule import Rule, of_each
 from configs.teachers import TEACHER_NAME, TEACHER_POOL, TeacherConfig, VllmTeaching
 
 
@@ -26,6 +27,25 @@ class OffPolicyConfig(Settings):
         le=1,
         description="Probability that the student samples a shard (lambda in arXiv:2306.13649); 1: "
         "always, which is on-policy; 0: never, which is distillation on given answers.",
+    )
+
+
+def teachers_pool(config: "DistillConfig", _: Machine) -> Iterator[Decision]:
+    """One of their own, like the actor's with one worker."""
+    cluster = config.cluster
+    if not config.own_teachers or cluster.roles.teacher is not None:
+        return
+    if TEACHER_POOL not in cluster.pools:
+        like = cluster.pools[cluster.roles.actor].model_dump(exclude={"workers"})
+        yield Decision(
+            path=("cluster", "pools", TEACHER_POOL),
+            value=PoolConfig(**like),
+            because="like the actor's, with one worker",
+        )
+    yield Decision(
+        path=("cluster", "roles", "teacher"),
+        value=TEACHER_POOL,
+        because="teachers have a pool of their own",
     )
 
 
@@ -157,6 +177,7 @@ class DistillConfig(GRPOConfig):
         *ANSWERS_OF_THE_DATA,
         *TEACHERS,
     )
+    deciders: ClassVar[tuple[Decider, ...]] = (*GRPOConfig.deciders, teachers_pool)
 
     rewards: RewardsConfig = Field(
         default_factory=lambda: RewardsConfig(functions=()),
@@ -226,16 +247,3 @@ class DistillConfig(GRPOConfig):
     def services(self) -> dict[str, TeacherConfig]:
         """The teachers that are services, by name."""
         return {name: one for name, one in self.teachers.items() if one.service is not None}
-
-    @model_validator(mode="after")
-    def _teachers_have_a_pool(self) -> Self:
-        """A pool of their own, like the actor's with one worker, where the settings name none."""
-        cluster = self.cluster
-        if self.own_teachers and cluster.roles.teacher is None:
-            like = cluster.pools[cluster.roles.actor].model_dump(exclude={"workers"})
-            pools = {TEACHER_POOL: PoolConfig(**like), **cluster.pools}
-            roles = cluster.roles.model_copy(update={"teacher": TEACHER_POOL})
-            self.__dict__["cluster"] = cluster.model_copy(update={"pools": pools, "roles": roles})
-            self.__pydantic_fields_set__.add("cluster")
-            check_rules(self)  # again, with this pool
-        return self
