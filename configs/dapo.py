@@ -1,13 +1,14 @@
 """The settings of a DAPO run: those of GRPO, dynamic sampling, and the paper's defaults."""
 
 import math
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from configs.base import Settings
 from configs.grpo import GRPOConfig
 from configs.rollout import RolloutConfig
+from configs.rules.rule import Rule
 
 MOST_ROUNDS = 1000
 SHARE = 5  # the last fifth of an answer is punished: 4,096 of 20,480 tokens in the paper
@@ -37,10 +38,46 @@ class DynamicSampling(Settings):
     )
 
 
+ROUNDS: tuple[Rule[GRPOConfig], ...] = (
+    Rule(
+        needs=lambda config: config.rollout.over_sampling == 1,
+        says=lambda config: (
+            f"rollout.over_sampling = {config.rollout.over_sampling:g} leaves the slowest groups, "
+            "and a round of dynamic sampling waits for all of its own. Set rollout.over_sampling "
+            "= 1; more prompts for a round are dynamic_sampling.over_sampling."
+        ),
+    ),
+    Rule(
+        needs=lambda config: any(step.kind == "informative" for step in config.algorithm.selection),
+        says=lambda config: (
+            "algorithm.selection leaves no group out for equal rewards, and this flow replaces "
+            "those. Add {kind: informative} to algorithm.selection, or run it with "
+            "refrain grpo."
+        ),
+    ),
+    Rule(
+        needs=lambda config: config.group_size > 1,
+        says=lambda config: (
+            "group_size = 1 has no group whose rewards could differ, and dynamic sampling goes "
+            "by that. Set group_size to 2 or more."
+        ),
+    ),
+    Rule(
+        needs=lambda config: not config.algorithm.needs_baselines,
+        says=lambda config: (
+            f"algorithm.advantage.kind = {config.algorithm.advantage.kind} compares with greedy "
+            "completions, which this flow does not sample. Set algorithm.advantage.kind = grpo, "
+            "or run it with refrain grpo."
+        ),
+    ),
+)
+
+
 class DAPOConfig(GRPOConfig):
     """Decoupled clip and dynamic sampling policy optimisation (arXiv:2503.14476)."""
 
     unfit: ClassVar[tuple[str, ...]] = (*GRPOConfig.unfit, "remax")
+    rules: ClassVar[tuple[Rule[Any], ...]] = (*GRPOConfig.rules, *ROUNDS)
 
     dynamic_sampling: DynamicSampling = Field(
         default_factory=DynamicSampling, description="Rounds of sampling until a batch is full."
@@ -87,41 +124,6 @@ class DAPOConfig(GRPOConfig):
             buffer = max(1, _most_tokens(given) // SHARE)
             algorithm["shaping"] = {"overlong": {"buffer": buffer}, **shaping}
         return {**given, "algorithm": algorithm}
-
-    @model_validator(mode="after")
-    def _rounds_are_waited_for(self) -> Self:
-        if self.rollout.over_sampling > 1:
-            raise ValueError(
-                f"rollout.over_sampling = {self.rollout.over_sampling:g} leaves the slowest groups, "
-                "and a round of dynamic sampling waits for all of its own. Set rollout.over_sampling "
-                "= 1; more prompts for a round are dynamic_sampling.over_sampling."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _some_groups_are_replaced(self) -> Self:
-        if not any(step.kind == "informative" for step in self.algorithm.selection):
-            raise ValueError(
-                "algorithm.selection leaves no group out for equal rewards, and this flow replaces "
-                "those. Add {kind: informative} to algorithm.selection, or run it with "
-                "refrain grpo."
-            )
-        if self.group_size == 1:
-            raise ValueError(
-                "group_size = 1 has no group whose rewards could differ, and dynamic sampling goes "
-                "by that. Set group_size to 2 or more."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _no_greedy_completions(self) -> Self:
-        if self.algorithm.needs_baselines:
-            raise ValueError(
-                f"algorithm.advantage.kind = {self.algorithm.advantage.kind} compares with greedy "
-                "completions, which this flow does not sample. Set algorithm.advantage.kind = grpo, "
-                "or run it with refrain grpo."
-            )
-        return self
 
 
 def _most_tokens(given: dict[str, Any]) -> int:

@@ -1,15 +1,17 @@
 """The settings of a distillation run: those of GRPO, and teachers that score the samples."""
 
-from typing import Self
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from configs.algorithm.distillation import DistillAlgorithm
 from configs.base import Settings
 from configs.cluster.cluster import PoolConfig, Role
-from configs.cluster.sharing import check_sharing
 from configs.grpo import GRPOConfig
+from configs.resolving import Decider, Decision, Machine
 from configs.rewards import RewardsConfig
+from configs.rules.rule import Rule, of_each
 from configs.teachers import TEACHER_NAME, TEACHER_POOL, TeacherConfig, VllmTeaching
 
 
@@ -28,8 +30,154 @@ class OffPolicyConfig(Settings):
     )
 
 
+def teachers_pool(config: "DistillConfig", _: Machine) -> Iterator[Decision]:
+    """One of their own, like the actor's with one worker."""
+    cluster = config.cluster
+    if not config.own_teachers or cluster.roles.teacher is not None:
+        return
+    if TEACHER_POOL not in cluster.pools:
+        like = cluster.pools[cluster.roles.actor].model_dump(exclude={"workers"})
+        yield Decision(
+            path=("cluster", "pools", TEACHER_POOL),
+            value=PoolConfig(**like),
+            because="like the actor's, with one worker",
+        )
+    yield Decision(
+        path=("cluster", "roles", "teacher"),
+        value=TEACHER_POOL,
+        because="teachers have a pool of their own",
+    )
+
+
+def _in_vllm(config: "DistillConfig") -> Iterable[str]:
+    return config.vllm_teachers
+
+
+def _beside_vllm(config: "DistillConfig") -> Iterable[str]:
+    """Teachers of the run's own workers, where some run in vLLM."""
+    return config.own_teachers if config.vllm_teachers else []
+
+
+# vLLM gives the log-probs of given tokens at temperature 1 alone, and keeps its devices.
+VLLM_TEACHERS: tuple[Rule["DistillConfig"], ...] = (
+    of_each(
+        _in_vllm,
+        needs=lambda config, name: config.rollout.temperature == 1,
+        says=lambda config, name: (
+            f"teachers.{name}.engine.kind = vllm scores at temperature 1 alone, and "
+            f"rollout.temperature = {config.rollout.temperature:g}. Set teachers.{name}.engine.kind "
+            "= fsdp, or rollout.temperature = 1."
+        ),
+    ),
+    of_each(
+        _in_vllm,
+        needs=lambda config, name: not config.cluster.share_devices,
+        says=lambda config, name: (
+            f"cluster.share_devices = true, but a teacher with teachers.{name}.engine.kind = vllm "
+            f"does not give its devices back. Set teachers.{name}.engine.kind = fsdp, or "
+            "cluster.share_devices = false."
+        ),
+    ),
+    of_each(
+        _beside_vllm,
+        needs=lambda config, name: name in config.vllm_teachers,
+        says=lambda config, name: (
+            f"teachers.{name}.engine.kind = fsdp, but teachers.{next(iter(config.vllm_teachers))} on "
+            "the same workers runs in vLLM. Set both to the same engine.kind."
+        ),
+    ),
+)
+
+
+def _beside_answers_of_the_data(
+    setting: str,
+    value: Callable[["DistillConfig"], object],
+    *,
+    needs: Callable[["DistillConfig"], bool],
+    set_to: str,
+) -> Rule["DistillConfig"]:
+    return Rule(
+        needs=lambda config: config.off_policy is None or needs(config),
+        says=lambda config: (
+            f"With off_policy some samples are not the student's, and {setting} = {value(config)} "
+            f"takes them for its own. Set {setting} to {set_to}, or off_policy = null."
+        ),
+    )
+
+
+# A loss by words alone learns from tokens that the student would not have written.
+ANSWERS_OF_THE_DATA: tuple[Rule["DistillConfig"], ...] = (
+    _beside_answers_of_the_data(
+        "algorithm.distillation.loss.kind",
+        lambda config: config.algorithm.distillation.loss.kind,
+        needs=lambda config: bool(config.algorithm.distillation.top_k),
+        set_to="a loss over the teacher's words, such as jsd_topk",
+    ),
+    _beside_answers_of_the_data(
+        "algorithm.distillation.task_weight",
+        lambda config: config.algorithm.distillation.task_weight,
+        needs=lambda config: config.algorithm.distillation.task_weight <= 0,
+        set_to="0",
+    ),
+    _beside_answers_of_the_data(
+        "episodes",
+        lambda config: "given",
+        needs=lambda config: config.episodes is None,
+        set_to="null",
+    ),
+    _beside_answers_of_the_data(
+        "rollout.over_sampling",
+        lambda config: config.rollout.over_sampling,
+        needs=lambda config: not config.over_samples,
+        set_to="1",
+    ),
+)
+
+
+def _suites_of_the_task(config: "DistillConfig") -> Iterable[str]:
+    """Suites that are scored by the run's rewards."""
+    suites = {} if config.evaluation is None else config.evaluation.suites
+    return [name for name, suite in suites.items() if suite.rewards is None]
+
+
+TEACHERS: tuple[Rule["DistillConfig"], ...] = (
+    of_each(
+        _suites_of_the_task,
+        needs=lambda config, name: len(config.rewards.functions) > 0,
+        says=lambda config, name: (
+            f"evaluation.suites.{name} is tested by the task's rewards, and "
+            f"rewards.functions is empty. Set evaluation.suites.{name}.rewards, or "
+            "rewards.functions."
+        ),
+    ),
+    Rule(
+        needs=lambda config: len(config.teachers) <= 1 or config.teacher_column is not None,
+        says=lambda config: (
+            f"There are {len(config.teachers)} teachers ({', '.join(config.teachers)}), and "
+            "teacher_column = null names none of them for a row. Set teacher_column to a column "
+            "of the data with a teacher's name in each row."
+        ),
+    ),
+    Rule(
+        needs=lambda config: len(config.teachers) > 1 or config.teacher_column is None,
+        says=lambda config: (
+            f"teacher_column = {config.teacher_column} chooses between teachers, and there is one, "
+            f"{next(iter(config.teachers))}. Set teacher_column = null, or name more teachers."
+        ),
+    ),
+)
+
+
 class DistillConfig(GRPOConfig):
     """On-policy distillation (arXiv:2306.13649): the student samples, a teacher scores its tokens."""
+
+    rules: ClassVar[tuple[Rule[Any], ...]] = (
+        *GRPOConfig.rules,
+        *VLLM_TEACHERS,
+        *ANSWERS_OF_THE_DATA,
+        *TEACHERS,
+    )
+    deciders: ClassVar[tuple[Decider, ...]] = (*GRPOConfig.deciders, teachers_pool)
 
     rewards: RewardsConfig = Field(
         default_factory=lambda: RewardsConfig(functions=()),
@@ -104,98 +252,3 @@ class DistillConfig(GRPOConfig):
     def services(self) -> dict[str, TeacherConfig]:
         """The teachers that are services, by name."""
         return {name: one for name, one in self.teachers.items() if one.service is not None}
-
-    @model_validator(mode="after")
-    def _teachers_have_a_pool(self) -> Self:
-        """A pool of their own, like the actor's with one worker, where the settings name none."""
-        cluster = self.cluster
-        if self.own_teachers and cluster.roles.teacher is None:
-            like = cluster.pools[cluster.roles.actor].model_dump(exclude={"workers"})
-            pools = {TEACHER_POOL: PoolConfig(**like), **cluster.pools}
-            roles = cluster.roles.model_copy(update={"teacher": TEACHER_POOL})
-            self.__dict__["cluster"] = cluster.model_copy(update={"pools": pools, "roles": roles})
-            self.__pydantic_fields_set__.add("cluster")
-            if cluster.share_devices:  # with this pool
-                check_sharing(self.cluster, self.engine_roles, self.max_staleness)
-        return self
-
-    @model_validator(mode="after")
-    def _vllm_can_teach(self) -> Self:
-        """vLLM gives the log-probs of given tokens at temperature 1 alone, and keeps its devices."""
-        in_vllm = self.vllm_teachers
-        for name in in_vllm:
-            where = f"teachers.{name}.engine.kind"
-            if self.rollout.temperature != 1:
-                raise ValueError(
-                    f"{where} = vllm scores at temperature 1 alone, and rollout.temperature = "
-                    f"{self.rollout.temperature:g}. Set {where} = fsdp, or rollout.temperature = 1."
-                )
-            if self.cluster.share_devices:
-                raise ValueError(
-                    f"cluster.share_devices = true, but a teacher with {where} = vllm does not give "
-                    f"its devices back. Set {where} = fsdp, or cluster.share_devices = false."
-                )
-        for name in self.own_teachers:
-            if in_vllm and name not in in_vllm:
-                raise ValueError(
-                    f"teachers.{name}.engine.kind = fsdp, but teachers.{next(iter(in_vllm))} on the "
-                    "same workers runs in vLLM. Set both to the same engine.kind."
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _answers_of_the_data_fit(self) -> Self:
-        """A loss by words alone learns from tokens that the student would not have written."""
-        if self.off_policy is None:
-            return self
-        distillation = self.algorithm.distillation
-        unfit = {
-            "algorithm.distillation.loss.kind": (distillation.loss.kind, not distillation.top_k),
-            "algorithm.distillation.task_weight": (
-                distillation.task_weight, distillation.task_weight > 0,
-            ),
-            "episodes": ("given", self.episodes is not None),
-            "rollout.over_sampling": (self.rollout.over_sampling, self.over_samples),
-        }  # fmt: skip
-        wanted = {
-            "algorithm.distillation.loss.kind": "a loss over the teacher's words, such as jsd_topk",
-            "algorithm.distillation.task_weight": "0",
-            "episodes": "null",
-            "rollout.over_sampling": "1",
-        }
-        for setting, (value, wrong) in unfit.items():
-            if wrong:
-                raise ValueError(
-                    f"With off_policy some samples are not the student's, and {setting} = {value} "
-                    f"takes them for its own. Set {setting} to {wanted[setting]}, or off_policy = "
-                    "null."
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _a_test_has_rewards(self) -> Self:
-        suites = {} if self.evaluation is None else self.evaluation.suites
-        for name, suite in suites.items():
-            if suite.rewards is None and not self.rewards.functions:
-                raise ValueError(
-                    f"evaluation.suites.{name} is tested by the task's rewards, and "
-                    f"rewards.functions is empty. Set evaluation.suites.{name}.rewards, or "
-                    "rewards.functions."
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _rows_have_a_teacher(self) -> Self:
-        several = len(self.teachers) > 1
-        if several and self.teacher_column is None:
-            raise ValueError(
-                f"There are {len(self.teachers)} teachers ({', '.join(self.teachers)}), and "
-                "teacher_column = null names none of them for a row. Set teacher_column to a column "
-                "of the data with a teacher's name in each row."
-            )
-        if not several and self.teacher_column is not None:
-            raise ValueError(
-                f"teacher_column = {self.teacher_column} chooses between teachers, and there is one, "
-                f"{next(iter(self.teachers))}. Set teacher_column = null, or name more teachers."
-            )
-        return self

@@ -1,13 +1,15 @@
 """The settings of a PPO run: those of GRPO and a critic."""
 
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
 from configs.algorithm.advantages import ADVANTAGE_KINDS
 from configs.base import Settings
 from configs.cluster.cluster import Role
-from configs.grpo import GRPOConfig
+from configs.grpo import OF_EVERY_FLOW, GRPOConfig
+from configs.rules.batches import BATCHES, mini_batches
+from configs.rules.rule import Rule
 from configs.train import TrainConfig
 
 
@@ -26,11 +28,29 @@ class CriticTraining(Settings):
     )
 
 
+ESTIMATOR: tuple[Rule[GRPOConfig], ...] = (
+    Rule(
+        needs=lambda config: config.algorithm.advantage.kind not in config.unfit,
+        says=lambda config: (
+            f"algorithm.advantage.kind = {config.algorithm.advantage.kind} uses no critic, and this "
+            "flow trains one. "
+            "Run it with refrain grpo, or set algorithm.advantage.kind = gae."
+        ),
+    ),
+)
+
+
 class PPOConfig(GRPOConfig):
     """Proximal policy optimisation (arXiv:1707.06347): advantages by GAE with a trained critic."""
 
     has_critic: ClassVar[bool] = True
     unfit: ClassVar[tuple[str, ...]] = tuple({*ADVANTAGE_KINDS} - {"gae", "function"})
+    rules: ClassVar[tuple[Rule[Any], ...]] = (
+        *BATCHES,
+        *ESTIMATOR,
+        *OF_EVERY_FLOW,
+        *mini_batches("critic", "critic"),
+    )
 
     critic: CriticTraining = Field(
         default_factory=CriticTraining, description="The critic's optimizer."
@@ -50,18 +70,3 @@ class PPOConfig(GRPOConfig):
         if isinstance(advantage, dict):
             advantage = {"kind": "gae", **advantage}
         return {**given, "algorithm": {**algorithm, "advantage": advantage}}
-
-    @model_validator(mode="after")
-    def _estimator_has_its_inputs(self) -> Self:
-        kind = self.algorithm.advantage.kind
-        if kind in self.unfit:
-            raise ValueError(
-                f"algorithm.advantage.kind = {kind} uses no critic, and this flow trains one. "
-                "Run it with refrain grpo, or set algorithm.advantage.kind = gae."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _critics_batches_divide(self) -> Self:
-        self.check_mini_batches("critic", "critic")
-        return self

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import yaml
 
-from configs.overrides import (
-    Config,
-    ConfigError,
-    change,
-)
+from configs.grpo import GRPOConfig
+from configs.overrides import ConfigError, change
+from configs.resolving import resolve, this_machine
 from configs.yaml_text import KeyTwice, read_yaml
 
+Run = TypeVar("Run", bound=GRPOConfig)
 FOLDER = Path(__file__).parent / "recipes"
 DEMO = "smollm2-arithmetic"
 
@@ -34,7 +34,12 @@ def find_recipe(recipe: str) -> Path:
     )
 
 
-def load_recipe(model: type[Config], recipe: str = DEMO, overrides: Sequence[str] = ()) -> Config:
+def load_recipe(model: type[Run], recipe: str = DEMO, overrides: Sequence[str] = ()) -> Run:
+    """The settings of a new run by a recipe: what neither it nor the overrides set is decided."""
+    return resolve(read_recipe(model, recipe, overrides), this_machine()).settings
+
+
+def read_recipe(model: type[Run], recipe: str = DEMO, overrides: Sequence[str] = ()) -> Run:
     """Read a recipe, apply key=value overrides in order, and check the whole.
 
     Values are read as YAML, so steps=5, train.learning_rate=1e-6 and rollout.stop=[a,b] work.

@@ -1,6 +1,7 @@
 """Which functions score completions, and what becomes of a sample whose scoring fails."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -135,10 +136,19 @@ class UnitTestsReward(Settings):
         """Longest time for so many samples, of which each program may hang until it is stopped."""
         return -(-samples // self.at_once) * (self.sandbox.timeout + self.sandbox.longest_start)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _a_test_ends_with_its_sandbox(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping) or "test_timeout" in given:
+            return given
+        sandbox = given.get("sandbox")
+        limit = dict(sandbox or {}).get("timeout")
+        usual = cls.model_fields["test_timeout"].default
+        shorter = isinstance(limit, int | float) and 0 < limit < usual
+        return {**given, "test_timeout": limit} if shorter else given
+
     @model_validator(mode="after")
     def _tests_fit(self) -> "UnitTestsReward":
-        if "test_timeout" not in self.model_fields_set:
-            self.__dict__["test_timeout"] = min(self.test_timeout, self.sandbox.timeout)
         if self.test_timeout > self.sandbox.timeout:
             raise ValueError(
                 f"One test may take {self.test_timeout:g} s (test_timeout) and all of a sample "

@@ -1,13 +1,16 @@
 """The settings of an SRPO run: those of GRPO, an encoder of what episodes see, progress rewards."""
 
-from typing import Any, ClassVar, Self
+from collections.abc import Iterable
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
 from configs.base import Settings
 from configs.encoder import NEEDS_IMAGES, EncoderConfig, ProjectionEncoder
-from configs.engine_rules import KINDS
+from configs.episodes import EpisodesConfig
 from configs.grpo import GRPOConfig
+from configs.rules.images import KINDS
+from configs.rules.rule import Rule, of_each
 
 
 class ProgressConfig(Settings):
@@ -39,10 +42,72 @@ class ProgressConfig(Settings):
     )
 
 
+def _episodes(config: "SRPOConfig") -> Iterable[EpisodesConfig]:
+    return [] if config.episodes is None else [config.episodes]
+
+
+def _encoder_is_in_turn(config: "SRPOConfig") -> bool:
+    """Whether engines that have devices in turn share the encoder's."""
+    pool_of = config.cluster.roles.pool_of
+    shared = pool_of("encoder") in map(pool_of, config.engine_roles)
+    return config.cluster.share_devices and shared and config.encoder.kind == "transformers"
+
+
+PROGRESS: tuple[Rule["SRPOConfig"], ...] = (
+    Rule(
+        needs=lambda config: config.episodes is not None,
+        says=lambda config: (
+            "episodes = null, and this flow compares what episodes had to see. Set "
+            "episodes.environment, or run it with refrain grpo."
+        ),
+    ),
+    of_each(
+        _episodes,
+        needs=lambda config, episodes: episodes.environment.kind in KINDS,
+        says=lambda config, episodes: (
+            f"episodes.environment.kind = {episodes.environment.kind} gives nothing to see. Set it "
+            "to gymnasium, or to class with a method frame()."
+        ),
+    ),
+    of_each(
+        _episodes,
+        needs=lambda config, episodes: episodes.players == 1,
+        says=lambda config, episodes: (
+            f"episodes.players = {episodes.players}, and progress is that of one who acts "
+            "alone. Set episodes.players = 1, or run it with refrain grpo."
+        ),
+    ),
+    Rule(
+        needs=lambda config: not _encoder_is_in_turn(config),
+        says=lambda config: (
+            "cluster.share_devices = true, but the encoder does not give the devices of pool "
+            f"{config.cluster.roles.pool_of('encoder')} back. Set cluster.roles.encoder to another "
+            "pool."
+        ),
+    ),
+    Rule(
+        needs=lambda config: config.rollout.over_sampling == 1,
+        says=lambda config: (
+            f"rollout.over_sampling = {config.rollout.over_sampling:g} leaves the slowest groups, "
+            "and progress is measured over all episodes of a step. Set rollout.over_sampling = 1."
+        ),
+    ),
+    Rule(
+        needs=lambda config: not config.algorithm.needs_baselines,
+        says=lambda config: (
+            f"algorithm.advantage.kind = {config.algorithm.advantage.kind} compares with greedy "
+            "episodes, which this flow does not play. Set algorithm.advantage.kind = grpo, or "
+            "run it with refrain grpo."
+        ),
+    ),
+)
+
+
 class SRPOConfig(GRPOConfig):
     """Self-referential policy optimisation (arXiv:2511.15605): rewards for progress, in episodes."""
 
     unfit: ClassVar[tuple[str, ...]] = (*GRPOConfig.unfit, "remax")
+    rules: ClassVar[tuple[Rule[Any], ...]] = (*GRPOConfig.rules, *PROGRESS)
 
     encoder: EncoderConfig = Field(
         default_factory=ProjectionEncoder,
@@ -87,49 +152,3 @@ class SRPOConfig(GRPOConfig):
             return given
         algorithm = {"selection": [{"kind": "success_rate"}], **given.get("algorithm", {})}
         return {**given, "algorithm": algorithm}
-
-    @model_validator(mode="after")
-    def _episodes_have_frames(self) -> Self:
-        if self.episodes is None:
-            raise ValueError(
-                "episodes = null, and this flow compares what episodes had to see. Set "
-                "episodes.environment, or run it with refrain grpo."
-            )
-        kind = self.episodes.environment.kind
-        if kind not in KINDS:
-            raise ValueError(
-                f"episodes.environment.kind = {kind} gives nothing to see. Set it to gymnasium, or "
-                "to class with a method frame()."
-            )
-        if self.episodes.players > 1:
-            raise ValueError(
-                f"episodes.players = {self.episodes.players}, and progress is that of one who acts "
-                "alone. Set episodes.players = 1, or run it with refrain grpo."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _the_encoder_keeps_its_device(self) -> Self:
-        pool_of = self.cluster.roles.pool_of
-        shared = pool_of("encoder") in map(pool_of, self.engine_roles)
-        if self.cluster.share_devices and shared and self.encoder.kind == "transformers":
-            raise ValueError(
-                "cluster.share_devices = true, but the encoder does not give the devices of pool "
-                f"{pool_of('encoder')} back. Set cluster.roles.encoder to another pool."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _all_episodes_are_compared(self) -> Self:
-        if self.rollout.over_sampling > 1:
-            raise ValueError(
-                f"rollout.over_sampling = {self.rollout.over_sampling:g} leaves the slowest groups, "
-                "and progress is measured over all episodes of a step. Set rollout.over_sampling = 1."
-            )
-        if self.algorithm.needs_baselines:
-            raise ValueError(
-                f"algorithm.advantage.kind = {self.algorithm.advantage.kind} compares with greedy "
-                "episodes, which this flow does not play. Set algorithm.advantage.kind = grpo, or "
-                "run it with refrain grpo."
-            )
-        return self

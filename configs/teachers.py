@@ -1,15 +1,17 @@
 """The settings of a run's teachers, and those of a service that teaches several runs."""
 
 import re
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from configs.base import Settings
 from configs.cluster.cluster import ClusterConfig, PoolConfig, RolesConfig
-from configs.environment import cpu_multiplies_bfloat16, refuse_password
+from configs.environment import refuse_password
 from configs.model import Model
+from configs.resolving import SLOW, Decider, Decision, Machine
 from configs.retraining import CONTINUE_FROM
 from configs.rollout import RolloutConfig
 from configs.storage import StoreConfig, TrackingConfig
@@ -150,8 +152,18 @@ class TeacherCluster(ClusterConfig):
     )
 
 
+def _number_format(config: "TeacherServiceConfig", machine: Machine) -> Iterator[Decision]:
+    """Float32 on CPUs that are slow in bfloat16."""
+    on_gpus = config.cluster.pools[config.pool].gpus > 0
+    if machine.multiplies_bfloat16 or on_gpus or "compute_dtype" in config.train.model_fields_set:
+        return
+    yield Decision(path=("train", "compute_dtype"), value="float32", because=SLOW)
+
+
 class TeacherServiceConfig(Settings):
     """A teacher that several runs ask: its model, who may ask, and how much."""
+
+    deciders: ClassVar[tuple[Decider, ...]] = (_number_format,)
 
     name: str = Field(
         "teacher",
@@ -218,14 +230,4 @@ class TeacherServiceConfig(Settings):
                 f"A service teaches by a model or a policy version, and {has} set. Set model or "
                 "version."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _number_format_suits_the_cpu(self) -> Self:
-        """Float32 on CPUs that are slow in bfloat16, where the settings do not name a format."""
-        gpus = self.cluster.pools[self.pool].gpus
-        named = "compute_dtype" in self.train.model_fields_set
-        if not (named or gpus or cpu_multiplies_bfloat16()):
-            changed = self.train.model_copy(update={"compute_dtype": "float32"})
-            self.__dict__["train"] = changed
         return self

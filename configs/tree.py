@@ -6,7 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from configs.base import Settings
-from configs.grpo import GRPOConfig
+from configs.grpo import OF_EVERY_FLOW, GRPOConfig
+from configs.rules.batches import BATCHES
+from configs.rules.rule import Rule
 
 
 class FixedDivergence(Settings):
@@ -118,10 +120,54 @@ class TreeSettings(Settings):
         return self
 
 
+ESTIMATOR: tuple[Rule[GRPOConfig], ...] = (
+    Rule(
+        needs=lambda config: (
+            not (config.algorithm.needs_critic or config.algorithm.needs_baselines)
+        ),
+        says=lambda config: (
+            f"algorithm.advantage.kind = {config.algorithm.advantage.kind} needs what this flow "
+            "does not make (a critic, or greedy completions). Set algorithm.advantage.kind = tree."
+        ),
+    ),
+)
+
+TREES: tuple[Rule["TreeConfig"], ...] = (
+    Rule(
+        needs=lambda config: (
+            config.segment_tokens * (config.tree.depth - 1) < config.rollout.max_new_tokens
+        ),
+        says=lambda config: (
+            f"tree.depth = {config.tree.depth} segments of {config.segment_tokens} tokens are more "
+            f"than rollout.max_new_tokens = {config.rollout.max_new_tokens}. Set tree.depth to at "
+            f"most {-(-config.rollout.max_new_tokens // config.segment_tokens)}, or "
+            "tree.segment_tokens lower."
+        ),
+    ),
+    Rule(
+        needs=lambda config: config.episodes is None,
+        says=lambda config: (
+            "episodes.environment answers turns, and this flow samples trees of one-turn "
+            "completions. Set episodes = null, or run it with refrain grpo."
+        ),
+    ),
+    Rule(
+        needs=lambda config: not (config.over_samples or config.rollout.partial_rollout == "carry"),
+        says=lambda config: (
+            f"rollout.over_sampling = {config.rollout.over_sampling:g} with "
+            f"rollout.partial_rollout = {config.rollout.partial_rollout} leaves groups "
+            "unfinished, and a tree is trained on as a whole. Set rollout.over_sampling = 1 and "
+            "rollout.partial_rollout = off."
+        ),
+    ),
+)
+
+
 class TreeConfig(GRPOConfig):
     """Tree rollouts (TreePO, arXiv:2508.17445): completions of a prompt share their beginnings."""
 
     unfit: ClassVar[tuple[str, ...]] = ("gae", "remax")
+    rules: ClassVar[tuple[Rule[Any], ...]] = (*BATCHES, *ESTIMATOR, *OF_EVERY_FLOW, *TREES)
 
     tree: TreeSettings = Field(
         default_factory=TreeSettings, description="Segments, and how paths branch."
@@ -147,41 +193,3 @@ class TreeConfig(GRPOConfig):
     def segment_tokens(self) -> int:
         """Tokens of a segment."""
         return self.tree.segment_tokens or max(1, self.rollout.max_new_tokens // self.tree.depth)
-
-    @model_validator(mode="after")
-    def _segments_fit(self) -> Self:
-        depth, tokens, most = self.tree.depth, self.segment_tokens, self.rollout.max_new_tokens
-        if tokens * (depth - 1) >= most:
-            fits = -(-most // tokens)
-            raise ValueError(
-                f"tree.depth = {depth} segments of {tokens} tokens are more than "
-                f"rollout.max_new_tokens = {most}. Set tree.depth to at most {fits}, or "
-                "tree.segment_tokens lower."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _trees_stand_alone(self) -> Self:
-        if self.episodes is not None:
-            raise ValueError(
-                "episodes.environment answers turns, and this flow samples trees of one-turn "
-                "completions. Set episodes = null, or run it with refrain grpo."
-            )
-        if self.over_samples or self.rollout.partial_rollout == "carry":
-            raise ValueError(
-                f"rollout.over_sampling = {self.rollout.over_sampling:g} with "
-                f"rollout.partial_rollout = {self.rollout.partial_rollout} leaves groups "
-                "unfinished, and a tree is trained on as a whole. Set rollout.over_sampling = 1 and "
-                "rollout.partial_rollout = off."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _estimator_has_its_inputs(self) -> Self:
-        if self.algorithm.needs_critic or self.algorithm.needs_baselines:
-            kind = self.algorithm.advantage.kind
-            raise ValueError(
-                f"algorithm.advantage.kind = {kind} needs what this flow does not make (a critic, or "
-                "greedy completions). Set algorithm.advantage.kind = tree."
-            )
-        return self

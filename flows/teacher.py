@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from configs.overrides import ConfigError, change
+from configs.resolving import resolve, this_machine
 from configs.settings_help import fields
 from configs.teachers import KEY_VARIABLE, TeacherServiceConfig
 from configs.terminal_text import print_text
@@ -48,7 +49,7 @@ def main(words: Sequence[str] = ()) -> int:
 
 
 def _serve(asked: argparse.Namespace) -> int:
-    config = change(TeacherServiceConfig, {}, asked.words)
+    config = resolve(change(TeacherServiceConfig, {}, asked.words), this_machine()).settings
     from tasks.teachers.service import serve  # late: a wrong setting is said at once
 
     return serve(config)

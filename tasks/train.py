@@ -17,6 +17,7 @@ from prefect.states import State
 
 from configs.grpo import GRPOConfig
 from configs.process import begin_process, close_to_others
+from configs.resolving import resolve, this_machine
 from storage.prompts.cursor import Exhausted
 from storage.runs.commit_log import Commit
 from tasks.commit import snapshot
@@ -28,6 +29,7 @@ from tasks.promotion import judge_policy, judged_before
 from tasks.reporting.progress import Terminal
 from tasks.results import RunSummary, Updated
 from tasks.run.continue_from import NothingNew, skipped
+from tasks.run.findings import slow_here
 from tasks.run.flow_options import forget_results, result_of
 from tasks.run.life_cycle import finish, shown, started
 from tasks.run.opening import open_run
@@ -55,7 +57,10 @@ def train(
         if run is None:
             begin_process()  # a server's worker has not
             close_to_others()
+            config = resolve(config, this_machine()).settings  # a command has resolved its own
             findings = check(config, resumed=resume is not None)
+            if resume is not None or fork is not None:
+                findings += slow_here(config)
             try:
                 opened = open_run(_this_flow(), config, resume, fork)
             except NothingNew as nothing:

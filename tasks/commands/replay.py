@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from configs.algorithm.distillation import recorded_algorithm
 from configs.grpo import GRPOConfig
 from configs.overrides import change
+from configs.resolving import resolve, this_machine
 from configs.terminal_text import print_text
 from engines.clusters.opening import open_cluster
 from engines.elastic.opening import trainer_on
@@ -97,6 +98,7 @@ def settings(files: RunStore, commit: Commit, cluster: Any) -> GRPOConfig:
     """The settings with which a step was made; `cluster`: words that change where it is now."""
     config = settings_of(files)
     config = change(type(config), config.model_dump(mode="json"), cluster)
+    config = resolve(config, this_machine()).settings  # of pools that the words have added
     steps = commit.update.get("steps")  # a resumed run may have been given more
     return config.model_copy(update={"steps": steps}) if isinstance(steps, int) else config
 

@@ -16,6 +16,7 @@ from configs.cluster.cluster import ClusterConfig
 from configs.evaluation import BackFillConfig
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError, change
+from configs.resolving import resolve, this_machine
 from engines.clusters.opening import check_cluster, open_cluster
 from engines.failures import InfrastructureError
 from engines.workers.cluster import Cluster
@@ -118,6 +119,7 @@ def subject_of(files: RunStore, asked: BackFillConfig, versions: str) -> Subject
     raw["store"] |= asked.store.model_dump(mode="json", include={"uri", "options"})
     try:
         config = change(type(before), raw, asked.settings)
+        config = resolve(config, this_machine()).settings  # of pools that these have added
         check_packages(config)
         check_lengths(config, resumed=True)
         check_suites(config)

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from configs.flows import fork_command
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError, change
+from configs.resolving import resolve, this_machine
 from engines.workers.cluster import Cluster
 from storage.runs.commit_log import GuardRecord
 from storage.runs.live import End, RolledBack, workers_ended, write_end
@@ -71,6 +72,7 @@ def _opened(run: Run, record: GuardRecord, cause: RollbackCause) -> OpenedRun:
     name = child_name(run.name, cause.number)
     try:
         config = change(type(run.config), run.config.model_dump(mode="json"), record.change)
+        config = resolve(config, this_machine()).settings  # what the change has left open
         there = RunStore(run.store, name)
         if there.read_run() is None:
             fork = f"{run.name}@{record.back_to}"

@@ -22,9 +22,10 @@ from configs.base import Settings
 from configs.flows import command, program, resume_command
 from configs.grpo import GRPOConfig
 from configs.imports import described
-from configs.overrides import ConfigError, change
+from configs.overrides import ConfigError, change, validate
 from configs.process import begin_process, close_folder, close_to_others
-from configs.recipe import DEMO, load_recipe, recipe_names
+from configs.recipe import DEMO, read_recipe, recipe_names
+from configs.resolving import Resolved, resolve, this_machine
 from configs.settings_help import fields
 from configs.storage import StoreConfig
 from configs.terminal_text import print_text
@@ -56,26 +57,31 @@ def main(flow: str, model: type[GRPOConfig], words: Sequence[str] = ()) -> int:
     close_to_others()
     close_folder(HOME)
     try:
-        return _begin(flow, _settings(flow, model, arguments), arguments)
+        config = _settings(flow, model, arguments)
+        return _begin(flow, resolve(config, this_machine()), arguments)
     except ConfigError as error:
         print_text(error, error=True)
         return BAD_SETTINGS
 
 
-def _begin(flow: str, config: GRPOConfig, arguments: argparse.Namespace) -> int:
+def _begin(flow: str, resolved: Resolved[GRPOConfig], arguments: argparse.Namespace) -> int:
     """Check everything; then run the flow, unless only the checks were asked for."""
+    from tasks.run.findings import Finding, slow_here
     from tasks.run.preflight import check_settings, check_world
     from tasks.run.preflight_models import models_tested
 
-    resume, fork = arguments.resume, arguments.fork
+    config, resume, fork = resolved.settings, arguments.resume, arguments.fork
+    findings = [Finding(check="settings", found=str(one)) for one in resolved.decisions]
     with imports_uncollected():
-        findings = check_settings(config, resumed=resume is not None)
+        findings += check_settings(config, resumed=resume is not None)
         with models_tested(config, resumed=resume is not None) as tested:
             with ThreadPoolExecutor(1) as beside:  # reward functions are loaded in other processes
                 imported = beside.submit(_import_libraries)
                 findings += check_world(config, resumed=resume is not None)
             imported.result()
             findings += tested()
+    if resume is not None or fork is not None:
+        findings += slow_here(config)
     from tasks.run.continue_from import NothingNew
     from tasks.run.opening import open_run
 
@@ -201,7 +207,10 @@ def quiet_libraries() -> None:
 
 
 def _settings(flow: str, model: type[GRPOConfig], arguments: argparse.Namespace) -> GRPOConfig:
-    """The recipe of the words; for a resumed run without one, the settings that it began with."""
+    """The recipe of the words; for a resumed run without one, the settings that it began with.
+
+    What neither these nor the words set is still open.
+    """
     words = list(arguments.words)
     recipe = words.pop(0) if words and "=" not in words[0] else None
     if arguments.resume is not None and arguments.fork is not None:
@@ -210,7 +219,7 @@ def _settings(flow: str, model: type[GRPOConfig], arguments: argparse.Namespace)
         )
     earlier = arguments.resume or (arguments.fork or "").partition("@")[0]
     if not earlier or recipe is not None:
-        return load_recipe(model, recipe or DEMO, words)
+        return read_recipe(model, recipe or DEMO, words)
     from storage.objects.store import Store
     from storage.runs.run_store import RunStore
     from tasks.run.recorded_flow import check_same_flow, stored_settings
@@ -219,7 +228,12 @@ def _settings(flow: str, model: type[GRPOConfig], arguments: argparse.Namespace)
     where = change(_Stored, {}, given).store
     files = RunStore(Store(where.uri, where.options), earlier)
     check_same_flow(files, flow, where, arguments.fork)
-    return change(model, stored_settings(files), words)
+    stored = stored_settings(files)
+    if (
+        arguments.resume
+    ):  # complete, also where an older Refrain stored less: nothing is decided anew
+        stored = validate(model, stored).model_dump(mode="json")
+    return change(model, stored, words)
 
 
 class _Stored(Settings):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from configs.overrides import ConfigError
+from configs.resolving import slow_formats, this_machine
+from configs.run import RunConfig
 
 
 class PreflightError(ConfigError):
@@ -18,3 +20,9 @@ class Finding:
     check: str  # one word
     found: str  # for people
     warning: bool = False  # nothing that stops the run, and still to be read before it
+
+
+def slow_here(config: RunConfig) -> list[Finding]:
+    """Of settings that were stored: what was decided for another machine and is slow on this one."""
+    said = slow_formats(config, this_machine())
+    return [Finding(check="warning", found=sentence, warning=True) for sentence in said]

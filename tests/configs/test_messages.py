@@ -29,11 +29,15 @@ def known() -> set[str]:
 
 
 def texts(file: Path) -> Iterator[str]:
-    """What errors are raised with in a file, * in the place of values."""
-    for raised in ast.walk(ast.parse(file.read_text())):
-        if not isinstance(raised, ast.Raise) or raised.exc is None:
-            continue
-        for node in ast.walk(raised.exc):
+    """What errors are raised with in a file, and what rules say, * in the place of values."""
+    tree = ast.parse(file.read_text())
+    if file.parent.name == "rules":  # with the functions that make a sentence
+        said: list[ast.AST] = [tree]
+    else:
+        said = [n.exc for n in ast.walk(tree) if isinstance(n, ast.Raise) and n.exc is not None]
+        said += [n.value for n in ast.walk(tree) if isinstance(n, ast.keyword) and n.arg == "says"]
+    for part in said:
+        for node in ast.walk(part):
             if isinstance(node, ast.JoinedStr):
                 yield "".join(
                     str(p.value) if isinstance(p, ast.Constant) else "*" for p in node.values

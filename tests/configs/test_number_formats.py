@@ -6,17 +6,23 @@ import pytest
 import yaml
 from pydantic import JsonValue
 
-import configs.grpo
+import configs.recipe
 from configs.environment import cpu_multiplies_bfloat16
 from configs.grpo import GRPOConfig
 from configs.model import RandomModel
 from configs.ppo import PPOConfig
 from configs.recipe import find_recipe, load_recipe
+from configs.resolving import Machine, resolve
 from configs.rollout import RolloutConfig
 from engines.rollout.contract import RolloutSpec
 from engines.rollout.vllm_arguments import step_tokens
 
 DEMO = "smollm2-arithmetic"
+FAST, SLOW = Machine(multiplies_bfloat16=True), Machine(multiplies_bfloat16=False)
+
+
+def on(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
+    monkeypatch.setattr(configs.recipe, "this_machine", lambda: machine)
 
 
 def formats(config: GRPOConfig) -> tuple[str, str]:
@@ -25,12 +31,12 @@ def formats(config: GRPOConfig) -> tuple[str, str]:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(configs.grpo, "cpu_multiplies_bfloat16", lambda: False)
+    on(monkeypatch, SLOW)
 
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(configs.grpo, "cpu_multiplies_bfloat16", lambda: True)
+    on(monkeypatch, FAST)
 
 
 @pytest.mark.usefixtures("fast")
@@ -70,7 +76,8 @@ def settings(pool: dict[str, int], rollout: dict[str, object], engine: str = "vl
     raw = yaml.safe_load(find_recipe("tiny").read_text())
     raw["cluster"]["pools"]["rollout"] = pool
     raw["rollout"] = {"engine": engine, "dtype": "float32", "shards": 8, **rollout}
-    return GRPOConfig.model_validate({**raw, "prompts_per_step": 16, "group_size": 8})
+    read = GRPOConfig.model_validate({**raw, "prompts_per_step": 16, "group_size": 8})
+    return resolve(read, FAST).settings
 
 
 def test_vllm_decodes_more_sequences_where_it_has_gpus() -> None:
@@ -127,9 +134,9 @@ def test_a_step_of_vllm_takes_more_tokens_on_a_gpu() -> None:
 def test_a_run_goes_on_in_its_format_on_another_machine(
     monkeypatch: pytest.MonkeyPatch, first: bool
 ) -> None:
-    monkeypatch.setattr(configs.grpo, "cpu_multiplies_bfloat16", lambda: first)
+    on(monkeypatch, Machine(multiplies_bfloat16=first))
     begun = load_recipe(GRPOConfig, DEMO)
-    monkeypatch.setattr(configs.grpo, "cpu_multiplies_bfloat16", lambda: not first)
+    on(monkeypatch, Machine(multiplies_bfloat16=not first))
     assert formats(GRPOConfig.model_validate(begun.model_dump(mode="json"))) == formats(begun)
 
 

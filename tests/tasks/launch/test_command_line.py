@@ -77,3 +77,40 @@ def test_a_resumed_run_is_checked_at_once_too(tmp_path: Path) -> None:
     assert (done.returncode, "flows.grpo" in done.stderr) == (2, True)
     done = answer(tmp_path, "grpo", "--resume", "nobody")
     assert (done.returncode, "There is no run nobody" in done.stderr) == (2, True)
+
+
+SLOW_CPU = """
+import sys
+import configs.resolving
+configs.resolving.cpu_multiplies_bfloat16 = lambda: False
+from configs.grpo import GRPOConfig
+from tasks.launch.command_line import main
+for words in {commands}:
+    assert main("flows.grpo:grpo", GRPOConfig, words.split("|")) == 0
+"""
+
+
+def test_a_check_says_what_was_decided_and_what_was_decided_for_another_cpu(tmp_path: Path) -> None:
+    open_format = "rollout={engine: transformers, max_new_tokens: 16, dtype: bfloat16}"
+    begun = load_recipe(GRPOConfig, "tiny", [open_format])
+    files = RunStore(Store(f"file://{tmp_path}/.refrain/store"), "mine")
+    files.write_run({"flow": "flows.grpo:grpo", "config": begun.model_dump(mode="json")})
+    commands = [
+        f"tiny|--check|{open_format.replace(', dtype: bfloat16', '')}",
+        "--resume|mine|--check",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", SLOW_CPU.format(commands=commands)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(FLOWS.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    new, resumed = done.stdout.split("and a run would start.")[:2]
+    assert "settings   rollout.dtype = float32: this CPU is slow in bfloat16\n" in new
+    assert "bfloat16 is what the run was begun with" not in new
+    assert "settings" not in resumed.replace("the settings are good", "")
+    assert "warning    rollout.dtype = bfloat16 is what the run was begun with" in resumed

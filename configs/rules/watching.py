@@ -1,0 +1,177 @@
+"""What watches and judges a run: guards, quarantine, evaluations, promotion."""
+
+from collections.abc import Iterable
+
+from configs.data import QuarantineConfig
+from configs.evaluation import EvaluationConfig
+from configs.guards import GuardConfig
+from configs.retraining import PromotionConfig
+from configs.rules.rule import Rule, of_each
+from configs.run import RunConfig
+
+KL = "train/kl_ref"
+
+
+def _guards(config: RunConfig) -> Iterable[GuardConfig]:
+    return config.guards
+
+
+GUARDS: tuple[Rule[RunConfig], ...] = (
+    of_each(
+        _guards,
+        needs=lambda config, guard: [one.label for one in config.guards].count(guard.label) == 1,
+        says=lambda config, guard: (
+            f"guards: two are called {guard.label}, and commits tell them apart by that. "
+            "Give one another name."
+        ),
+    ),
+    of_each(
+        _guards,
+        needs=lambda config, guard: guard.action != "synchronous" or config.max_staleness > 0,
+        says=lambda config, guard: (
+            f"guards: the action of {guard.label} is synchronous, which ends the overlap of "
+            "steps, and with max_staleness = 0 none do. Set max_staleness higher, or its "
+            "action to stop or rollback."
+        ),
+    ),
+    of_each(
+        _guards,
+        needs=lambda config, guard: (
+            "correction" not in guard.metric or len(config.algorithm.correction) > 0
+        ),
+        says=lambda config, guard: (
+            f"guards: the metric of {guard.label}, {guard.metric}, is of "
+            "algorithm.correction, which is empty. Set it to "
+            "train/rollout_effective_sample_size."
+        ),
+    ),
+    of_each(
+        _guards,
+        needs=lambda config, guard: guard.metric != KL or config.algorithm.kl.coefficient != 0,
+        says=lambda config, guard: (
+            f"guards: the metric of {guard.label}, {KL}, is the KL from a reference, "
+            "and the recipe has none. Set algorithm.kl.coefficient above 0, or remove the "
+            "guard."
+        ),
+    ),
+    of_each(
+        _guards,
+        needs=lambda config, guard: guard.metric != KL or config.algorithm.kl.placement != "reward",
+        says=lambda config, guard: (
+            f"guards: the metric of {guard.label}, {KL}, is of a KL in the loss, and "
+            "algorithm.kl.placement = reward. Set its metric to advantage/kl_ref."
+        ),
+    ),
+)
+
+
+def _quarantine(config: RunConfig) -> Iterable[QuarantineConfig]:
+    return [] if config.data.quarantine is None else [config.data.quarantine]
+
+
+# Bounds that can be measured.
+QUARANTINE: tuple[Rule[RunConfig], ...] = (
+    of_each(
+        _quarantine,
+        needs=lambda config, bounds: bounds.seconds is None or config.episodes is not None,
+        says=lambda config, bounds: (
+            f"data.quarantine.seconds = {bounds.seconds:g} is about the environments of "
+            "episodes, and episodes = null has none. Set data.quarantine.tokens instead."
+        ),
+    ),
+    of_each(
+        _quarantine,
+        needs=lambda config, bounds: bounds.no_variance is None or config.group_size > 1,
+        says=lambda config, bounds: (
+            f"data.quarantine.no_variance = {bounds.no_variance} compares the samples of a "
+            "prompt, and group_size = 1 has one, which never varies. Set group_size higher, or "
+            "data.quarantine.no_variance = null."
+        ),
+    ),
+)
+
+
+def _suites(config: RunConfig) -> Iterable[str]:
+    return [] if config.evaluation is None else config.evaluation.suites
+
+
+def _evaluation(config: RunConfig) -> Iterable[EvaluationConfig]:
+    return [] if config.evaluation is None else [config.evaluation]
+
+
+def _roles_beside_evaluations(config: RunConfig) -> Iterable[str]:
+    """Roles with an engine on the pool that evaluations have of their own."""
+    own, pool_of = config.cluster.roles.evaluation, config.cluster.roles.pool_of
+    roles = config.engine_roles if config.evaluates_aside else []
+    return [role for role in roles if pool_of(role) == own]
+
+
+# Other rows than those trained on, and engines that hold one version meanwhile.
+EVALUATION: tuple[Rule[RunConfig], ...] = (
+    of_each(
+        _suites,
+        needs=lambda config, name: (
+            config.evaluation is None or config.evaluation.suites[name].source != config.data.source
+        ),
+        says=lambda config, name: (
+            f"evaluation.suites.{name}.source is the same as data.source, so the test would "
+            "be on rows that are trained on. Set it to other rows."
+        ),
+    ),
+    of_each(
+        _evaluation,
+        needs=lambda config, evaluation: (
+            evaluation.every is None or config.max_staleness == 0 or config.evaluates_aside
+        ),
+        says=lambda config, evaluation: (
+            f"evaluation.every = {evaluation.every} tests versions between steps, and with "
+            f"max_staleness = {config.max_staleness} steps overlap, so the engines of rollout "
+            "never hold one version. Set cluster.roles.evaluation to a pool of its own, or "
+            "evaluation.every = null."
+        ),
+    ),
+    of_each(
+        _roles_beside_evaluations,
+        needs=lambda config, role: False,
+        says=lambda config, role: (
+            f"cluster.roles.evaluation = {config.cluster.roles.evaluation} is the pool of the role "
+            f"{role} too. Set it to a pool that no other engine has, or to null: evaluations then "
+            "come between steps."
+        ),
+    ),
+)
+
+
+def _judged(config: RunConfig) -> Iterable[tuple[PromotionConfig, EvaluationConfig]]:
+    if config.promotion is None or config.evaluation is None:
+        return []
+    return [(config.promotion, config.evaluation)]
+
+
+# One suite to go by, on the last version.
+PROMOTION: tuple[Rule[RunConfig], ...] = (
+    of_each(
+        _judged,
+        needs=lambda config, both: both[0].suite is not None or len(both[1].suites) == 1,
+        says=lambda config, both: (
+            f"promotion goes by one suite, and evaluation.suites has {', '.join(both[1].suites)}. "
+            "Set promotion.suite to one of them."
+        ),
+    ),
+    of_each(
+        _judged,
+        needs=lambda config, both: both[0].suite is None or both[0].suite in both[1].suites,
+        says=lambda config, both: (
+            f"promotion.suite = {both[0].suite} is no suite of the run. Set it to one of "
+            f"{', '.join(both[1].suites)}."
+        ),
+    ),
+    of_each(
+        _judged,
+        needs=lambda config, both: both[1].at_end,
+        says=lambda config, both: (
+            "promotion judges the last version, and evaluation.at_end = false does not test it. "
+            "Set evaluation.at_end = true, or promotion = null."
+        ),
+    ),
+)

@@ -1,0 +1,103 @@
+"""What nobody has set is decided once, for a new run, and never for a stored one."""
+
+from __future__ import annotations
+
+import pytest
+
+import configs.resolving
+from configs.distill import DistillConfig
+from configs.grpo import GRPOConfig
+from configs.overrides import change
+from configs.recipe import read_recipe, recipe_names
+from configs.resolving import Machine, resolve, slow_formats
+from configs.teachers import TeacherServiceConfig
+
+FAST, SLOW = Machine(multiplies_bfloat16=True), Machine(multiplies_bfloat16=False)
+DEMO = "smollm2-arithmetic"
+MANY = ("prompts_per_step=8", "rollout={engine: vllm}")
+GPU = "cluster.pools.rollout.gpus=1"
+TEACHER = ("teachers.tutor.model.kind=random", "cluster.pools.train.threads=3")
+
+
+def decided(*words: str, machine: Machine = SLOW, recipe: str = DEMO) -> list[str]:
+    return [str(one) for one in resolve(read_recipe(GRPOConfig, recipe, words), machine).decisions]
+
+
+def stored(config: GRPOConfig) -> GRPOConfig:
+    """The settings as they are read from a run's record."""
+    return GRPOConfig.model_validate(config.model_dump(mode="json"))
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_reading_is_the_same_on_every_machine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = read_recipe(GRPOConfig, name)
+    for faster in (lambda: True, lambda: False):
+        monkeypatch.setattr(configs.resolving, "cpu_multiplies_bfloat16", faster)
+        assert read_recipe(GRPOConfig, name) == here
+
+
+@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("machine", [FAST, SLOW])
+def test_nothing_of_stored_settings_is_decided_again(name: str, machine: Machine) -> None:
+    begun = resolve(read_recipe(GRPOConfig, name, [GPU]), machine).settings
+    for other in (FAST, SLOW):
+        again = resolve(stored(begun), other)
+        assert (again.settings, again.decisions) == (begun, ())
+
+
+def test_a_line_says_what_was_decided_and_why() -> None:
+    slow = "this CPU is slow in bfloat16"
+    assert decided() == [
+        f"rollout.dtype = float32: {slow}",
+        f"train.compute_dtype = float32: {slow}",
+    ]
+    assert decided(machine=FAST) == []
+    assert decided("rollout.dtype=bfloat16", "train.compute_dtype=bfloat16") == []
+    on_gpu = decided("cluster.pools.rollout={gpus: 1}", *MANY, machine=FAST, recipe="tiny")
+    assert on_gpu == [
+        "rollout.enforce_eager = false: rollout workers have GPUs",
+        "rollout.max_sequences = 512: rollout workers have GPUs",
+        "cluster.pools.rollout.slots = 9: shards that an engine on GPUs decodes at once, and the next one",
+    ]
+    assert decided("rollout.over_sampling=1.5", "prompts_per_step=12", machine=FAST) == [
+        "rollout.shards = 12: with rollout.over_sampling each group is a shard"
+    ]
+
+
+def test_teachers_have_a_pool_like_the_actors() -> None:
+    read = read_recipe(DistillConfig, "tiny", TEACHER)
+    assert read.cluster.roles.teacher is None
+    resolved = resolve(read, SLOW)
+    assert [str(one) for one in resolved.decisions] == [
+        "cluster.pools.teacher = {threads: 3}: like the actor's, with one worker",
+        "cluster.roles.teacher = teacher: teachers have a pool of their own",
+    ]
+    assert list(resolved.settings.cluster.pools) == ["teacher", *read.cluster.pools]
+
+
+def test_a_rule_looks_at_settings_as_they_will_be() -> None:
+    """The teacher's pool, which is to be made, is no pool that the actor shares."""
+    with pytest.raises(ValueError, match=r"no two roles share a pool .*teacher on teacher"):
+        read_recipe(DistillConfig, "tiny", [*TEACHER, "cluster.share_devices=true"])
+
+
+def test_a_service_of_teachers_computes_in_float32_too() -> None:
+    words = ["model.kind=random"]
+    read = change(TeacherServiceConfig, {}, words)
+    assert read.train.compute_dtype == "bfloat16"
+    assert resolve(read, SLOW).settings.train.compute_dtype == "float32"
+    assert resolve(read, FAST).settings == read
+    on_gpus = change(TeacherServiceConfig, {}, [*words, "cluster.pools.teacher.gpus=1"])
+    assert resolve(on_gpus, SLOW).decisions == ()
+
+
+def test_a_run_that_was_begun_elsewhere_is_told_what_is_slow_here() -> None:
+    begun = stored(resolve(read_recipe(GRPOConfig, DEMO), FAST).settings)
+    assert slow_formats(begun, FAST) == []
+    rollout, train = slow_formats(begun, SLOW)
+    assert rollout.startswith(
+        "rollout.dtype = bfloat16 is what the run was begun with, and this CPU"
+    )
+    assert train.startswith("train.compute_dtype = bfloat16")
+    assert slow_formats(resolve(begun, SLOW).settings, SLOW) == [rollout, train], "it is kept"
+    assert slow_formats(read_recipe(GRPOConfig, DEMO, ["rollout.dtype=float32"]), SLOW) == [train]
