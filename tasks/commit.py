@@ -18,8 +18,6 @@ from engines.meanings import VERSIONS
 from engines.rewards.runner import code_digest
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
-from storage.objects.errors import StoreUnavailable
-from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import Commit, Ledger
 from storage.runs.commit_log import commit as write_commit
 from storage.runs.curves import are_due, write_curves
@@ -27,10 +25,6 @@ from storage.runs.gradients import remove_gradients
 from storage.runs.retention import sweep
 from tasks.guards.acting import bound_after, carry_out, guards_on
 from tasks.parts import Part, spread
-from tasks.reporting import events
-from tasks.reporting.artifacts import show_samples, show_step
-from tasks.reporting.attempts import Attempt
-from tasks.reporting.mlflow_page import metrics_of
 from tasks.results import (
     LeftOver,
     Metrics,
@@ -46,8 +40,9 @@ from tasks.results import (
 from tasks.reward import samples_of
 from tasks.run.code_changes import code_metrics
 from tasks.run.decay import decay_steps
+from tasks.run.events import StepCommitted
 from tasks.run.flow_options import result_of
-from tasks.run.meaning_changes import marked, meaning_metrics
+from tasks.run.meaning_changes import meaning_metrics
 from tasks.run.metrics import logged_metrics, step_metrics
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.roles.scoring import SCORER
@@ -111,8 +106,8 @@ def commit(
 ) -> StepSummary:
     """Commit a step: refs, versions, cursor, ledger, metrics, attempts; then HEAD moves.
 
-    Before this nothing of the step counts, after it nothing of it can be lost. What is only shown
-    (MLflow, artifacts) follows in the background, while the next step samples.
+    Before this nothing of the step counts, after it nothing of it can be lost. What is only shown,
+    and the removal of what is not kept, follow in the background, while the next step samples.
     """
     run.attempts.charge(step)
     metrics = step_metrics(run, step, prompts, scored, batch, updated, synced)
@@ -168,9 +163,14 @@ def commit(
     attempts = run.attempts_of(step)
     carry_out(run, record)
     run.advance(record)
-    run.progress.step_done(step, metrics)
-    run.live_metrics.committed(step, record.committed_at, metrics_of(record))
-    run.background.add(lambda: show(run, record, scored, attempts))
+    told = StepCommitted(
+        record=record,
+        metrics=metrics,
+        scored=scored,
+        attempts=attempts,
+        snapshot=run.snapshot_after(record),
+    )
+    run.tell(told, last=lambda: tidy(run, step))
     return StepSummary(
         step=step, version=updated.version, seconds=metrics["time/step"], metrics=metrics
     )
@@ -253,31 +253,13 @@ def ledger_after(
     )
 
 
-def show(run: Run, record: Commit, scored: list[Scored], attempts: list[Attempt]) -> None:
-    """Tell people of a committed step, in MLflow and on the dashboard; remove what is not kept."""
-    metrics = metrics_of(record)
-    run.tracker.step(record, metrics)
-    if marks := marked(metrics):
-        run.tracker.tag(f"refrain.meaning_changed.{record.step}", marks)
-    if run.snapshot_due(record.step, Cursor.from_json(record.cursor), len(record.carried)):
-        run.tracker.register(record)
-    try:
-        show_step(run, record, scored, attempts)
-        show_samples(run, record)
-        if are_due(record.step):
-            write_curves(run.files, record.step, run.tracker.history)
-        tell(run, record, scored, metrics)
-        tidy(run)
-    except StoreUnavailable as error:  # what is left over goes after the next step
-        get_run_logger().warning(
-            "Step %d is committed; showing it and tidying up after it did not go to the end: %s",
-            record.step,
-            error,
-        )
+def tidy(run: Run, step: int) -> None:
+    """Keep the curves, if they are due, and remove what the settings do not keep.
 
-
-def tidy(run: Run) -> None:
-    """Remove policy versions, batches and snapshots that the settings do not keep."""
+    Once everybody has heard of the step: which versions are registered is known then.
+    """
+    if are_due(step):
+        write_curves(run.files, step, run.history.steps())
     keep = run.config.store
     removed = []
     if run.config.train.engine == "elastic":
@@ -288,22 +270,7 @@ def tidy(run: Run) -> None:
         keep_steps=keep.keep_steps,
         keep_snapshots=keep.keep_snapshots,
         rebuilt_from=max(run.start, run.head - run.config.rollback_steps),
-        tagged={*run.tracker.registered, *run.to_be_evaluated()},
+        tagged={*run.tracking.registered, *run.to_be_evaluated()},
     )
     if removed:
         get_run_logger().info("Removed by store.keep_*: %s", ", ".join(removed))
-
-
-def tell(run: Run, record: Commit, scored: list[Scored], metrics: dict[str, float]) -> None:
-    """Events of a committed step, on which the automations act."""
-    events.emit(
-        events.STEP_COMMITTED,
-        run.name,
-        step=record.step,
-        seconds=round(metrics["time/step"], 2),
-        retries=int(metrics["retries"]),
-    )
-    if left_out := int(metrics.get("train/skipped_steps", 0)):
-        events.emit(events.NOT_FINITE, run.name, step=record.step, optimizer_steps=left_out)
-    if failed := sum(shard.failures for shard in scored):
-        events.emit(events.SCORING_FAILED, run.name, step=record.step, samples=failed)

@@ -33,6 +33,7 @@ from tasks.advantage import repetitions, telling_causes
 from tasks.draw import check_enough, draw_groups
 from tasks.results import Carried, Prompts, Scored
 from tasks.reward import samples_of
+from tasks.run.events import RoundBegan
 from tasks.run.flow_options import result_of
 from tasks.run.retries import OPTIONS
 from tasks.run.roles.scoring import SCORER
@@ -91,7 +92,7 @@ def draw_round(run: Run, step: int, rounds: Rounds) -> Prompts:
         check_enough(config, step, found.groups)
     shards = sum(len(one.sampled) for one in rounds.scored)
     if not first:
-        run.progress.more(step, min(config.rollout.shards, found.groups))
+        run.tell(RoundBegan(step=step, shards=min(config.rollout.shards, found.groups)))
     return Prompts(
         ref=BatchRef.concat(found.parts) if found.parts else rounds.drawn[0].ref.rows(0, 0),
         cursor=found.cursor,

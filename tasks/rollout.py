@@ -12,6 +12,7 @@ from tasks.episodes import complete
 from tasks.off_policy import given_shard, off_policy
 from tasks.over_sampling import finished_groups
 from tasks.results import Prompts, Sampled, SampledShards, Unsampled, WholeShards
+from tasks.run.events import ShardSampled
 from tasks.run.retries import OPTIONS
 from tasks.run.run import Run
 from tasks.run.shard_driver import ShardRange
@@ -41,7 +42,8 @@ def rollout(run: Run, step: int, prompts: Prompts, shards: ShardRange) -> Sample
             found = complete(run, step, rows, stage, shard, begun)
         else:
             found = given_shard(run, step, rows, stage, shard, given.column)
-        run.progress.shard_done(found.stats.tokens if isinstance(found, Sampled) else 0)
+        tokens = found.stats.tokens if isinstance(found, Sampled) else 0
+        run.tell(ShardSampled(step=step, tokens=tokens))
         run.shards.ended(step, shard)
         return found
 

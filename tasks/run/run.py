@@ -5,7 +5,7 @@ How a run comes about is in opening.py, and how it starts and ends in life_cycle
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated
 
 from pydantic.json_schema import SkipJsonSchema
@@ -22,25 +22,25 @@ from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import Commit, Ledger, version_weights
 from storage.runs.run_lease import RunLease
 from storage.runs.weights import WeightsRef
-from tasks.reporting.attempt_log import AttemptLog
-from tasks.reporting.attempts import Attempt
-from tasks.reporting.mlflow_page import RunTracker
-from tasks.reporting.progress import Progress, Terminal
-from tasks.reporting.prometheus import LiveMetrics
-from tasks.reporting.run_log import folder_of
 from tasks.results import Carried, LeftOver
-from tasks.run.background import Background
+from tasks.run.attempt_log import AttemptLog
+from tasks.run.attempts import Attempt
 from tasks.run.code_changes import code_files
 from tasks.run.continue_from import fresh_rows
 from tasks.run.engines import Engines
+from tasks.run.events import Event
+from tasks.run.facts import RunFacts
 from tasks.run.forking import parent_config
 from tasks.run.opening import OpenedRun, Position
+from tasks.run.reports import Reporting
 from tasks.run.retries import ATTEMPTS
 from tasks.run.roles.sampling import ROLLOUT
 from tasks.run.roles.scoring import SCORER
 from tasks.run.row_histories import RowHistories
 from tasks.run.shard_driver import AtOnce, ShardDriver, task_runs
 from tasks.run.staleness_gate import Gate, bound_in_force
+from tasks.run.step_history import StepHistory
+from tasks.run.step_times import StepTimes
 
 
 class Run:
@@ -51,23 +51,22 @@ class Run:
     """
 
     __slots__ = (
-        "_probe", "attempts", "background", "cancelled", "carried", "code_files", "config",
-        "device_time", "drawn", "engines", "episodes", "epoch", "evaluated", "files", "flow", "fresh",
-        "gate", "lease", "left_over", "live_metrics", "logs", "measured", "name", "origin",
-        "position", "progress", "rows", "shards", "source", "start", "stopped", "store", "terminal",
-        "tracker",
+        "_probe", "attempts", "cancelled", "carried", "code_files", "config", "device_time", "drawn",
+        "engines", "episodes", "epoch", "evaluated", "files", "flow", "fresh", "gate", "history",
+        "lease", "left_over", "listeners", "measured", "name", "origin", "position", "reporting",
+        "rows", "shards", "source", "start", "stopped", "store", "times", "tracking",
     )  # fmt: skip
 
     def __init__(
-        self, opened: OpenedRun, lease: RunLease, position: Position, terminal: Terminal
+        self, opened: OpenedRun, lease: RunLease, position: Position, reporting: Reporting
     ) -> None:
-        self.name, self.flow = opened.name, opened.flow
-        self.config = opened.config
+        """`reporting`: who is told of it, and asked."""
+        facts = facts_of(opened, lease, position)
+        self.name, self.flow, self.config = facts.name, facts.flow, facts.config
         self.code_files = code_files(opened.config)  # as this flow began: workers load them now
-        self.source = opened.source.as_recorded(position.cursor.digest)
-        self.files, self.store = opened.files, opened.files.store
-        self.origin, self.start = opened.origin, opened.start
-        self.lease, self.epoch = lease, lease.epoch
+        self.source, self.files, self.store = facts.source, facts.files, facts.store
+        self.origin, self.start, self.epoch = facts.origin, facts.start, facts.epoch
+        self.lease = lease
         self.position = position
         # The unseen rows that come first, in their order in the data.
         self.fresh = fresh_rows(position.cursor, opened.source, opened.seen)
@@ -88,17 +87,20 @@ class Run:
         self.stopped = False  # by a person: Ctrl-C, SIGTERM or the dashboard; known once it ended
         self.attempts = AttemptLog()
         self.device_time = DeviceTime()  # which attempts hold which workers
-        self.terminal = terminal
-        self.logs = folder_of(opened.name)  # of this flow, and of workers on its machine
-        self.progress = Progress(terminal, opened.config.steps)
+        self.times = StepTimes()
+        self.history = StepHistory(opened.files, opened.start, position.head)
+        reports = reporting(facts)
+        self.reporting = reporting  # a run that goes on after a rollback has it too
+        self.listeners, self.tracking = reports.listeners, reports.tracking
         self.shards = _shards_of(opened.config)
         played = opened.config.episodes
         self.episodes = AtOnce(None if played is None else played.at_once, self.cancelled)
-        self.background = Background()
-        self.tracker = RunTracker(self)
-        self.live_metrics = LiveMetrics(self.name, opened.config.steps)
         self.engines = Engines(self)
         self._probe: tuple[list[list[int]], list[int]] | None = None
+
+    def tell(self, event: Event, last: Callable[[], object] = lambda: None) -> None:
+        """Let those hear a fact of it who listen; `last` is done once they have heard of a commit."""
+        self.listeners.tell(event, last)
 
     @property
     def head(self) -> int:
@@ -197,6 +199,10 @@ class Run:
         every, last = self.config.store.snapshot_every, self.config.steps
         return step % every == 0 or step == last or self.data_over(cursor, carried)
 
+    def snapshot_after(self, commit: Commit) -> bool:
+        """Whether the trainer's state is stored after a committed step."""
+        return self.snapshot_due(commit.step, Cursor.from_json(commit.cursor), len(commit.carried))
+
     @property
     def after(self) -> int:
         """The number under which calls after the last step are made."""
@@ -287,6 +293,8 @@ class Run:
 
     def advance(self, record: Commit) -> None:
         """A step is committed: the next one draws and trains from here."""
+        self.times.committed(record.step)
+        self.history.add(record)
         self.position = Position.after(record)
         self.drawn[record.step + 1] = self.position.cursor
         self.carried[record.step + 1] = self.position.carried
@@ -299,6 +307,20 @@ class Run:
         self.engines[ROLLOUT].committed(record.step, self.oldest_version(record.step + 1))
         self.shards.committed(record.step)
         self.gate.committed(record.step)
+
+
+def facts_of(opened: OpenedRun, lease: RunLease, position: Position) -> RunFacts:
+    """What a run is that was opened and taken over."""
+    return RunFacts(
+        name=opened.name,
+        flow=opened.flow,
+        config=opened.config,
+        files=opened.files,
+        source=opened.source.as_recorded(position.cursor.digest),
+        origin=opened.origin,
+        start=opened.start,
+        epoch=lease.epoch,
+    )
 
 
 def _shards_of(config: GRPOConfig) -> ShardDriver:

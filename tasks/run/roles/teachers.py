@@ -20,7 +20,7 @@ from tasks.run.roles.training import ACTOR, check_computed, trainer_of
 from tasks.run.teachers import Teacher, address_of, resolved, teachers_of
 
 if TYPE_CHECKING:
-    from tasks.reporting.run_view import RunView
+    from tasks.run.run_view import RunView
 
 OwnTeachers: TypeAlias = Mapping[str, Trainer | TeacherPool]  # by name
 Services: TypeAlias = Mapping[str, TeacherClient]  # by name

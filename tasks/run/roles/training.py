@@ -15,13 +15,14 @@ from storage.runs.adapters import trained_base
 from storage.runs.origins import parent_of
 from storage.runs.run_store import RunStore
 from tasks.run.decay import decay_steps
+from tasks.run.events import UpdateReplayed
 from tasks.run.forking import parent_config
 from tasks.run.roles.role import EngineRole, Started
 from tasks.run.roles.specs import MODELS
 from tasks.run.teachers import Teacher
 
 if TYPE_CHECKING:
-    from tasks.reporting.run_view import RunView
+    from tasks.run.run_view import RunView
 
 TrainRole = Literal["actor", "ref", "critic", "teacher"]
 
@@ -84,7 +85,7 @@ def trainer_of(
         role if teacher is None else f"{role}-{teacher.name}",
         epoch=run.epoch,
         cancel=run.cancelled,
-        on_replay=run.progress.replaying,
+        on_replay=lambda step, last: run.tell(UpdateReplayed(step=step, last=last)),
         caller=run.name,
     )
 

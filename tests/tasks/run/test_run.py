@@ -11,12 +11,14 @@ import pytest
 
 from engines.workers.device_time import DeviceTime
 from tasks import train
-from tasks.reporting.attempt_log import AttemptLog
 from tasks.results import Carried, LeftOver
 from tasks.run import run as runs
+from tasks.run.attempt_log import AttemptLog
+from tasks.run.events import Listeners
 from tasks.run.retries import attempted
 from tasks.run.roles.sampling import ROLLOUT
 from tasks.run.run import Run
+from tasks.run.step_times import StepTimes
 
 STEPS, AT_ONCE, SHARDS = 400, 3, 8
 
@@ -33,8 +35,7 @@ class FakeEngines(dict[object, Any]):
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A run with max_staleness 2, as far as its own memory goes."""
-    monkeypatch.setattr("tasks.reporting.attempts.get_run_logger", lambda: logging.getLogger("run"))
-    monkeypatch.setattr("tasks.run.retries.events.emit", lambda *words, **named: None)
+    monkeypatch.setattr("tasks.run.attempts.get_run_logger", lambda: logging.getLogger("run"))
     after = SimpleNamespace(cursor="cursor", carried=Carried())
     monkeypatch.setattr(runs, "Position", SimpleNamespace(after=lambda record: after))
     made = object.__new__(Run)
@@ -43,7 +44,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     made.start, made.device_time = 0, DeviceTime()
     for name, fake in {
         "config": SimpleNamespace(max_staleness=AT_ONCE - 1, reserved_versions=0),
-        "progress": SimpleNamespace(attempt=lambda *words: None),
+        "listeners": Listeners(),
+        "times": StepTimes(),
+        "history": SimpleNamespace(add=lambda record: None),
         "rows": SimpleNamespace(has_drawn=lambda *words: None, committed=lambda *words: None),
         "shards": SimpleNamespace(committed=lambda step: None),
         "gate": SimpleNamespace(committed=lambda step: None, drawn=lambda step: None),
