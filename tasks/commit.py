@@ -81,7 +81,7 @@ def sync_and_commit(
     failed.
     """
     drawn = prompts if isinstance(prompts, Prompts) else prompts.result()
-    due = run.snapshot_due(step, drawn.cursor, len(run.carried[step + 1]))
+    due = run.clock.snapshot_due(step, drawn.cursor, len(run.clock.carried[step + 1]))
     if due and run.config.cluster.share_devices:
         trained = [] if critic is None else [critic]
         updated = snapshot.submit(run, step, updated, wait_for=trained)  # type: ignore[call-overload]
@@ -113,7 +113,7 @@ def commit(
     metrics = step_metrics(run, step, prompts, scored, batch, updated, synced)
     metrics |= critic.metrics if critic is not None else {}
     metrics |= logged_metrics(scored, metrics)
-    left_over = run.left_over.get(step, LeftOver())
+    left_over = run.clock.left_over.get(step, LeftOver())
     samples = samples_of(run, step, scored)
     rows = row_history(run, step, prompts, samples)
     metrics |= {} if rows is None else quarantine_metrics(run, prompts, rows)
@@ -132,7 +132,7 @@ def commit(
         "carried": left_over.carried.prompts,
         "begun": left_over.carried.begun,
         "left_out": left_over.samples,
-        **run.rows.named(step, None if rows is None else rows.ref),
+        **run.clock.rows.named(step, None if rows is None else rows.ref),
     }
     record = Commit(
         step=step,
@@ -144,8 +144,8 @@ def commit(
         version_out=synced.weights,
         cursor=prompts.cursor.to_json(),
         rng={"seed": run.config.seed, "rollout_seed": run.config.rollout.seed},
-        ledger=ledger_after(run.ledger, prompts, batch, left_over),
-        first_group=run.first_group(step),
+        ledger=ledger_after(run.clock.ledger, prompts, batch, left_over),
+        first_group=run.clock.first_group(step),
         group_size=run.config.samples_per_prompt,
         carried=list(left_over.carried.groups),
         readmissions=prompts.readmissions,
@@ -168,7 +168,7 @@ def commit(
         metrics=metrics,
         scored=scored,
         attempts=attempts,
-        snapshot=run.snapshot_after(record),
+        snapshot=run.clock.snapshot_after(record),
     )
     run.tell(told, last=lambda: tidy(run, step))
     return StepSummary(
@@ -182,8 +182,8 @@ def row_history(
     """What became of each row of the data, this step included; None where no draw goes by that."""
     if not run.config.data.keeps_history:
         return None
-    before, quarantine = run.rows.before(step), run.config.data.quarantine
-    again = run.rows.readmitted(step, prompts.readmissions)
+    before, quarantine = run.clock.rows.before(step), run.config.data.quarantine
+    again = run.clock.rows.readmitted(step, prompts.readmissions)
     bounds = None if quarantine is None else quarantine.model_dump(mode="json")
     listed = None if again is None else sorted(again)
     known = None if before is None else before.to_json()

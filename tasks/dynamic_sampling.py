@@ -85,8 +85,8 @@ def draw_round(run: Run, step: int, rounds: Rounds) -> Prompts:
     as in `tasks.draw.draw`.
     """
     config, first = settings(run), not rounds.drawn
-    cursor = run.drawn[step] if first else rounds.drawn[-1].cursor
-    number = run.first_group(step) + sum(len(one.ref) for one in rounds.drawn)
+    cursor = run.clock.drawn[step] if first else rounds.drawn[-1].cursor
+    number = run.clock.first_group(step) + sum(len(one.ref) for one in rounds.drawn)
     found = draw_groups(run, step, cursor, number, round_size(config, rounds.groups))
     if first:
         check_enough(config, step, found.groups)
@@ -149,7 +149,7 @@ def choose_groups(
     with telling_causes(run, samples, every):
         over = is_over(settings(run), step, drawn, found.groups)
     if over:
-        run.has_drawn(step, prompts.cursor, Carried())
+        run.clock.has_drawn(step, prompts.cursor, Carried())
         if found.groups < wanted:
             get_run_logger().warning(
                 "Step %d trains on %d groups instead of %d: no more could be found in %d rounds.",

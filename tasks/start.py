@@ -93,6 +93,6 @@ def start_engines(run: Run) -> Synced:
     if run.config.opponent is not None:
         result_of(sync_opponents.submit(run, first))
     last = run.last
-    run.tell(EnginesReady(last=last, snapshot=last is not None and run.snapshot_after(last)))
+    run.tell(EnginesReady(last=last, snapshot=last is not None and run.clock.snapshot_after(last)))
     seldom_collected()
     return first

@@ -110,20 +110,20 @@ def make_steps(
     except Exhausted:  # found while drawing: some of the last prompts are too long
         if run.last is None:
             raise
-        carried = len(run.position.carried)
-        if not run.snapshot_due(run.head, run.cursor, carried):  # nobody knew that it is the last
+        clock, carried = run.clock, len(run.clock.position.carried)
+        if not clock.snapshot_due(run.head, run.cursor, carried):  # nobody knew that it is the last
             keep_last(run, run.last)
         return True
     return run.head < run.config.steps
 
 
 def _in_turn(make: Callable[[int], None], run: Run) -> None:
-    for step in run.steps_left():
+    for step in run.clock.steps_left():
         make(step)
 
 
 def _make(step_flow: Callable[[Run, int], Any], run: Run, step: int) -> None:
-    run.times.begin(step)
+    run.clock.times.begin(step)
     run.tell(StepBegan(step=step, shards=run.config.shards_at_once))
     with tags(f"step {step}"):
         step_flow(run, step)
@@ -150,7 +150,7 @@ def _overlapping(make: Callable[[int], None], run: Run) -> None:
 
         try:
             with contextlib.suppress(StepGivenUp):  # what failed is raised below
-                for step in run.steps_left():
+                for step in run.clock.steps_left():
                     # A failure stays, to be raised below; what went well is not kept for every step.
                     under_way = [one for one in under_way if not _went_well(one)]
                     here = contextvars.copy_context()  # the flow run that a step's is a part of

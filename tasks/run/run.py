@@ -1,11 +1,11 @@
-"""A run as its tasks know it: what it is, where it stands, and the engines and pages that it has.
+"""A run as its tasks know it: what it is, where it stands (clock.py), and the services that it has.
 
 How a run comes about is in opening.py, and how it starts and ends in life_cycle.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Annotated
 
 from pydantic.json_schema import SkipJsonSchema
@@ -19,12 +19,12 @@ from engines.rollout.contract import Sampling
 from engines.workers.device_time import DeviceTime
 from engines.workers.messages import CallId
 from storage.prompts.cursor import Cursor
-from storage.runs.commit_log import Commit, Ledger, version_weights
+from storage.runs.commit_log import Commit, version_weights
 from storage.runs.run_lease import RunLease
 from storage.runs.weights import WeightsRef
-from tasks.results import Carried, LeftOver
 from tasks.run.attempt_log import AttemptLog
 from tasks.run.attempts import Attempt
+from tasks.run.clock import Clock
 from tasks.run.code_changes import code_files
 from tasks.run.continue_from import fresh_rows
 from tasks.run.engines import Engines
@@ -33,14 +33,11 @@ from tasks.run.facts import RunFacts
 from tasks.run.forking import parent_config
 from tasks.run.opening import OpenedRun, Position
 from tasks.run.reports import Reporting
-from tasks.run.retries import ATTEMPTS
 from tasks.run.roles.sampling import ROLLOUT
 from tasks.run.roles.scoring import SCORER
-from tasks.run.row_histories import RowHistories
 from tasks.run.shard_driver import AtOnce, ShardDriver, task_runs
-from tasks.run.staleness_gate import Gate, bound_in_force
+from tasks.run.staleness_gate import Gate
 from tasks.run.step_history import StepHistory
-from tasks.run.step_times import StepTimes
 
 
 class Run:
@@ -51,10 +48,10 @@ class Run:
     """
 
     __slots__ = (
-        "_probe", "attempts", "cancelled", "carried", "code_files", "config", "device_time", "drawn",
-        "engines", "episodes", "epoch", "evaluated", "files", "flow", "fresh", "gate", "history",
-        "lease", "left_over", "listeners", "measured", "name", "origin", "position", "reporting",
-        "rows", "shards", "source", "start", "stopped", "store", "times", "tracking",
+        "_probe", "attempts", "cancelled", "clock", "code_files", "config", "device_time", "engines",
+        "episodes", "epoch", "evaluated", "files", "flow", "fresh", "history", "lease", "listeners",
+        "measured", "name", "origin", "reporting", "shards", "source", "start", "stopped", "store",
+        "tracking",
     )  # fmt: skip
 
     def __init__(
@@ -67,19 +64,10 @@ class Run:
         self.source, self.files, self.store = facts.source, facts.files, facts.store
         self.origin, self.start, self.epoch = facts.origin, facts.start, facts.epoch
         self.lease = lease
-        self.position = position
+        self.clock = Clock(opened, position)
+        self.cancelled = self.clock.gate.cancelled  # ends every wait
         # The unseen rows that come first, in their order in the data.
         self.fresh = fresh_rows(position.cursor, opened.source, opened.seen)
-        bound = bound_in_force(opened.config, position.last if position.head > self.start else None)
-        self.gate = Gate(
-            position.head, bound, _patience(opened.config), opened.config.reserved_versions
-        )
-        self.cancelled = self.gate.cancelled  # ends every wait
-        self.drawn: dict[int, Cursor] = {}  # step -> where it began to draw, from the head on
-        self.drawn[position.head + 1] = position.cursor
-        self.carried = {position.head + 1: position.carried}  # step -> groups handed on to it
-        self.rows = RowHistories(opened, position)
-        self.left_over: dict[int, LeftOver] = {}  # step -> groups that it did not wait for
         # Metrics of versions that were measured after their step's commit, such as evaluations: the
         # guards look at them with the step that is committed next.
         self.measured: dict[str, float] = {}
@@ -87,7 +75,6 @@ class Run:
         self.stopped = False  # by a person: Ctrl-C, SIGTERM or the dashboard; known once it ended
         self.attempts = AttemptLog()
         self.device_time = DeviceTime()  # which attempts hold which workers
-        self.times = StepTimes()
         self.history = StepHistory(opened.files, opened.start, position.head)
         reports = reporting(facts)
         self.reporting = reporting  # a run that goes on after a rollback has it too
@@ -103,67 +90,30 @@ class Run:
         self.listeners.tell(event, last)
 
     @property
+    def gate(self) -> Gate:
+        """What its steps wait for."""
+        return self.clock.gate
+
+    @property
     def head(self) -> int:
         """The last committed step; before the first, the version that the run begins with."""
-        return self.position.head
+        return self.clock.position.head
 
     @property
     def last(self) -> Commit | None:
         """The commit of the step before the next one, which a fork inherits."""
-        return self.position.last
+        return self.clock.position.last
 
     @property
     def cursor(self) -> Cursor:
         """Where the next step draws."""
-        return self.position.cursor
-
-    @property
-    def ledger(self) -> Ledger:
-        """Prompts of all steps so far."""
-        return self.position.ledger
+        return self.clock.position.cursor
 
     @property
     def rollbacks(self) -> int:
         """How often guards have taken it, and the runs that it goes on with, back to a step."""
         cause = None if self.origin is None else self.origin.rollback
         return 0 if cause is None else cause.number
-
-    def steps_left(self) -> Iterator[int]:
-        """The steps that are not committed yet, counted from 1, each when it may begin.
-
-        For as long as the data last. Raises as Gate.wait_to_begin does.
-        """
-        for step in range(self.head + 1, self.config.steps + 1):
-            self.gate.wait_to_begin(step)
-            if self.data_over(self.drawn[step], len(self.carried[step])):
-                return
-            yield step
-
-    def has_drawn(self, step: int, cursor: Cursor, carried: Carried) -> None:
-        """A step has drawn its prompts, up to `cursor`, and hands groups on: the next one may."""
-        self.rows.has_drawn(step, cursor)
-        self.drawn[step + 1], self.carried[step + 1] = cursor, carried
-        self.gate.drawn(step)
-
-    def leave(self, step: int, cursor: Cursor, left_over: LeftOver) -> None:
-        """A step, which drew up to `cursor`, does not wait for these groups."""
-        self.left_over[step] = left_over
-        self.has_drawn(step, cursor, left_over.carried)
-
-    @property
-    def carries(self) -> bool:
-        """Whether steps that draw now hand groups on; not once a guard made the run synchronous."""
-        return self.config.carries and self.gate.max_staleness > 0
-
-    def data_over(self, cursor: Cursor, carried: int) -> bool:
-        """Whether data.epochs leave too little for a step after `cursor`, carried groups counted."""
-        left = cursor.remaining(self.config.data.epochs)
-        return left is not None and left + carried < self.config.fewest_prompts
-
-    def oldest_version(self, step: int) -> int:
-        """The first policy version with which a step may be sampled."""
-        ahead = self.config.max_staleness - self.config.reserved_versions
-        return max(step - 1 - ahead, self.start)
 
     def usable_weights(self, step: int) -> list[WeightsRef]:
         """The policy versions with which a step may be sampled, the current one first.
@@ -175,7 +125,7 @@ class Run:
         current = pool.weights
         return [current] + [
             pool.synced.get(version) or version_weights(self.files, version)
-            for version in range(current.version - 1, self.oldest_version(step) - 1, -1)
+            for version in range(current.version - 1, self.clock.oldest_version(step) - 1, -1)
         ]
 
     def to_be_evaluated(self) -> set[int]:
@@ -185,23 +135,6 @@ class Run:
             return set()
         versions = range(self.start, self.head + 1)
         return {one for one in versions if evaluation.due(one, self.start)} - self.evaluated
-
-    def first_group(self, step: int) -> int:
-        """Number of a step's first group of prompts; no two steps of a run or fork share one."""
-        before = 0 if self.origin is None else self.origin.first_group
-        return before + (step - 1 - self.start) * self.config.groups_numbered
-
-    def snapshot_due(self, step: int, cursor: Cursor, carried: int) -> bool:
-        """Whether the trainer's state is stored after a step that drew up to `cursor`.
-
-        carried: groups that it hands on.
-        """
-        every, last = self.config.store.snapshot_every, self.config.steps
-        return step % every == 0 or step == last or self.data_over(cursor, carried)
-
-    def snapshot_after(self, commit: Commit) -> bool:
-        """Whether the trainer's state is stored after a committed step."""
-        return self.snapshot_due(commit.step, Cursor.from_json(commit.cursor), len(commit.carried))
 
     @property
     def after(self) -> int:
@@ -293,18 +226,12 @@ class Run:
 
     def advance(self, record: Commit) -> None:
         """A step is committed: the next one draws and trains from here."""
-        self.times.committed(record.step)
+        self.clock.advance(record)
         self.history.add(record)
-        self.position = Position.after(record)
-        self.drawn[record.step + 1] = self.position.cursor
-        self.carried[record.step + 1] = self.position.carried
-        for before in (self.drawn, self.carried, self.left_over):
-            before.pop(record.step, None)
-        self.rows.committed(record)
         for trainer in self.engines.trained:
             trainer.committed(record.step)
         self.attempts.committed(record.step)
-        self.engines[ROLLOUT].committed(record.step, self.oldest_version(record.step + 1))
+        self.engines[ROLLOUT].committed(record.step, self.clock.oldest_version(record.step + 1))
         self.shards.committed(record.step)
         self.gate.committed(record.step)
 
@@ -328,11 +255,6 @@ def _shards_of(config: GRPOConfig) -> ShardDriver:
     pools, roles = config.cluster.pools, config.cluster.roles
     engines, most = pools[roles.rollout], task_runs(pools[roles.reward], config.sharded_stages)
     return ShardDriver(engines.workers * engines.slots + most, most)
-
-
-def _patience(config: GRPOConfig) -> float:
-    """Seconds in which some step must be committed: every call may be tried to its deadline."""
-    return ATTEMPTS * (config.most_rounds * config.rollout.deadline + config.train.deadline)
 
 
 # The flow's parameter by which the command line hands over a run that it has started, so that engines
