@@ -123,7 +123,7 @@ def _in_turn(make: Callable[[int], None], run: Run) -> None:
 
 
 def _make(step_flow: Callable[[Run, int], Any], run: Run, step: int) -> None:
-    run.clock.times.begin(step)
+    run.clock.begin(step)
     run.tell(StepBegan(step=step, shards=run.config.shards_at_once))
     with tags(f"step {step}"):
         step_flow(run, step)

@@ -41,6 +41,7 @@ from tasks.run.events import (
     StepsEnded,
 )
 from tasks.run.facts import RunFacts
+from tasks.run.pictures import TIMELINE_STEPS
 
 if TYPE_CHECKING:
     from storage.runs.commit_log import Commit, Ledger
@@ -80,7 +81,7 @@ class Pages:
         """The pages of all steps."""
         show_picture(self._facts, "curves", "reward, KL and time by stage", event.curves)
         show_steps(self._facts, event.history)
-        what = f"what each engine did in the last {event.timeline_steps} steps"
+        what = f"what each engine did in the last {TIMELINE_STEPS} steps"
         show_picture(self._facts, "timeline", what, event.timeline)
 
 

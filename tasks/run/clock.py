@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 
 from configs.grpo import GRPOConfig
@@ -12,7 +14,6 @@ from tasks.run.opening import OpenedRun, Position
 from tasks.run.retries import ATTEMPTS
 from tasks.run.row_histories import RowHistories
 from tasks.run.staleness_gate import Gate, bound_in_force
-from tasks.run.step_times import StepTimes
 
 
 class Clock:
@@ -30,7 +31,9 @@ class Clock:
         self.carried: dict[int, Carried] = {position.head + 1: position.carried}
         self.left_over: dict[int, LeftOver] = {}  # step -> groups that it did not wait for
         self.rows = RowHistories(opened, position)
-        self.times = StepTimes()
+        self._times = threading.Lock()
+        self._began: dict[int, float] = {}  # step -> when, in seconds of time.monotonic
+        self._committed = 0.0  # when the last one was
 
     @property
     def ledger(self) -> Ledger:
@@ -47,6 +50,16 @@ class Clock:
             if self.data_over(self.drawn[step], len(self.carried[step])):
                 return
             yield step
+
+    def begin(self, step: int) -> None:
+        """A step begins."""
+        with self._times:
+            self._began[step] = time.monotonic()
+
+    def seconds(self, step: int) -> float:
+        """Seconds since a step began or, where steps overlap, since the one before was committed."""
+        with self._times:
+            return time.monotonic() - max(self._began[step], self._committed)
 
     def has_drawn(self, step: int, cursor: Cursor, carried: Carried) -> None:
         """A step has drawn its prompts, up to `cursor`, and hands groups on: the next one may."""
@@ -93,7 +106,9 @@ class Clock:
 
     def advance(self, commit: Commit) -> None:
         """A step is committed; the next ones wait still, until the gate knows of it."""
-        self.times.committed(commit.step)
+        with self._times:
+            self._began.pop(commit.step, None)
+            self._committed = time.monotonic()
         self.position = Position.after(commit)
         self.drawn[commit.step + 1] = self.position.cursor
         self.carried[commit.step + 1] = self.position.carried

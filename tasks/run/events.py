@@ -164,8 +164,7 @@ class StepsEnded(Event):
 
     history: History  # what is shown of each step
     curves: bytes  # PNG of it
-    timeline: bytes  # PNG: what each engine did in the last steps
-    timeline_steps: int  # at most so many
+    timeline: bytes  # PNG: what each engine did in the last steps (tasks/run/pictures.py)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

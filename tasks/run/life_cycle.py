@@ -33,7 +33,7 @@ from tasks.run.interruption import dashboard_ends, set_closes, signals_end
 from tasks.run.meaning_changes import meaning_sentence
 from tasks.run.metrics import cost_at_end
 from tasks.run.opening import OpenedRun, Position, begin, take_over
-from tasks.run.pictures import TIMELINE_STEPS, curves_key, draw_curves, draw_timeline
+from tasks.run.pictures import curves_key, draw_curves, draw_timeline
 from tasks.run.reports import Reporting
 from tasks.run.roles.scoring import SCORER
 from tasks.run.run import Run
@@ -157,7 +157,6 @@ def last_pages(run: Run) -> None:
                 history=steps,
                 curves=draw_curves(run.files, steps),
                 timeline=draw_timeline(run.files),
-                timeline_steps=TIMELINE_STEPS,
             )
         )
 

@@ -38,7 +38,7 @@ def step_metrics(
         **updated.metrics,
         **synced.metrics,
         **{f"time/{stage}": seconds for stage, seconds in stages.items()},
-        "time/step": run.clock.times.seconds(step),
+        "time/step": run.clock.seconds(step),
         "rollout/tokens": float(tokens),
         "rollout/tokens_per_second": tokens / max(stages.get("rollout", 0.0), 1e-9),
         **({"rollout/prefix_cached": cached / read} if read else {}),

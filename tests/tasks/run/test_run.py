@@ -19,7 +19,6 @@ from tasks.run.events import Listeners
 from tasks.run.retries import attempted
 from tasks.run.roles.sampling import ROLLOUT
 from tasks.run.run import Run
-from tasks.run.step_times import StepTimes
 
 STEPS, AT_ONCE, SHARDS = 400, 3, 8
 
@@ -46,7 +45,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     made.clock = clock
     clock.drawn, clock.carried, clock.left_over = {}, {}, {}
     clock._config = SimpleNamespace(max_staleness=AT_ONCE - 1, reserved_versions=0)
-    clock._start, clock.times = 0, StepTimes()
+    clock._start, clock._times, clock._began = 0, threading.Lock(), {}
     clock.rows = SimpleNamespace(has_drawn=lambda *words: None, committed=lambda *words: None)
     clock.gate = SimpleNamespace(committed=lambda step: None, drawn=lambda step: None)
     for name, fake in {
@@ -98,3 +97,18 @@ def test_steps_that_overlap_raise_the_failure_of_the_first(run: Any) -> None:
     with pytest.raises(OSError, match="step 5 failed"):
         train._overlapping(make, here)  # type: ignore[arg-type]
     assert failed == [5] and given_up.is_set()
+
+
+def test_a_step_lasts_from_the_commit_before_it(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0]
+    monkeypatch.setattr(clocks, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    clock = run.clock
+    clock._committed = 0.0
+    clock.begin(1)
+    now[0] = 12.0
+    clock.begin(2)
+    now[0] = 15.0
+    assert clock.seconds(1) == 5
+    clock.advance(SimpleNamespace(step=1))
+    now[0] = 19.0
+    assert clock.seconds(2) == 4
