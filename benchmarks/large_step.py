@@ -34,7 +34,8 @@ from tasks.advantage import advantage
 from tasks.draw import draw
 from tasks.launch.server import prefect_server
 from tasks.parts import spread
-from tasks.reporting.progress import Terminal
+from tasks.reporting.listeners import reporting_on
+from tasks.reporting.terminal import Terminal
 from tasks.results import Sampled
 from tasks.reward import reward
 from tasks.run.life_cycle import close
@@ -227,7 +228,7 @@ def main() -> None:
         opened = open_run("benchmarks.large_step:large_step", config)
         lease, position = take_over(opened)
         begin(opened, position)
-        run = Run(opened, lease, position, Terminal())
+        run = Run(opened, lease, position, reporting_on(Terminal()))
         run.engines.starting = [SCORER.name]  # no engine that holds a model
         try:
             run.engines.launch()

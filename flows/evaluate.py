@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 
 from configs.evaluation import BackFillConfig
 from tasks.commands.evaluate import main
@@ -17,7 +18,8 @@ if __name__ == "__main__":  # first: --help and a refused word need nothing of w
 from prefect import flow
 
 from tasks.evaluation.back_fill import BackFilled, back_fill, subjects_of
-from tasks.reporting.progress import Terminal
+from tasks.reporting.listeners import evaluation_listeners
+from tasks.reporting.terminal import Terminal
 from tasks.run.flow_options import TaskThreads
 
 
@@ -33,4 +35,5 @@ def evaluate(config: BackFillConfig) -> BackFilled:
     Args:
         config: which run, suites and versions.
     """
-    return back_fill(subjects_of(config), time.time(), Terminal())
+    listeners_of = partial(evaluation_listeners, Terminal())
+    return back_fill(subjects_of(config), time.time(), listeners_of)

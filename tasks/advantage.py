@@ -112,7 +112,7 @@ def telling_causes(run: Run, samples: BatchRef, scored: Sequence[Scored]) -> Ite
 
 def left_out(run: Run, step: int) -> BatchRef | None:
     """The policy's samples of groups that the step dropped without waiting for them."""
-    samples = run.left_over.get(step, LeftOver()).samples
+    samples = run.clock.left_over.get(step, LeftOver()).samples
     return None if samples is None else samples.of_policy(run.store)
 
 

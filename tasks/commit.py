@@ -18,8 +18,6 @@ from engines.meanings import VERSIONS
 from engines.rewards.runner import code_digest
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
-from storage.objects.errors import StoreUnavailable
-from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import Commit, Ledger
 from storage.runs.commit_log import commit as write_commit
 from storage.runs.curves import are_due, write_curves
@@ -27,10 +25,6 @@ from storage.runs.gradients import remove_gradients
 from storage.runs.retention import sweep
 from tasks.guards.acting import bound_after, carry_out, guards_on
 from tasks.parts import Part, spread
-from tasks.reporting import events
-from tasks.reporting.artifacts import show_samples, show_step
-from tasks.reporting.attempts import Attempt
-from tasks.reporting.mlflow_page import metrics_of
 from tasks.results import (
     LeftOver,
     Metrics,
@@ -46,8 +40,9 @@ from tasks.results import (
 from tasks.reward import samples_of
 from tasks.run.code_changes import code_metrics
 from tasks.run.decay import decay_steps
+from tasks.run.events import StepCommitted
 from tasks.run.flow_options import result_of
-from tasks.run.meaning_changes import marked, meaning_metrics
+from tasks.run.meaning_changes import meaning_metrics
 from tasks.run.metrics import logged_metrics, step_metrics
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.roles.scoring import SCORER
@@ -86,7 +81,7 @@ def sync_and_commit(
     failed.
     """
     drawn = prompts if isinstance(prompts, Prompts) else prompts.result()
-    due = run.snapshot_due(step, drawn.cursor, len(run.carried[step + 1]))
+    due = run.clock.snapshot_due(step, drawn.cursor, len(run.clock.carried[step + 1]))
     if due and run.config.cluster.share_devices:
         trained = [] if critic is None else [critic]
         updated = snapshot.submit(run, step, updated, wait_for=trained)  # type: ignore[call-overload]
@@ -111,14 +106,14 @@ def commit(
 ) -> StepSummary:
     """Commit a step: refs, versions, cursor, ledger, metrics, attempts; then HEAD moves.
 
-    Before this nothing of the step counts, after it nothing of it can be lost. What is only shown
-    (MLflow, artifacts) follows in the background, while the next step samples.
+    Before this nothing of the step counts, after it nothing of it can be lost. What is only shown,
+    and the removal of what is not kept, follow in the background, while the next step samples.
     """
     run.attempts.charge(step)
     metrics = step_metrics(run, step, prompts, scored, batch, updated, synced)
     metrics |= critic.metrics if critic is not None else {}
     metrics |= logged_metrics(scored, metrics)
-    left_over = run.left_over.get(step, LeftOver())
+    left_over = run.clock.left_over.get(step, LeftOver())
     samples = samples_of(run, step, scored)
     rows = row_history(run, step, prompts, samples)
     metrics |= {} if rows is None else quarantine_metrics(run, prompts, rows)
@@ -137,7 +132,7 @@ def commit(
         "carried": left_over.carried.prompts,
         "begun": left_over.carried.begun,
         "left_out": left_over.samples,
-        **run.rows.named(step, None if rows is None else rows.ref),
+        **run.clock.rows.named(step, None if rows is None else rows.ref),
     }
     record = Commit(
         step=step,
@@ -149,8 +144,8 @@ def commit(
         version_out=synced.weights,
         cursor=prompts.cursor.to_json(),
         rng={"seed": run.config.seed, "rollout_seed": run.config.rollout.seed},
-        ledger=ledger_after(run.ledger, prompts, batch, left_over),
-        first_group=run.first_group(step),
+        ledger=ledger_after(run.clock.ledger, prompts, batch, left_over),
+        first_group=run.clock.first_group(step),
         group_size=run.config.samples_per_prompt,
         carried=list(left_over.carried.groups),
         readmissions=prompts.readmissions,
@@ -168,9 +163,14 @@ def commit(
     attempts = run.attempts_of(step)
     carry_out(run, record)
     run.advance(record)
-    run.progress.step_done(step, metrics)
-    run.live_metrics.committed(step, record.committed_at, metrics_of(record))
-    run.background.add(lambda: show(run, record, scored, attempts))
+    told = StepCommitted(
+        record=record,
+        metrics=metrics,
+        scored=scored,
+        attempts=attempts,
+        snapshot=run.clock.snapshot_after(record),
+    )
+    run.tell(told, last=lambda: tidy(run, step))
     return StepSummary(
         step=step, version=updated.version, seconds=metrics["time/step"], metrics=metrics
     )
@@ -182,8 +182,8 @@ def row_history(
     """What became of each row of the data, this step included; None where no draw goes by that."""
     if not run.config.data.keeps_history:
         return None
-    before, quarantine = run.rows.before(step), run.config.data.quarantine
-    again = run.rows.readmitted(step, prompts.readmissions)
+    before, quarantine = run.clock.rows.before(step), run.config.data.quarantine
+    again = run.clock.rows.readmitted(step, prompts.readmissions)
     bounds = None if quarantine is None else quarantine.model_dump(mode="json")
     listed = None if again is None else sorted(again)
     known = None if before is None else before.to_json()
@@ -252,31 +252,13 @@ def ledger_after(
     )
 
 
-def show(run: Run, record: Commit, scored: list[Scored], attempts: list[Attempt]) -> None:
-    """Tell people of a committed step, in MLflow and on the dashboard; remove what is not kept."""
-    metrics = metrics_of(record)
-    run.tracker.step(record, metrics)
-    if marks := marked(metrics):
-        run.tracker.tag(f"refrain.meaning_changed.{record.step}", marks)
-    if run.snapshot_due(record.step, Cursor.from_json(record.cursor), len(record.carried)):
-        run.tracker.register(record)
-    try:
-        show_step(run, record, scored, attempts)
-        show_samples(run, record)
-        if are_due(record.step):
-            write_curves(run.files, record.step, run.tracker.history)
-        tell(run, record, scored, metrics)
-        tidy(run)
-    except StoreUnavailable as error:  # what is left over goes after the next step
-        get_run_logger().warning(
-            "Step %d is committed; showing it and tidying up after it did not go to the end: %s",
-            record.step,
-            error,
-        )
+def tidy(run: Run, step: int) -> None:
+    """Keep the curves, if they are due, and remove what the settings do not keep.
 
-
-def tidy(run: Run) -> None:
-    """Remove policy versions, batches and snapshots that the settings do not keep."""
+    Once everybody has heard of the step: which versions are registered is known then.
+    """
+    if are_due(step):
+        write_curves(run.files, step, run.history.steps())
     keep = run.config.store
     removed = []
     if run.config.train.engine == "elastic":
@@ -287,22 +269,7 @@ def tidy(run: Run) -> None:
         keep_steps=keep.keep_steps,
         keep_snapshots=keep.keep_snapshots,
         rebuilt_from=max(run.start, run.head - run.config.rollback_steps),
-        tagged={*run.tracker.registered, *run.to_be_evaluated()},
+        tagged={*run.tracking.registered, *run.to_be_evaluated()},
     )
     if removed:
         get_run_logger().info("Removed by store.keep_*: %s", ", ".join(removed))
-
-
-def tell(run: Run, record: Commit, scored: list[Scored], metrics: dict[str, float]) -> None:
-    """Events of a committed step, on which the automations act."""
-    events.emit(
-        events.STEP_COMMITTED,
-        run.name,
-        step=record.step,
-        seconds=round(metrics["time/step"], 2),
-        retries=int(metrics["retries"]),
-    )
-    if left_out := int(metrics.get("train/skipped_steps", 0)):
-        events.emit(events.NOT_FINITE, run.name, step=record.step, optimizer_steps=left_out)
-    if failed := sum(shard.failures for shard in scored):
-        events.emit(events.SCORING_FAILED, run.name, step=record.step, samples=failed)

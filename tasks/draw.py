@@ -37,13 +37,13 @@ def draw(run: Run, step: int) -> Prompts:
 
     Groups are numbered through the run, and through the run that it was forked from.
     """
-    config, cursor, carried = run.config, run.drawn[step], going_on(run, step)
-    count = new_groups(config, step, cursor, len(carried), run.carries)
+    config, cursor, carried = run.config, run.clock.drawn[step], going_on(run, step)
+    count = new_groups(config, step, cursor, len(carried), run.clock.carries)
     before = [] if carried.prompts is None else [carried.prompts]
-    found = draw_groups(run, step, cursor, run.first_group(step), count, len(before))
+    found = draw_groups(run, step, cursor, run.clock.first_group(step), count, len(before))
     check_enough(config, step, found.groups, len(carried))
     if not config.carries:  # else the next step draws when it is known what this one hands on
-        run.has_drawn(step, found.cursor, Carried())
+        run.clock.has_drawn(step, found.cursor, Carried())
     return Prompts(
         ref=BatchRef.concat([*before, *found.parts]),
         cursor=found.cursor,
@@ -79,7 +79,7 @@ def draw_groups(
     before: parts that the step has already, for the names of the new ones.
     """
     config, began = run.config, cursor
-    known = run.rows.for_draw(step)
+    known = run.clock.rows.for_draw(step)
     group, last, drawn = first_group, first_group + count, 0
     parts: list[BatchRef] = []
     dropped: dict[str, list[int]] = {}
@@ -173,7 +173,7 @@ def going_on(run: Run, step: int) -> Carried:
 
     That is so where the settings were changed between two flows of the run, or in a fork.
     """
-    config, carried = run.config, run.carried[step]
+    config, carried = run.config, run.clock.carried[step]
     count = sum(group.begun for group in carried.groups)
     fits = carried.begun is None or len(carried.begun) == count * config.samples_per_prompt
     stale = [

@@ -33,6 +33,7 @@ from tasks.advantage import repetitions, telling_causes
 from tasks.draw import check_enough, draw_groups
 from tasks.results import Carried, Prompts, Scored
 from tasks.reward import samples_of
+from tasks.run.events import RoundBegan
 from tasks.run.flow_options import result_of
 from tasks.run.retries import OPTIONS
 from tasks.run.roles.scoring import SCORER
@@ -84,14 +85,14 @@ def draw_round(run: Run, step: int, rounds: Rounds) -> Prompts:
     as in `tasks.draw.draw`.
     """
     config, first = settings(run), not rounds.drawn
-    cursor = run.drawn[step] if first else rounds.drawn[-1].cursor
-    number = run.first_group(step) + sum(len(one.ref) for one in rounds.drawn)
+    cursor = run.clock.drawn[step] if first else rounds.drawn[-1].cursor
+    number = run.clock.first_group(step) + sum(len(one.ref) for one in rounds.drawn)
     found = draw_groups(run, step, cursor, number, round_size(config, rounds.groups))
     if first:
         check_enough(config, step, found.groups)
     shards = sum(len(one.sampled) for one in rounds.scored)
     if not first:
-        run.progress.more(step, min(config.rollout.shards, found.groups))
+        run.tell(RoundBegan(step=step, shards=min(config.rollout.shards, found.groups)))
     return Prompts(
         ref=BatchRef.concat(found.parts) if found.parts else rounds.drawn[0].ref.rows(0, 0),
         cursor=found.cursor,
@@ -151,7 +152,7 @@ def choose_groups(
     with telling_causes(run, samples, every):
         over = is_over(settings(run), step, drawn, found.groups)
     if over:
-        run.has_drawn(step, prompts.cursor, Carried())
+        run.clock.has_drawn(step, prompts.cursor, Carried())
         if found.groups < wanted:
             get_run_logger().warning(
                 "Step %d trains on %d groups instead of %d: no more could be found in %d rounds.",

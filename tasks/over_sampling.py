@@ -77,7 +77,7 @@ def finished_groups(
     ages = {number: shard.stats.oldest or 0 for number, shard in finished.items()}
     chosen = choose(ages, due, wanted - len(awaited))
     rest = {number: shard for number, shard in found.items() if number not in chosen}
-    run.leave(step, prompts.cursor, settled(run, step, prompts, rest, due))
+    run.clock.leave(step, prompts.cursor, settled(run, step, prompts, rest, due))
     # One that is awaited is not cut, so it comes whole.
     members = {
         shards.first - 1: cast("PrefectFuture[WholeShards]", task)

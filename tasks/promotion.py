@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prefect import pause_flow_run, task
-from prefect.artifacts import create_markdown_artifact
 from prefect.exceptions import FlowPauseTimeout
 from prefect.input import RunInput
 from pydantic import Field
@@ -27,9 +26,8 @@ from storage.tracking.registry import (
     Registry,
 )
 from tasks.evaluation.summary import tested
-from tasks.reporting import events
-from tasks.reporting.artifacts import key
-from tasks.reporting.markdown import code, escaped
+from tasks.markdown import code, escaped
+from tasks.run.events import PolicyJudged
 from tasks.run.retries import OPTIONS
 from tasks.run.run import Run
 
@@ -88,14 +86,14 @@ def judged_before(run: Run) -> bool:
     """Whether the run had come so far already when it died, and was resumed for what was left."""
     if run.config.promotion is None:
         return False
-    model = run.tracker.model_name  # of a resumed run the versions are known from here on
-    number = run.tracker.registered.get(run.head)
+    model = run.tracking.model_name  # of a resumed run the versions are known from here on
+    number = run.tracking.registered.get(run.head)
     return number is not None and PROMOTION_TAG in Registry(run.config.tracking).tags(model, number)
 
 
 def promote(run: Run, result: EvaluationResult, rule: PromotionConfig) -> Decision:
     """Decide by the rule, ask a person if that is wished, and move the alias or say why not."""
-    run.background.drain()  # the version gets into the registry there
+    run.listeners.drain()  # the version gets into the registry there
     evaluated = Evaluation.of(result, run.head)
     decision = decide.submit(run, result, rule).result()
     if decision.promote and rule.approval and not decision.given:
@@ -172,7 +170,7 @@ def _tested(mine: str, name: str, rule: PromotionConfig, test: PairedTest | None
 @task(name="decide", task_run_name="decide", **OPTIONS)
 def decide(run: Run, result: EvaluationResult, rule: PromotionConfig) -> Decision:
     """Compare with the version that has the alias now."""
-    champion = Registry(run.config.tracking).by_alias(run.tracker.model_name, rule.alias)
+    champion = Registry(run.config.tracking).by_alias(run.tracking.model_name, rule.alias)
     if champion is not None and (champion.run, champion.step) == (run.name, run.head):
         reason = f"It became the {rule.alias} before the run was broken and resumed."
         return Decision(promote=True, reason=reason, given=True)
@@ -229,35 +227,29 @@ def asked(
 @task(name="promote", task_run_name="promote", **OPTIONS)
 def conclude(run: Run, evaluated: Evaluation, rule: PromotionConfig, decision: Decision) -> None:
     """Record evaluation and decision with the version, and move the alias if that was decided."""
-    registry, model = Registry(run.config.tracking), run.tracker.model_name
-    number = run.tracker.number_of(evaluated.version)
+    registry, model = Registry(run.config.tracking), run.tracking.model_name
+    number = run.tracking.registered.get(evaluated.version)
+    if number is None:
+        assert run.last is not None and run.last.version_out.version == evaluated.version
+        number = run.tracking.register(run.last)
     tags = {EVALUATED_ON_TAG: evaluated.on, PROMOTION_TAG: decision.reason}
     if not math.isnan(evaluated.reward):
         tags[EVALUATION_TAG] = repr(evaluated.reward)
     if decision.promote:
         registry.give(model, rule.alias, number)
     registry.tag(model, number, tags)  # last, for it says that all of this is done
-    run.tracker.tag(PROMOTION_TAG, decision.reason)
-    verdict = f"is now the {rule.alias}" if decision.promote else f"did not become the {rule.alias}"
-    create_markdown_artifact(
-        key=key(run.name, "promotion"),
-        markdown="\n".join(
-            [
-                f"### Version {evaluated.version} of {escaped(run.name)} {verdict}",
-                "",
-                escaped(decision.reason),
-                "",
-                "| held-out reward | standard error | samples | failed | truncated | registry |",
-                "|---|---|---|---|---|---|",
-                f"| {evaluated.reward:.4f} | {evaluated.error:.4f} | {evaluated.samples} "
-                f"| {evaluated.failed} | {evaluated.truncated} | {escaped(model)} {number} |",
-            ]
-        ),
-        description=f"Promotion of {run.name}: {verdict}.",
-    )
-    events.emit(
-        events.PROMOTED if decision.promote else events.NOT_PROMOTED,
-        run.name,
-        version=evaluated.version,
-        reason=decision.reason,
+    run.tell(
+        PolicyJudged(
+            version=evaluated.version,
+            promoted=decision.promote,
+            reason=decision.reason,
+            alias=rule.alias,
+            model=model,
+            number=number,
+            reward=evaluated.reward,
+            error=evaluated.error,
+            samples=evaluated.samples,
+            failed=evaluated.failed,
+            truncated=evaluated.truncated,
+        )
     )

@@ -147,7 +147,7 @@ def with_scores(samples: BatchRef, models: ModelScores | None, scores: BatchRef)
 
 def trainer_state(run: Run, step: int) -> TrainerState:
     """Where the run stands while the samples of a step are scored, as reward functions are told."""
-    return state_at(step, run.config.steps, run.drawn[step])
+    return state_at(step, run.config.steps, run.clock.drawn[step])
 
 
 def state_at(step: int, steps: int, began: Cursor) -> TrainerState:

@@ -11,6 +11,7 @@ from prefect.futures import PrefectFuture
 from tasks.episodes import complete
 from tasks.over_sampling import finished_groups
 from tasks.results import Prompts, Sampled, SampledShards, Unsampled, WholeShards
+from tasks.run.events import ShardSampled
 from tasks.run.features import PromptShard, features_of
 from tasks.run.retries import OPTIONS
 from tasks.run.run import Run
@@ -41,7 +42,8 @@ def rollout(run: Run, step: int, prompts: Prompts, shards: ShardRange) -> Sample
             found = next(filter(None, (one.complete(run, own) for one in features)), None)
         if found is None:
             found = complete(run, step, rows, stage, shard, begun)
-        run.progress.shard_done(found.stats.tokens if isinstance(found, Sampled) else 0)
+        tokens = found.stats.tokens if isinstance(found, Sampled) else 0
+        run.tell(ShardSampled(step=step, tokens=tokens))
         run.shards.ended(step, shard)
         return found
 

@@ -12,12 +12,14 @@ from storage.runs.commit_log import version_weights
 from storage.runs.live import Live, write_live
 from storage.runs.opponents import recorded_opponent
 from storage.runs.weights import WeightsRef
-from tasks.reporting.flow_run import flow_run_id
 from tasks.results import Synced
+from tasks.run.events import EnginesReady
 from tasks.run.flow_options import result_of
+from tasks.run.flow_run import flow_run_id
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.roles.sampling import OPPONENT
 from tasks.run.run import Run
+from tasks.run.run_log import folder_of
 from tasks.weight_sync import publish_and_sync
 
 
@@ -40,7 +42,7 @@ def announce(run: Run) -> None:
         epoch=run.epoch,
         certificates=None if made is None else made.model_dump(),
         host=os.uname().nodename,
-        logs=str(run.logs),
+        logs=str(folder_of(run.name)),
         worker_logs=run.engines.worker_logs,
     )
     write_live(run.files, live)
@@ -90,6 +92,7 @@ def start_engines(run: Run) -> Synced:
     first = result_of(synced)
     if run.config.opponent is not None:
         result_of(sync_opponents.submit(run, first))
-    run.tracker.start()
+    last = run.last
+    run.tell(EnginesReady(last=last, snapshot=last is not None and run.clock.snapshot_after(last)))
     seldom_collected()
     return first

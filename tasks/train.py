@@ -26,9 +26,12 @@ from tasks.guards.acting import WentBack
 from tasks.guards.judging import pending_rollback
 from tasks.guards.rollback import went_back
 from tasks.promotion import judge_policy, judged_before
-from tasks.reporting.progress import Terminal
+from tasks.reporting.listeners import reporting_on
+from tasks.reporting.skipped import skipped
+from tasks.reporting.terminal import Terminal
 from tasks.results import RunSummary, Updated
-from tasks.run.continue_from import NothingNew, skipped
+from tasks.run.continue_from import NothingNew
+from tasks.run.events import Note, SnapshotStored, StepBegan
 from tasks.run.findings import slow_here
 from tasks.run.flow_options import forget_results, result_of
 from tasks.run.life_cycle import finish, shown, started
@@ -65,10 +68,10 @@ def train(
                 opened = open_run(_this_flow(), config, resume, fork)
             except NothingNew as nothing:
                 return skipped(nothing)
-            run = stack.enter_context(started(opened, Terminal()))
+            run = stack.enter_context(started(opened, reporting_on(Terminal())))
             for finding in findings:
                 if finding.warning:
-                    run.terminal.say(finding.found, style="yellow")
+                    run.tell(Note(text=finding.found, warning=True))
         pages = stack.enter_context(contextlib.ExitStack())
         pages.enter_context(shown(run))
         start_engines(run)
@@ -112,20 +115,21 @@ def make_steps(
     except Exhausted:  # found while drawing: some of the last prompts are too long
         if run.last is None:
             raise
-        carried = len(run.position.carried)
-        if not run.snapshot_due(run.head, run.cursor, carried):  # nobody knew that it is the last
+        clock, carried = run.clock, len(run.clock.position.carried)
+        if not clock.snapshot_due(run.head, run.cursor, carried):  # nobody knew that it is the last
             keep_last(run, run.last)
         return True
     return run.head < run.config.steps
 
 
 def _in_turn(make: Callable[[int], None], run: Run) -> None:
-    for step in run.steps_left():
+    for step in run.clock.steps_left():
         make(step)
 
 
 def _make(step_flow: Callable[[Run, int], Any], run: Run, step: int) -> None:
-    run.progress.step(step, run.config.shards_at_once)
+    run.clock.begin(step)
+    run.tell(StepBegan(step=step, shards=run.config.shards_at_once))
     with tags(f"step {step}"):
         step_flow(run, step)
     forget_results()
@@ -151,7 +155,7 @@ def _overlapping(make: Callable[[int], None], run: Run) -> None:
 
         try:
             with contextlib.suppress(StepGivenUp):  # what failed is raised below
-                for step in run.steps_left():
+                for step in run.clock.steps_left():
                     # A failure stays, to be raised below; what went well is not kept for every step.
                     under_way = [one for one in under_way if not _went_well(one)]
                     here = contextvars.copy_context()  # the flow run that a step's is a part of
@@ -173,7 +177,7 @@ def keep_last(run: Run, commit: Commit) -> None:
     """Store the trainers' state after a step, and register its policy version."""
     last = Updated(version=run.head, metrics={})
     result_of(snapshot.submit(run, run.head, last))
-    run.background.add(lambda: run.tracker.register(commit))
+    run.tell(SnapshotStored(record=commit))
 
 
 def _this_flow() -> str:

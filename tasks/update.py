@@ -17,8 +17,8 @@ from engines.workers.pool import Assignment
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
 from tasks.parts import Part, discard, spread
-from tasks.reporting.attempts import Attempt
 from tasks.results import TrainBatch, Updated
+from tasks.run.attempts import Attempt
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.roles.scoring import PLANNER
 from tasks.run.roles.training import ACTOR, CRITIC, TrainRole

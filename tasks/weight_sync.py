@@ -13,6 +13,7 @@ from storage.objects.node_cache import is_kept
 from storage.runs.forks import shared_weights
 from storage.runs.weights import WeightsRef
 from tasks.results import Synced, Updated
+from tasks.run.events import Note
 from tasks.run.forking import parent_config
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.roles.sampling import ROLLOUT
@@ -115,14 +116,14 @@ def say_made_anew(run: Run, weights: WeightsRef) -> None:
     if origin is None or not origin.fork or weights.version != run.start:
         return
     if weights.digest == origin.weights.digest:
-        run.terminal.say(
+        text = (
             f"The weights of {origin} are no longer in the store. They were made anew from its "
             "trainer state, with the same digest."
         )
     else:
-        run.terminal.say(
+        text = (
             f"The weights that {origin} was committed with are not shared: this run begins with "
             f"digest {weights.digest}, not {origin.weights.digest}. Another rollout.dtype does "
-            "that, and so does replay on devices whose sums are not reproducible.",
-            style="yellow",
+            "that, and so does replay on devices whose sums are not reproducible."
         )
+    run.tell(Note(text=text, warning=weights.digest != origin.weights.digest))

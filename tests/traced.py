@@ -9,7 +9,7 @@ from typing import Any
 
 from engines.workers.pool import Assignment
 from storage.runs.commit_log import Commit
-from tasks.reporting.attempts import Attempt
+from tasks.run.attempts import Attempt
 
 Record = dict[str, Any]
 WITH_DIGIT = re.compile(r"\S*\d\S*")

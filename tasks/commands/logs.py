@@ -12,7 +12,7 @@ from configs.terminal_text import print_text, without_colours
 from storage.runs.live import read_live
 from storage.runs.run_store import RunStore
 from tasks.commands.command import Answer, Request, text
-from tasks.reporting.run_log import FLOW, WORKERS, folder_of
+from tasks.run.run_log import FLOW, WORKERS, folder_of
 
 
 def answer(request: Request) -> Answer:

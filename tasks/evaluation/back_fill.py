@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from configs.cluster.cluster import ClusterConfig
@@ -30,16 +30,13 @@ from storage.runs.opponents import opponent_of
 from storage.runs.origins import numbered, start_of
 from storage.runs.run_store import RunStore
 from storage.runs.weights import WeightsRef, open_chain
-from storage.tracking.connection import TrackingError
-from storage.tracking.tracker import Tracker
 from tasks.evaluation.engines import Place
 from tasks.evaluation.evaluate import Evaluator, evaluation
 from tasks.evaluation.summary import Compared, tested
-from tasks.reporting.attempt_log import AttemptLog
-from tasks.reporting.flow_run import flow_run_id
-from tasks.reporting.mlflow_page import evaluation_metrics
-from tasks.reporting.progress import Progress, Terminal
+from tasks.run.attempt_log import AttemptLog
 from tasks.run.engines import ENGINE_MODULES
+from tasks.run.events import BackFillBegan, Listeners, Note
+from tasks.run.flow_run import flow_run_id
 from tasks.run.interruption import dashboard_ends, set_closes, signals_end
 from tasks.run.packages import check_packages
 from tasks.run.preflight import check_lengths
@@ -71,20 +68,18 @@ class BackFilled:
 
 
 class BackFill:
-    """On whose behalf engines are started and called (tasks/reporting/run_view.py:Caller)."""
+    """On whose behalf engines are started and called (tasks/run/run_view.py:Caller)."""
 
     __slots__ = (
-        "attempts", "cancelled", "config", "device_time", "epoch", "files", "name", "progress",
-        "store", "terminal",
+        "attempts", "cancelled", "config", "device_time", "epoch", "files", "name", "store", "tell",
     )  # fmt: skip
 
-    def __init__(self, subject: Subject, terminal: Terminal, cancelled: threading.Event) -> None:
+    def __init__(self, subject: Subject, listeners: Listeners, cancelled: threading.Event) -> None:
         self.files, self.store, self.config = subject.files, subject.files.store, subject.config
         # Not the run's name: a worker answers a call that it knows from its record.
         self.name = f"{self.files.run}-evaluation-{uuid.uuid4().hex[:8]}"
-        self.epoch, self.cancelled, self.terminal = 1, cancelled, terminal
+        self.epoch, self.cancelled, self.tell = 1, cancelled, listeners.tell
         self.attempts = AttemptLog()
-        self.progress = Progress(terminal, 0)
         self.device_time = DeviceTime()  # of no step
 
 
@@ -185,9 +180,18 @@ def _cluster_config(config: GRPOConfig) -> ClusterConfig:
     return config.cluster.model_copy(update={"pools": pools, "share_devices": False})
 
 
-def back_fill(subjects: Sequence[Subject], began: float, terminal: Terminal) -> BackFilled:
-    """Evaluate each run's versions, one after the other, and compare the second with the first."""
-    results = [_one_run(subject, terminal) for subject in subjects]
+def back_fill(
+    subjects: Sequence[Subject],
+    began: float,
+    listeners_of: Callable[[RunStore, GRPOConfig], Listeners],
+) -> BackFilled:
+    """Evaluate each run's versions, one after the other, and compare the second with the first.
+
+    `listeners_of`: who is told of a run's evaluations, by its files and settings.
+    """
+    results = [
+        _one_run(subject, listeners_of(subject.files, subject.config)) for subject in subjects
+    ]
     first = subjects[0]
     if len(subjects) == 1:
         return BackFilled(run=first.files.run, results=results[0], began=began)
@@ -216,14 +220,14 @@ def compared(
     return found
 
 
-def _one_run(subject: Subject, terminal: Terminal) -> dict[tuple[str, int], EvaluationResult]:
+def _one_run(subject: Subject, listeners: Listeners) -> dict[tuple[str, int], EvaluationResult]:
     cancelled = threading.Event()
-    caller = BackFill(subject, terminal, cancelled)
+    caller = BackFill(subject, listeners, cancelled)
     for sentence in odd_suites(subject.config):
-        terminal.say(sentence, style="yellow")
+        caller.tell(Note(text=sentence, warning=True))
 
     def last_words() -> None:
-        terminal.say("Stopped.", style="yellow")
+        caller.tell(Note(text="Stopped.", warning=True))
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals_end(cancelled, last_words))
@@ -259,30 +263,8 @@ def _evaluator(caller: BackFill, cluster: Cluster) -> Evaluator:
         opponents=opponents,
         aside=aside,
     )
-    page = _page(caller)
-
-    def tell(result: EvaluationResult, version: int) -> None:
-        if page is not None:
-            page.log_metrics(version, evaluation_metrics(result), at=result.made_at)
-
-    return Evaluator(caller, place, suites, tell, back_fill=True)
-
-
-def _page(caller: BackFill) -> Tracker | None:
-    """The run's page in MLflow; None where it has none that can be found from here."""
-    page = Tracker(caller.config.tracking)
-    try:
-        found = page.reopen(caller.files.run, caller.store.uri)
-    except TrackingError as error:
-        caller.terminal.say(f"The results go to the store alone: {error}", style="yellow")
-        return None
-    if not found:
-        caller.terminal.say(
-            f"MLflow at {caller.config.tracking.uri} has no page of {caller.files.run}: the results "
-            "go to the store alone. Give tracking.uri=… of the place that has it.",
-            style="yellow",
-        )
-    return page if found else None
+    caller.tell(BackFillBegan())
+    return Evaluator(caller, place, suites, back_fill=True)
 
 
 @contextlib.contextmanager

@@ -10,12 +10,12 @@ from engines.rollout.rollout_pool import RolloutPool
 from engines.workers.cluster import Cluster
 from engines.workers.engine import E, EngineSpec
 from engines.workers.pool import EnginePool
-from tasks.reporting.run_view import Caller
 from tasks.run.roles.environments import ENVIRONMENT, environment_engine
 from tasks.run.roles.reward_models import REWARD_MODEL, reward_model_engine
 from tasks.run.roles.role import ByRole, Clients, EngineRole, pool_of
 from tasks.run.roles.sampling import OPPONENT, ROLLOUT
 from tasks.run.roles.scoring import SCORER, scoring_engine
+from tasks.run.run_view import Caller
 from tasks.run.suite import Suite
 
 
@@ -70,5 +70,5 @@ class _Asks:
         self.config = suite.config
         self.name, self.store, self.files = caller.name, caller.store, caller.files
         self.epoch, self.cancelled = caller.epoch, caller.cancelled
-        self.attempts, self.progress = caller.attempts, caller.progress
-        self.terminal, self.device_time = caller.terminal, caller.device_time
+        self.attempts, self.tell = caller.attempts, caller.tell
+        self.device_time = caller.device_time

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from prefect import flow, task
@@ -30,12 +30,11 @@ from storage.runs.weights import WeightsRef
 from storage.tracking.cost import calls_cost
 from tasks.episodes import complete
 from tasks.evaluation.engines import Place
-from tasks.evaluation.page import show
 from tasks.evaluation.summary import counts_of, metrics_of, scores_of
-from tasks.reporting.attempt_log import EvaluationLog, summed
-from tasks.reporting.run_view import Caller
 from tasks.results import Sampled
 from tasks.reward import score
+from tasks.run.attempt_log import EvaluationLog, summed
+from tasks.run.events import VersionEvaluated
 from tasks.run.flow_options import TaskThreads, result_of
 from tasks.run.metrics import pools_of
 from tasks.run.retries import OPTIONS, attempted
@@ -43,14 +42,13 @@ from tasks.run.role_table import prompters
 from tasks.run.roles.role import ByRole
 from tasks.run.roles.sampling import OPPONENT, ROLLOUT
 from tasks.run.roles.scoring import SCORER
+from tasks.run.run_view import Caller
 from tasks.run.shard_driver import AtOnce, ShardDriver, ShardRange, task_runs
 from tasks.run.stage import Stage
 from tasks.run.suite import Suite
 from tasks.sampling import SamplingStage
 
 STEP_NUMBER = 0  # of every call and seed: the same questions are asked alike of every version
-
-Told = Callable[[EvaluationResult, int], object]  # of a result, and the run's number of its version
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,20 +74,18 @@ class EvaluatedShard:
 class Evaluator:
     """What evaluates versions of a run. With slots and no dataclass, as tasks.run.run.Run."""
 
-    __slots__ = ("back_fill", "caller", "place", "suites", "tell")
+    __slots__ = ("back_fill", "caller", "place", "suites")
 
     def __init__(
         self,
         caller: Caller,
         place: Place,
         suites: Mapping[str, Suite],
-        tell: Told,
         back_fill: bool = False,
     ) -> None:
         """`back_fill`: of versions of the past, on workers of its own."""
         self.caller, self.place = caller, place
-        self.suites, self.tell = suites, tell
-        self.back_fill = back_fill
+        self.suites, self.back_fill = suites, back_fill
 
 
 class Questioning:
@@ -97,7 +93,7 @@ class Questioning:
 
     __slots__ = (
         "attempts", "back_fill", "caller", "config", "device_time", "engines", "episodes", "files",
-        "name", "number", "progress", "shards", "store", "suite", "weights",
+        "name", "number", "shards", "store", "suite", "tell", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -108,7 +104,7 @@ class Questioning:
         self.caller, self.suite, self.config = caller, suite, suite.config
         self.number, self.weights = number, weights
         self.name, self.store = caller.name, caller.store
-        self.attempts, self.progress = EvaluationLog(caller.attempts), caller.progress
+        self.attempts, self.tell = EvaluationLog(caller.attempts), caller.tell
         self.back_fill = evaluator.back_fill
         self.device_time = caller.device_time
         self.engines: ByRole = evaluator.place.engines_of(caller, suite)
@@ -182,10 +178,9 @@ def evaluation(
             found[name] = _evaluated(run)
         finally:
             run.shards.close()
-        evaluator.tell(found[name], version)
+        run.tell(VersionEvaluated(result=found[name], version=version))
         # Last: what is noted counts as told.
         note(run.caller.files, name, version, run.files.result_key(suite.summing))
-        show(evaluator.caller, found[name], version)
     return found
 
 

@@ -17,7 +17,8 @@ from storage.runs.commit_log import version_weights
 from storage.runs.weights import MANIFEST, WeightsRef
 from tasks.evaluation.engines import Place
 from tasks.evaluation.evaluate import Evaluator, evaluation
-from tasks.reporting.mlflow_page import evaluation_metrics
+from tasks.evaluation.summary import evaluation_metrics
+from tasks.run.events import VersionEvaluated
 from tasks.run.roles.sampling import EVALUATION, OPPONENT, ROLLOUT
 from tasks.run.run import Run
 from tasks.run.suite import Suite
@@ -35,7 +36,8 @@ class Evaluations:
         self._waiting: list[Future[Results]] = []
         self._done: dict[int, Results] = {}  # by version
         suites = {name: Suite.of(run.config, name, one) for name, one in config.suites.items()}
-        self._evaluator = Evaluator(run, _place(run), suites, self._tell)
+        self._evaluator = Evaluator(run, _place(run), suites)
+        run.listeners.on(VersionEvaluated, self._measured)
 
     def begin(self) -> None:
         """Evaluate the version that the run begins with, if asked for, and what a dead flow left."""
@@ -112,9 +114,8 @@ class Evaluations:
                 one.result()
         self._waiting = [one for one in self._waiting if not one.done()]
 
-    def _tell(self, result: EvaluationResult, version: int) -> None:
-        self._run.tracker.evaluated(result, version)
-        self._run.measured |= evaluation_metrics(result)
+    def _measured(self, event: VersionEvaluated) -> None:
+        self._run.measured |= evaluation_metrics(event.result)
 
 
 def _place(run: Run) -> Place:

@@ -14,6 +14,7 @@ from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
 from storage.evaluations.results import EvaluationResult, Interval
 from storage.objects.store import Store
+from tasks.results import Metrics
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +95,12 @@ def metrics_of(scores: Scores, suite: SuiteConfig) -> tuple[dict[str, float], di
         if enough.any():
             metrics[f"pass@{k}"] = pass_at_k(scores.samples[enough], scores.right[enough], k)
     return metrics, {"reward": interval}
+
+
+def evaluation_metrics(result: EvaluationResult) -> Metrics:
+    """The metrics of an evaluation under the names that people see."""
+    cost = {f"cost/{name}": value for name, value in result.cost.items()}
+    return {f"eval/{result.suite}/{name}": value for name, value in (result.metrics | cost).items()}
 
 
 def interval_of(scores: Scores) -> Interval:

@@ -7,10 +7,9 @@ from prefect.logging import get_run_logger
 from configs.flows import fork_command, resume_command
 from storage.runs.commit_log import GuardRecord, Outline
 from storage.runs.forks import NoSuchOrigin, begin_at
-from tasks.guards.judging import verdicts
-from tasks.reporting import events
-from tasks.reporting.guard_notes import guard_sentence
+from tasks.guards.judging import guard_sentence, verdicts
 from tasks.results import Metrics
+from tasks.run.events import GuardActed
 from tasks.run.run import Run
 from tasks.run.staleness_gate import BOUND
 
@@ -92,13 +91,8 @@ def _act(run: Run, step: int, record: GuardRecord) -> None:
             f", with {', '.join(record.change)}." if record.change else "."
         )
         run.gate.end_after(step, WentBack(record, step))
-    if record.action != "stop":  # that is the run's last word
-        run.terminal.say(said, style="yellow")
     get_run_logger().warning(said)
-    facts = {"guard": record.guard, "metric": record.metric, "action": str(record.action)}
-    numbers = {"value": record.value, "threshold": record.threshold, "back_to": record.back_to}
-    known = {name: number for name, number in numbers.items() if number is not None}
-    events.emit(events.GUARD, run.name, step=step, **facts, **known)
+    run.tell(GuardActed(step=step, record=record, sentence=said))
 
 
 def _remedy(run: Run, step: int, record: GuardRecord) -> str:

@@ -133,3 +133,19 @@ def pending_rollback(last: Commit | None) -> GuardRecord | None:
     """The rollback that a commit decided on; None where it did not."""
     found = [] if last is None else [one for one in last.guards if one.action == "rollback"]
     return found[0] if found else None
+
+
+def guard_sentence(record: GuardRecord, step: int) -> str:
+    """What a guard found after a step, as a sentence."""
+    often = "" if record.beyond < 2 else f" for {record.beyond} steps in a row by now"
+    if record.value is None or record.threshold is None:
+        return (
+            f"Guard {record.guard}: {record.metric} of step {step} was no finite number, which is "
+            f"beyond every bound{often}."
+        )
+    side = "above" if record.value > record.threshold else "below"
+    mean = "" if record.mean is None or record.seen == 0 else f" (running mean {record.mean:.4g})"
+    return (
+        f"Guard {record.guard}: {record.metric} of step {step} was {record.value:.4g}, {side} "
+        f"{record.threshold:.4g}{mean}{often}."
+    )

@@ -25,9 +25,8 @@ from storage.runs.live import End, RolledBack, workers_ended, write_end
 from storage.runs.origins import RollbackCause, origin_of
 from storage.runs.run_store import RunStore
 from tasks.guards.acting import GuardStopped, WentBack
-from tasks.reporting import events
-from tasks.reporting.artifacts import show_run
-from tasks.reporting.guard_notes import guard_sentence
+from tasks.guards.judging import guard_sentence
+from tasks.run.events import Note, RunRolledBack
 from tasks.run.life_cycle import last_pages, started
 from tasks.run.opening import OpenedRun, open_run
 from tasks.run.run import Run
@@ -56,7 +55,7 @@ def went_back(run: Run, back: WentBack) -> Iterator[Run]:
     )
     opened = _opened(run, back.record, cause)
     cluster = _left(run, opened.config)
-    with started(opened, run.terminal, cluster=cluster) as child:
+    with started(opened, run.reporting, cluster=cluster) as child:
         _on_record(run, child, back.record, cause)
         try:
             yield child
@@ -108,18 +107,14 @@ def _on_record(run: Run, child: Run, record: GuardRecord, cause: RollbackCause) 
     end = RolledBack(to=record.back_to, child=child.name, guard=cause.guard, why=cause.why)
     write_end(run.files, End(step=run.head, rolled_back=end))
     workers_ended(run.files)
-    run.tracker.tag("refrain.rolled_back_to", str(record.back_to))
-    run.tracker.tag("refrain.rolled_back_by", cause.guard)
-    run.tracker.tag("refrain.continued_as", child.name)
-    run.tracker.finish(None)
-    show_run(run)
-    events.emit(
-        events.ROLLED_BACK,
-        run.name,
-        step=run.head,
-        back_to=record.back_to,
-        guard=cause.guard,
-        child=child.name,
-        number=cause.number,
+    run.tell(
+        RunRolledBack(
+            step=run.head,
+            back_to=record.back_to,
+            guard=cause.guard,
+            child=child.name,
+            number=cause.number,
+            fresh=run.cursor.fresh,
+        )
     )
-    child.terminal.say(f"Run {child.name} goes on after {child.origin}.")
+    child.tell(Note(text=f"Run {child.name} goes on after {child.origin}."))

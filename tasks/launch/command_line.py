@@ -33,7 +33,7 @@ from engines.processes.process_setup import imports_uncollected
 from tasks.reporting.output import until_nobody_reads
 
 if TYPE_CHECKING:
-    from tasks.reporting.progress import Terminal
+    from tasks.reporting.terminal import Terminal
     from tasks.results import RunSummary
     from tasks.run.opening import OpenedRun
     from tasks.run.run import Run
@@ -113,14 +113,16 @@ def _run(call: Callable[[Run], Any], opened: OpenedRun) -> int:
     from prefect.exceptions import PrefectException
 
     from tasks.launch.server import prefect_server
-    from tasks.reporting.progress import Terminal
+    from tasks.reporting.listeners import reporting_on
+    from tasks.reporting.terminal import Terminal
     from tasks.run.life_cycle import started
 
     terminal, config, name = Terminal(), opened.config, opened.name
     again = resume_command(opened.flow, config.store, name)
     run: Run | None = None
     try:
-        with started(opened, terminal, partial(_stopped, terminal, again)) as run:
+        last_words = partial(_stopped, terminal, again)
+        with started(opened, reporting_on(terminal), last_words) as run:
             terminal.say(f"Run {name}: {config.steps} steps of {config.samples_per_step} samples")
             if run.origin is not None:
                 terminal.say(f"It begins after {run.origin}; {_data_of(run)}.")

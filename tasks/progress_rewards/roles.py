@@ -15,7 +15,7 @@ from tasks.run.roles.role import EngineRole, pool_of, start_pool
 from tasks.run.roles.specs import MODELS, store_spec
 
 if TYPE_CHECKING:
-    from tasks.reporting.run_view import Caller
+    from tasks.run.run_view import Caller
 
 
 def srpo(config: GRPOConfig) -> SRPOConfig:

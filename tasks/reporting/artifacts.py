@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import itertools
 import math
 import os
 import re
@@ -28,25 +27,30 @@ from storage.audit.transcripts import (
     transcribed,
 )
 from storage.objects.errors import ObjectMissing
-from storage.runs.commit_log import history
 from storage.runs.live import read_end
-from storage.tracking.timeline import Work, timeline_png
+from tasks.markdown import cell, code, escaped
 from tasks.reporting.cost_note import cost_lines
 from tasks.reporting.guard_notes import continued, guard_table, went_back
-from tasks.reporting.markdown import cell, code, escaped
-from tasks.reporting.progress import untrained
+from tasks.reporting.progress_line import untrained
+from tasks.run.events import (
+    Listeners,
+    PolicyJudged,
+    RunBegan,
+    RunRolledBack,
+    StepCommitted,
+    StepsEnded,
+)
+from tasks.run.facts import RunFacts
+from tasks.run.pictures import TIMELINE_STEPS
 
 if TYPE_CHECKING:
     from storage.runs.commit_log import Commit, Ledger
-    from tasks.reporting.attempts import Attempt
-    from tasks.reporting.run_view import RunView
     from tasks.results import Metrics, Scored
+    from tasks.run.attempts import Attempt
 
 LOOKED_AT = 64  # samples of a step among which those shown are chosen
 SHOWN_CHARACTERS = 1000  # of a prompt or an answer
 TABLE_STEPS = 200  # the last ones; MLflow has all
-TIMELINE_STEPS = 12  # the last ones; more would only blur
-TRAINERS = "train"  # in the timeline, for calls that all train workers carry out together
 
 
 def key(run: str, what: str) -> str:
@@ -54,7 +58,34 @@ def key(run: str, what: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", f"{run}-{what}".lower()).strip("-")
 
 
-def show_step(run: RunView, commit: Commit, scored: list[Scored], attempts: list[Attempt]) -> None:
+class Pages:
+    """The artifacts of a run."""
+
+    def __init__(self, facts: RunFacts) -> None:
+        self._facts = facts
+
+    def listen(self, listeners: Listeners) -> None:
+        """Hear what the run says."""
+        listeners.on(RunBegan, lambda event: show_run(self._facts, event.head, event.fresh))
+        listeners.later(StepCommitted, self.step_committed)
+        listeners.on(StepsEnded, self.steps_ended)
+        listeners.on(PolicyJudged, lambda event: show_judgement(self._facts, event))
+        listeners.on(RunRolledBack, lambda event: show_run(self._facts, event.step, event.fresh))
+
+    def step_committed(self, event: StepCommitted) -> None:
+        """A step's pages."""
+        show_step(self._facts, event.record, event.scored, event.attempts)
+        show_samples(self._facts, event.record)
+
+    def steps_ended(self, event: StepsEnded) -> None:
+        """The pages of all steps."""
+        show_picture(self._facts, "curves", "reward, KL and time by stage", event.curves)
+        show_steps(self._facts, event.history)
+        what = f"what each engine did in the last {TIMELINE_STEPS} steps"
+        show_picture(self._facts, "timeline", what, event.timeline)
+
+
+def show_step(run: RunFacts, commit: Commit, scored: list[Scored], attempts: list[Attempt]) -> None:
     """The step's table of shards and its lineage note."""
     create_table_artifact(
         key=key(run.name, "shards"),
@@ -68,7 +99,7 @@ def show_step(run: RunView, commit: Commit, scored: list[Scored], attempts: list
     )
 
 
-def show_samples(run: RunView, commit: Commit) -> None:
+def show_samples(run: RunFacts, commit: Commit) -> None:
     """What a few of the step's samples were asked and wrote, of the first ones that it drew."""
     count, all_of_them = run.config.tracking.shown_samples, commit.refs.get("samples")
     if not count or not all_of_them:
@@ -156,7 +187,7 @@ def nothing_trained(commit: Commit) -> list[str]:
     return ["", f"**{said[0].upper()}{said[1:]}.**"] if said else []
 
 
-def lineage(run: RunView, commit: Commit, attempts: list[Attempt]) -> str:
+def lineage(run: RunFacts, commit: Commit, attempts: list[Attempt]) -> str:
     """Markdown: versions, refs, counts, times and retries of a committed step.
 
     Lists, where an entry is long: the dashboard cuts wide tables off.
@@ -249,8 +280,11 @@ def stage_table(commit: Commit, attempts: list[Attempt]) -> list[str]:
     return [*lines, f"| whole step | {whole:.2f} | | | | |"]
 
 
-def show_run(run: RunView) -> None:
-    """The run's own note: its name, where it works, and where its things are."""
+def show_run(run: RunFacts, head: int, fresh: int) -> None:
+    """The run's own note: its name, where it works, and where its things are.
+
+    head: its last committed step. fresh: rows that had not been seen and are drawn first.
+    """
     lines = [
         f"### {escaped(run.name)}",
         "",
@@ -265,10 +299,10 @@ def show_run(run: RunView) -> None:
         lines.append(f"- Goes on from the {what} of **{escaped(run.origin)}**")
         lines += went_back(run.origin)
     lines += continued(read_end(run.files))
-    if run.cursor.fresh:
-        lines.append(f"- {run.cursor.fresh} rows had not been seen; they are drawn first")
-    if run.head:
-        lines.append(f"- Goes on after its step {run.head}")
+    if fresh:
+        lines.append(f"- {fresh} rows had not been seen; they are drawn first")
+    if head:
+        lines.append(f"- Goes on after its step {head}")
     create_markdown_artifact(
         key=key(run.name, "run"),
         markdown="\n".join(lines),
@@ -276,7 +310,7 @@ def show_run(run: RunView) -> None:
     )
 
 
-def show_steps(run: RunView, history: list[tuple[int, Metrics]]) -> None:
+def show_steps(run: RunFacts, history: list[tuple[int, Metrics]]) -> None:
     """The run's steps in one table: reward, time by stage, retries."""
     rows = [
         {
@@ -318,7 +352,7 @@ def reward_code(commit: Commit) -> list[str]:
     return lines
 
 
-def show_picture(run: RunView, name: str, what: str, image: bytes) -> None:
+def show_picture(run: RunFacts, name: str, what: str, image: bytes) -> None:
     """A picture inside a markdown artifact; `what` it shows, for people."""
     picture = base64.b64encode(image).decode()
     create_markdown_artifact(
@@ -328,24 +362,22 @@ def show_picture(run: RunView, name: str, what: str, image: bytes) -> None:
     )
 
 
-def show_timeline(run: RunView) -> None:
-    """A picture of which engine did what and when over the last steps, in the store too."""
-    work = work_of(itertools.islice(history(run.files), TIMELINE_STEPS))
-    image = timeline_png(work, run.name)
-    show_picture(run, "timeline", f"what each engine did in the last {TIMELINE_STEPS} steps", image)
-    run.store.write(f"{run.name}/timeline.png", image)
-
-
-def work_of(commits: Iterable[Commit]) -> list[Work]:
-    """What the engines did for some steps, by the attempts that their commits keep."""
-    return [
-        Work(
-            engine=str(attempt["worker"] or TRAINERS),
-            stage=str(attempt["stage"]),
-            step=commit.step,
-            start=float(str(attempt["started"])),
-            seconds=float(str(attempt["seconds"])),
-        )
-        for commit in commits
-        for attempt in commit.attempts
-    ]
+def show_judgement(run: RunFacts, event: PolicyJudged) -> None:
+    """The note of a promotion, or of why there was none."""
+    verdict = f"is now the {event.alias}" if event.promoted else f"did not become the {event.alias}"
+    create_markdown_artifact(
+        key=key(run.name, "promotion"),
+        markdown="\n".join(
+            [
+                f"### Version {event.version} of {escaped(run.name)} {verdict}",
+                "",
+                escaped(event.reason),
+                "",
+                "| held-out reward | standard error | samples | failed | truncated | registry |",
+                "|---|---|---|---|---|---|",
+                f"| {event.reward:.4f} | {event.error:.4f} | {event.samples} "
+                f"| {event.failed} | {event.truncated} | {escaped(event.model)} {event.number} |",
+            ]
+        ),
+        description=f"Promotion of {run.name}: {verdict}.",
+    )

@@ -20,7 +20,7 @@ from storage.tracking.cost import (
     SECONDS_PER_SAMPLE,
     STARTING,
 )
-from tasks.reporting.markdown import escaped
+from tasks.markdown import escaped
 
 Metrics = Mapping[str, float | None]
 

@@ -1,10 +1,10 @@
-"""What people read of a run's guards and of its way back: sentences and markdown."""
+"""What people read of a run's guards and of its way back, as Markdown."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tasks.reporting.markdown import cell, code, escaped
+from tasks.markdown import cell, code, escaped
 
 if TYPE_CHECKING:
     from storage.runs.commit_log import Commit, GuardRecord
@@ -12,22 +12,6 @@ if TYPE_CHECKING:
     from storage.runs.origins import Origin
 
 DOES = {"warn": "warns", "synchronous": "ends the overlap of steps", "stop": "stops the run"}
-
-
-def guard_sentence(record: GuardRecord, step: int) -> str:
-    """What a guard found after a step, as a sentence."""
-    often = "" if record.beyond < 2 else f" for {record.beyond} steps in a row by now"
-    if record.value is None or record.threshold is None:
-        return (
-            f"Guard {record.guard}: {record.metric} of step {step} was no finite number, which is "
-            f"beyond every bound{often}."
-        )
-    side = "above" if record.value > record.threshold else "below"
-    mean = "" if record.mean is None or record.seen == 0 else f" (running mean {record.mean:.4g})"
-    return (
-        f"Guard {record.guard}: {record.metric} of step {step} was {record.value:.4g}, {side} "
-        f"{record.threshold:.4g}{mean}{often}."
-    )
 
 
 def guard_table(commit: Commit) -> list[str]:

@@ -4,25 +4,40 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from storage.prompts.cursor import Cursor
-from storage.runs.commit_log import read_commit
-from storage.runs.curves import History, read_history, shown
-from storage.runs.origins import Origin, start_of
+from configs.storage import TrackingConfig
+from storage.runs.commit_log import Commit, read_commit
+from storage.runs.origins import Origin
+from storage.runs.run_store import RunStore
 from storage.runs.working_tree import working_tree
+from storage.tracking.connection import TrackingError
 from storage.tracking.cost import DEVICE_HOURS_SO_FAR, MONEY_SO_FAR, SO_FAR
-from storage.tracking.plots import progress_png
+from storage.tracking.registry import PROMOTION_TAG
 from storage.tracking.tracked_run import TrackedData, TrackedRun
-from tasks.reporting.flow_run import flow_run_id, flow_run_url
+from storage.tracking.tracker import Tracker
+from tasks.evaluation.summary import evaluation_metrics
 from tasks.reporting.mlflow_process import PageWriter
-from tasks.results import Metrics
-
-if TYPE_CHECKING:
-    from storage.evaluations.results import EvaluationResult
-    from storage.runs.commit_log import Commit
-    from tasks.reporting.run_view import RunView
+from tasks.run.events import (
+    BackFillBegan,
+    EnginesReady,
+    Event,
+    Listeners,
+    Note,
+    PolicyJudged,
+    RunClosed,
+    RunFinished,
+    RunRolledBack,
+    SnapshotStored,
+    StepCommitted,
+    StepsEnded,
+    VersionEvaluated,
+)
+from tasks.run.facts import RunFacts
+from tasks.run.flow_run import flow_run_id, flow_run_url
+from tasks.run.meaning_changes import marked
+from tasks.run.metrics import numbers_of
 
 PLOT = "plots/progress.png"
 START_DELAY = 5.0  # seconds
@@ -30,32 +45,44 @@ LONGEST_TAG = 2000  # characters; MLflow takes 5000 on a server
 
 
 class RunTracker:
-    """A run's page in MLflow.
+    """A run's page in MLflow; says which versions are registered (tasks/run/reports.py:Tracking).
 
-    It is begun in the background when it is first written to, or START_DELAY seconds after `start`:
-    importing MLflow takes two seconds of CPU, which a small model's first step needs itself. Another
-    process writes it (tasks/reporting/mlflow_process.py).
+    It is begun in the background when it is first written to, or START_DELAY seconds after the
+    engines are ready: importing MLflow takes two seconds of CPU, which a small model's first step
+    needs itself. Another process writes it (tasks/reporting/mlflow_process.py).
     """
 
-    def __init__(self, run: RunView) -> None:
-        self._run = run
-        self._tracker = PageWriter(run.config.tracking, run.terminal.say)
+    def __init__(self, facts: RunFacts, say: Callable[[str], None]) -> None:
+        """`say`: called in another thread with a sentence for people where MLflow is waited for."""
+        self._facts = facts
+        self._tracker = PageWriter(facts.config.tracking, say)
         self._needed = threading.Event()
         self._started = threading.Event()
         self._error: Exception | None = None
         self._finished = False
-        self.history: History = []  # what is shown of each step
         self.registered: dict[int, str] = {}  # policy version -> its number in the registry; kept
 
-    def start(self) -> None:
+    def listen(self, listeners: Listeners) -> None:
+        """Hear what the run says."""
+        listeners.on(EnginesReady, self.engines_ready)
+        listeners.later(StepCommitted, self.step_committed)
+        listeners.later(SnapshotStored, lambda event: self.register(event.record))
+        listeners.on(VersionEvaluated, self.version_evaluated)
+        listeners.on(StepsEnded, lambda event: self._ready().log_file(PLOT, event.curves))
+        listeners.on(PolicyJudged, lambda event: self.tag(PROMOTION_TAG, event.reason))
+        listeners.on(RunRolledBack, self.rolled_back)
+        listeners.on(RunFinished, self.run_finished)
+        listeners.on(RunClosed, lambda event: self.finish(event.error))
+
+    def engines_ready(self, event: EnginesReady) -> None:
         """Begin the page in the background, or go on with it. To be called inside the flow run."""
-        tracked, last = self._tracked(), self._run.last
+        tracked = self._tracked()
 
         def begin() -> None:
             self._needed.wait(START_DELAY)
             try:
                 self._tracker.start(tracked)
-                self._catch_up(last)
+                self._catch_up(event.last, event.snapshot)
             except Exception as error:  # raised again in the flow's thread by `_ready`
                 self._error = error
             finally:
@@ -63,61 +90,69 @@ class RunTracker:
 
         threading.Thread(target=begin, name="mlflow", daemon=True).start()
 
-    def _catch_up(self, newest: Commit | None) -> None:
-        """What a resumed run did before: its curves, its versions, and what MLflow never heard of.
+    def _catch_up(self, newest: Commit | None, snapshot: bool) -> None:
+        """What a resumed run did before: its versions, and what MLflow never heard of.
 
         A step is committed before MLflow is told of it and its version, so a run may die in between.
-        `newest`: the last commit; a fork's may be its parent's.
+        `newest`: the last commit; a fork's may be its parent's. `snapshot`: of it one is stored.
         """
-        files = self._run.files
-        start = start_of(files)
+        start = self._facts.start
         if newest is None or newest.step <= start:
             return
-        head = newest.step
-        self.history = read_history(files, head)
-        for step in range(max(start, self._tracker.last_step or 0) + 1, head + 1):
-            commit = read_commit(files, step)
-            self._log(self._tracker, commit, metrics_of(commit))
+        for step in range(max(start, self._tracker.last_step or 0) + 1, newest.step + 1):
+            self._log(self._tracker, read_commit(self._facts.files, step))
         self.registered = self._tracker.registered()
-        cursor = Cursor.from_json(newest.cursor)
-        due = self._run.snapshot_due(head, cursor, len(newest.carried))
-        if due and newest.version_out.version not in self.registered:
+        if snapshot and newest.version_out.version not in self.registered:
             self._register(self._tracker, newest)
 
-    def step(self, commit: Commit, metrics: Metrics) -> None:
-        """Record a committed step."""
-        tracker = self._ready()
-        self.history.append((commit.step, shown(metrics)))
-        self._log(tracker, commit, metrics)
+    def step_committed(self, event: StepCommitted) -> None:
+        """Record a committed step, and its version where the trainers' state is stored."""
+        self._log(self._ready(), event.record)
+        if marks := marked(numbers_of(event.record)):
+            self.tag(f"refrain.meaning_changed.{event.record.step}", marks)
+        if event.snapshot:
+            self.register(event.record)
 
-    def _log(self, tracker: PageWriter, commit: Commit, metrics: Metrics) -> None:
-        tracker.log_step(commit.step, metrics, at=commit.committed_at, lineage=newest_tags(commit))
+    def _log(self, tracker: PageWriter, commit: Commit) -> None:
+        tracker.log_step(
+            commit.step, numbers_of(commit), at=commit.committed_at, lineage=newest_tags(commit)
+        )
 
-    def register(self, commit: Commit) -> None:
-        """Put the policy version that a step made into the model registry."""
-        self._register(self._ready(), commit)
+    def register(self, commit: Commit) -> str:
+        """Put the policy version that a step made into the model registry; its number there."""
+        return self._register(self._ready(), commit)
 
-    def _register(self, tracker: PageWriter, commit: Commit) -> None:
-        step, weights = commit.step, commit.version_out
+    def _register(self, tracker: PageWriter, commit: Commit) -> str:
+        step, weights, store = commit.step, commit.version_out, self._facts.store
         number = tracker.register_version(
             weights.version,
-            uri=self._run.store.url(weights.key),
+            uri=store.url(weights.key),
             digest=weights.digest,
             step=step,
-            store_uri=self._run.store.uri,
+            store_uri=store.uri,
             lineage=version_tags(commit),
         )
         self.registered[weights.version] = number
+        return number
 
-    def evaluated(self, result: EvaluationResult, version: int) -> None:
+    def version_evaluated(self, event: VersionEvaluated) -> None:
         """Record what a suite says of a policy version."""
-        self._ready().log_metrics(version, evaluation_metrics(result), at=result.made_at)
+        result = event.result
+        self._ready().log_metrics(event.version, evaluation_metrics(result), at=result.made_at)
 
-    def ended(self, step: int, cost: Metrics) -> None:
-        """Record what all of the run cost, up to its end after the last step."""
-        total = {name: value for name, value in cost.items() if name.startswith(SO_FAR)}
+    def rolled_back(self, event: RunRolledBack) -> None:
+        """Record where the run goes on, and end its page."""
+        self.tag("refrain.rolled_back_to", str(event.back_to))
+        self.tag("refrain.rolled_back_by", event.guard)
+        self.tag("refrain.continued_as", event.child)
+        self.finish(None)
+
+    def run_finished(self, event: RunFinished) -> None:
+        """Record what all of the run cost, up to its end after the last step, and end its page."""
+        total = {name: value for name, value in event.cost.items() if name.startswith(SO_FAR)}
         shown = {name.replace(SO_FAR, "cost/run/"): value for name, value in total.items()}
-        self._ready().log_metrics(step, shown, at=time.time())
+        self._ready().log_metrics(event.step, shown, at=time.time())
+        self.finish(None)
 
     def tag(self, name: str, value: str) -> None:
         """Write a tag on the run's page."""
@@ -127,23 +162,6 @@ class RunTracker:
     def model_name(self) -> str:
         """Name of the run's model in the registry."""
         return self._ready().model_name
-
-    def number_of(self, version: int) -> str:
-        """Number in the registry of a policy version, which is registered if it is not yet."""
-        if version not in self.registered:
-            last = self._run.last
-            assert last is not None and last.version_out.version == version
-            self.register(last)
-        return self.registered[version]
-
-    def plot(self) -> bytes | None:
-        """The run's curves as a PNG, kept with the run; None before the first step."""
-        if not self.history:
-            return None
-        steps, metrics = zip(*self.history, strict=True)
-        image = progress_png(list(steps), list(metrics), title=self._run.name)
-        self._ready().log_file(PLOT, image)
-        return image
 
     @property
     def link(self) -> str:
@@ -168,7 +186,7 @@ class RunTracker:
         return self._tracker
 
     def _tracked(self) -> TrackedRun:
-        run = self._run
+        run = self._facts
         return TrackedRun(
             run=run.name,
             store_uri=run.store.uri,
@@ -189,23 +207,53 @@ class RunTracker:
         )
 
 
+class ReopenedPage:
+    """The page of a run of the past, to which results of its versions are added, if it is found."""
+
+    def __init__(
+        self, config: TrackingConfig, files: RunStore, tell: Callable[[Event], object]
+    ) -> None:
+        """`tell`: by which people are told where there is none."""
+        self._config, self._files, self._tell = config, files, tell
+        self._page: Tracker | None = None
+
+    def listen(self, listeners: Listeners) -> None:
+        """Hear what evaluates them says."""
+        listeners.on(BackFillBegan, lambda event: self.reopen())
+        listeners.on(VersionEvaluated, self.version_evaluated)
+
+    def reopen(self) -> None:
+        """Look for it; this imports MLflow."""
+        page, run = Tracker(self._config), self._files.run
+        try:
+            found = page.reopen(run, self._files.store.uri)
+        except TrackingError as error:
+            self._warn(f"The results go to the store alone: {error}")
+            return
+        if not found:
+            self._warn(
+                f"MLflow at {self._config.uri} has no page of {run}: the results go to the store "
+                "alone. Give tracking.uri=… of the place that has it."
+            )
+            return
+        self._page = page
+
+    def version_evaluated(self, event: VersionEvaluated) -> None:
+        """Record what a suite says of a policy version."""
+        if self._page is not None:
+            result = event.result
+            self._page.log_metrics(event.version, evaluation_metrics(result), at=result.made_at)
+
+    def _warn(self, text: str) -> None:
+        self._tell(Note(text=text, warning=True))
+
+
 def rollback_of(origin: Origin | None) -> str | None:
     """Why a run goes on from an earlier step of another one, as its page says it."""
     cause = None if origin is None else origin.rollback
     if cause is None:
         return None
     return f"{cause.number}, of {cause.run} after its step {cause.after}: {cause.why}"
-
-
-def evaluation_metrics(result: EvaluationResult) -> Metrics:
-    """The metrics of an evaluation under the names that people see."""
-    cost = {f"cost/{name}": value for name, value in result.cost.items()}
-    return {f"eval/{result.suite}/{name}": value for name, value in (result.metrics | cost).items()}
-
-
-def metrics_of(commit: Commit) -> Metrics:
-    """The metrics of a committed step that are numbers."""
-    return {name: value for name, value in commit.metrics.items() if value is not None}
 
 
 def version_tags(commit: Commit) -> dict[str, str]:

@@ -9,6 +9,9 @@ from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 from configs.overrides import ConfigError
 from configs.storage import TrackingConfig
+from storage.runs.commit_log import Commit
+from tasks.run.events import Listeners, RunBegan, RunEnded, StepCommitted
+from tasks.run.metrics import numbers_of
 
 
 class LiveMetrics:
@@ -21,6 +24,7 @@ class LiveMetrics:
     def __init__(self, run: str, steps: int) -> None:
         self.registry = CollectorRegistry()
         self._run, self._names = run, set[str]()
+        self._served = contextlib.ExitStack()
         self._metric = Gauge(
             "refrain_metric",
             "A metric of the last committed step, by its name in the commit.",
@@ -35,6 +39,21 @@ class LiveMetrics:
 
     def _gauge(self, name: str, meaning: str) -> Gauge:
         return Gauge(name, meaning, ("run",), registry=self.registry)
+
+    def listen(self, listeners: Listeners, config: TrackingConfig) -> None:
+        """Hear what the run says; the gauges are served while a flow run has it."""
+
+        def began(event: RunBegan) -> None:
+            self._served.enter_context(self.served(config))
+            if event.last is not None:
+                self._show(event.last)
+
+        listeners.on(RunBegan, began)
+        listeners.on(StepCommitted, lambda event: self._show(event.record))
+        listeners.on(RunEnded, lambda event: self._served.close())
+
+    def _show(self, commit: Commit) -> None:
+        self.committed(commit.step, commit.committed_at, numbers_of(commit))
 
     def committed(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
         """A step was committed; a metric that it does not have is no longer shown."""

@@ -25,10 +25,6 @@ from storage.tracking.registry import NotRegistered, Registry
 if TYPE_CHECKING:
     from storage.prompts.source import PromptSource
 
-from prefect.artifacts import create_markdown_artifact
-from prefect.states import Completed, State
-
-from tasks.reporting.markdown import escaped
 from tasks.run.forking import check_same_adapter, parent_config
 
 REGISTERED = "models:/"
@@ -144,11 +140,3 @@ def _check_snapshot(parent: RunStore, origin: Origin, role: str) -> None:
             f"the {whose}'s state of {origin} is not stored as a snapshot. Name a step with one, "
             "such as a run's last, or set continue_state = weights."
         )
-
-
-def skipped(nothing: NothingNew) -> State[None]:
-    """The final state of the flow run; also leaves the note on its page."""
-    create_markdown_artifact(
-        key="skipped", markdown=escaped(nothing), description="Why the run was skipped."
-    )
-    return Completed(name="Skipped", message=str(nothing))

@@ -17,16 +17,17 @@ from engines.workers.cluster import Cluster
 from engines.workers.pool import Assignment
 from engines.workers.spent import SpentOfPool, SpentSince
 from storage.objects.usage import COUNTER, Usage
-from tasks.reporting.run_log import WORKERS, folder_of
 from tasks.results import Metrics
+from tasks.run.events import EngineStarted, WorkersAsked
 from tasks.run.features import features_of
 from tasks.run.role_table import roles_of, variables_of
 from tasks.run.roles.role import C, Clients, EngineRole
 from tasks.run.roles.sampling import ROLLOUT
 from tasks.run.roles.training import ACTOR, CRITIC
+from tasks.run.run_log import WORKERS, folder_of
 
 if TYPE_CHECKING:
-    from tasks.reporting.run_view import RunView
+    from tasks.run.run_view import RunView
 
 # What workers import before their first call, and vLLM's do not.
 ENGINE_MODULES = (
@@ -92,7 +93,7 @@ class Engines:
         All roles start at once, but for those that share devices: they start in the order of
         `engine_roles`. So do the opponent's engines, which may be beside others on their devices.
         """
-        self.run.terminal.doing("starting workers")
+        self.run.tell(WorkersAsked())
         self.launched, self.ended = time.time(), None
         self._opened = self._threads.submit(_open, self.run, list(self._roles.values()), cluster)
         settings = self.run.config.cluster
@@ -137,7 +138,7 @@ class Engines:
         assert role.start is not None
         role.start(self, made.clients[role])
         waiting = [name for name, future in self._started.items() if not future.done()]
-        self.run.terminal.doing(f"starting engines: {', '.join(sorted(waiting)) or 'ready'}")
+        self.run.tell(EngineStarted(waiting=tuple(sorted(waiting))))
 
     def store_usage(self) -> Metrics:
         """Requests and bytes that the flow and the workers asked of the store since the last look."""

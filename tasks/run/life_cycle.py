@@ -16,21 +16,28 @@ from storage.prompts.datasets import open_source
 from storage.runs.live import DataOver, End, workers_ended, write_end
 from storage.runs.orphans import clear
 from storage.runs.seen_rows import write_rows
-from tasks.reporting import events
-from tasks.reporting.artifacts import show_picture, show_run, show_steps, show_timeline
-from tasks.reporting.flow_run import flow_run_id, flow_run_url
-from tasks.reporting.mlflow_page import metrics_of
-from tasks.reporting.progress import Terminal
-from tasks.reporting.run_log import kept
 from tasks.results import RunSummary
 from tasks.run.code_changes import code_sentence
+from tasks.run.events import (
+    Note,
+    RunBegan,
+    RunClosed,
+    RunClosing,
+    RunEnded,
+    RunFinished,
+    StepsEnded,
+)
 from tasks.run.flow_options import one_client
+from tasks.run.flow_run import flow_run_id, flow_run_url
 from tasks.run.interruption import dashboard_ends, set_closes, signals_end
 from tasks.run.meaning_changes import meaning_sentence
 from tasks.run.metrics import cost_at_end
 from tasks.run.opening import OpenedRun, Position, begin, take_over
+from tasks.run.pictures import curves_key, draw_curves, draw_timeline
+from tasks.run.reports import Reporting
 from tasks.run.roles.scoring import SCORER
 from tasks.run.run import Run
+from tasks.run.run_log import folder_of, kept
 
 ROWS_AT_ONCE = 100_000  # of the data, whose digests one call makes in some seconds
 
@@ -38,15 +45,15 @@ ROWS_AT_ONCE = 100_000  # of the data, whose digests one call makes in some seco
 @contextlib.contextmanager
 def started(
     opened: OpenedRun,
-    terminal: Terminal,
+    reporting: Reporting,
     last_words: Callable[[], object] = lambda: None,
     cluster: Cluster | None = None,
 ) -> Iterator[Run]:
     """Take a run over, begin it, and start its engines in the background; all ends with the body.
 
-    `last_words` are said before a process that cannot be stopped in order ends itself. `cluster`:
-    workers on which the engines start; None: on new ones. Raises LeaseHeld while another process
-    writes the run.
+    `reporting`: who is told of it. `last_words` are said before a process that cannot be stopped in
+    order ends itself. `cluster`: workers on which the engines start; None: on new ones. Raises
+    LeaseHeld while another process writes the run.
     """
     with contextlib.ExitStack() as failed:
         if cluster is not None:
@@ -54,19 +61,19 @@ def started(
         lease, position = take_over(opened)
         failed.callback(lease.release)
         begin(opened, position)
-        run = Run(opened, lease, position, terminal)
+        run = Run(opened, lease, position, reporting)
         owner = _before(opened, position)
         if said := meaning_sentence(opened.files, opened.config, position.last, owner):
-            terminal.say(said, style="yellow")
+            run.tell(Note(text=said, warning=True))
         if said := code_sentence(opened.files, opened.config, position.last, owner):
-            terminal.say(said, style="yellow")
+            run.tell(Note(text=said, warning=True))
         failed.pop_all()
     for line in warnings_of(opened.config):
-        terminal.say(f"Warning: {line}", style="yellow")
+        run.tell(Note(text=f"Warning: {line}", warning=True))
     failure: BaseException | None = None
-    with kept(run.logs), signals_end(run.cancelled, last_words):
+    with kept(folder_of(run.name)), signals_end(run.cancelled, last_words):
         try:
-            with set_closes(run.cancelled, run.engines.close), terminal.live():
+            with set_closes(run.cancelled, run.engines.close):
                 run.engines.launch(cluster)
                 yield run
         except BaseException as error:
@@ -88,11 +95,12 @@ def close(run: Run, error: BaseException | None) -> None:
     run.stopped = run.cancelled.is_set() and not run.gate.given_up
     with contextlib.ExitStack() as stack:
         stack.callback(run.lease.release)
-        stack.callback(run.tracker.finish, error)
-        stack.callback(run.background.stop)
+        stack.callback(run.tell, RunClosed(error=error))
+        stack.callback(run.listeners.stop)
         stack.callback(run.engines.close)
         stack.callback(run.shards.close)
-        run.cancelled.set()
+        stack.callback(run.cancelled.set)
+        run.tell(RunClosing())
 
 
 @contextlib.contextmanager
@@ -101,28 +109,29 @@ def shown(run: Run) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(one_client())
         stack.enter_context(dashboard_ends(run.cancelled, flow_run_id()))
-        events.emit(events.RUN_STARTED, run.name, steps=run.config.steps)
-        stack.callback(lambda: events.emit(events.RUN_ENDED, run.name, step=run.head))
-        show_run(run)
-        stack.enter_context(run.live_metrics.served(run.config.tracking))
-        if run.last is not None:
-            last = run.last
-            run.live_metrics.committed(last.step, last.committed_at, metrics_of(last))
-        stack.enter_context(run.progress.looking(run.engines.drawn_tokens))
+        stack.callback(lambda: run.tell(RunEnded(step=run.head)))
+        run.tell(
+            RunBegan(
+                steps=run.config.steps,
+                head=run.head,
+                fresh=run.cursor.fresh,
+                last=run.last,
+                drawn_tokens=run.engines.drawn_tokens,
+            )
+        )
         yield
 
 
 def finish(run: Run, data_over: bool) -> RunSummary:
-    """Leave the curves in MLflow and on the dashboard, and put the end on record.
+    """Leave the curves, and put the end on record.
 
     The last thing that a run does: from now on it is done. `data_over`: it made fewer steps than it
     was asked for, because the data's epochs are over.
     """
-    plot = last_pages(run)
+    last_pages(run)
     _keep_rows(run)
     cost = cost_at_end(run)
-    run.tracker.ended(run.head, cost)
-    run.tracker.finish(None)
+    run.tell(RunFinished(step=run.head, cost=cost))
     over = DataOver.of(run.config.data) if data_over else None
     write_end(run.files, End(step=run.head, data_over=over, cost={**cost}))
     workers_ended(run.files)
@@ -132,23 +141,24 @@ def finish(run: Run, data_over: bool) -> RunSummary:
         asked=run.config.steps,
         checkpoint=run.last_weights,
         dashboard=flow_run_url() or "",
-        tracking=run.tracker.link,
-        plot=run.store.url(plot),
+        tracking=run.tracking.link,
+        plot=run.store.url(curves_key(run.name)),
     )
 
 
-def last_pages(run: Run) -> str:
-    """Finish what people see of a run that makes no further step; the key of its curves."""
-    run.background.drain()
+def last_pages(run: Run) -> None:
+    """Finish what people see of a run that makes no further step."""
+    run.listeners.drain()
     clear(run.files, run.head)
-    plot = f"{run.name}/progress.png"
-    image = run.tracker.plot()
-    if image is not None:
-        show_picture(run, "curves", "reward, KL and time by stage", image)
-        show_steps(run, run.tracker.history)
-        run.store.write(plot, image)
-        show_timeline(run)
-    return plot
+    steps = run.history.steps()
+    if steps:
+        run.tell(
+            StepsEnded(
+                history=steps,
+                curves=draw_curves(run.files, steps),
+                timeline=draw_timeline(run.files),
+            )
+        )
 
 
 def _keep_rows(run: Run) -> None:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from configs.grpo import GRPOConfig
 from engines.rewards.failing_samples import pooled
+from storage.runs.commit_log import Commit
 from storage.runs.live import read_end
 from storage.tracking.cost import Call, Pool, Used, step_cost, window_of
 from tasks.results import Metrics, Prompts, Scored, Synced, TrainBatch, Updated
+from tasks.run.attempts import Attempt
 
 if TYPE_CHECKING:
-    from tasks.reporting.attempts import Attempt
     from tasks.run.run import Run
 
 
@@ -37,7 +38,7 @@ def step_metrics(
         **updated.metrics,
         **synced.metrics,
         **{f"time/{stage}": seconds for stage, seconds in stages.items()},
-        "time/step": run.progress.seconds(step),
+        "time/step": run.clock.seconds(step),
         "rollout/tokens": float(tokens),
         "rollout/tokens_per_second": tokens / max(stages.get("rollout", 0.0), 1e-9),
         **({"rollout/prefix_cached": cached / read} if read else {}),
@@ -53,6 +54,11 @@ def step_metrics(
         **run.engines.asked(),
     }
     return metrics | cost_of(run, step, time.time(), sum(len(shard.ref) for shard in scored))
+
+
+def numbers_of(commit: Commit) -> Metrics:
+    """The metrics of a committed step that are numbers."""
+    return {name: value for name, value in commit.metrics.items() if value is not None}
 
 
 def cost_at_end(run: Run) -> Metrics:

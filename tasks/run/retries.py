@@ -18,11 +18,11 @@ from prefect.tasks import exponential_backoff
 from engines.failures import InfrastructureError
 from engines.workers.pool import Assignment
 from storage.objects.errors import StoreUnavailable
-from tasks.reporting import events
-from tasks.reporting.attempts import Attempt
+from tasks.run.attempts import Attempt
+from tasks.run.events import AttemptBegan, AttemptFailed
 
 if TYPE_CHECKING:
-    from tasks.reporting.run_view import AttemptsView
+    from tasks.run.run_view import AttemptsView
 
 ATTEMPTS = 4
 RETRYABLE = (InfrastructureError, StoreUnavailable)
@@ -75,14 +75,12 @@ def attempted(
         started=time.time(),
         assignment=Assignment(time=run.device_time),
     )
-    run.progress.attempt(step, stage, shard)
+    run.tell(AttemptBegan(step=step, stage=stage, shard=shard))
     try:
         yield attempt
     except Exception as error:
         attempt.error = f"{type(error).__name__}: {error}"
-        events.emit(
-            events.ATTEMPT_FAILED, run.name, step=step, stage=stage, cause=attempt.error[:500]
-        )
+        run.tell(AttemptFailed(attempt=attempt))
         raise
     finally:
         attempt.ended = time.time()

@@ -1,11 +1,11 @@
-"""A run as its tasks know it: what it is, where it stands, and the engines and pages that it has.
+"""A run as its tasks know it: what it is, where it stands (clock.py), and the services that it has.
 
 How a run comes about is in opening.py, and how it starts and ends in life_cycle.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Annotated
 
 from pydantic.json_schema import SkipJsonSchema
@@ -19,28 +19,25 @@ from engines.rollout.contract import Sampling
 from engines.workers.device_time import DeviceTime
 from engines.workers.messages import CallId
 from storage.prompts.cursor import Cursor
-from storage.runs.commit_log import Commit, Ledger, version_weights
+from storage.runs.commit_log import Commit, version_weights
 from storage.runs.run_lease import RunLease
 from storage.runs.weights import WeightsRef
-from tasks.reporting.attempt_log import AttemptLog
-from tasks.reporting.attempts import Attempt
-from tasks.reporting.mlflow_page import RunTracker
-from tasks.reporting.progress import Progress, Terminal
-from tasks.reporting.prometheus import LiveMetrics
-from tasks.reporting.run_log import folder_of
-from tasks.results import Carried, LeftOver
-from tasks.run.background import Background
+from tasks.run.attempt_log import AttemptLog
+from tasks.run.attempts import Attempt
+from tasks.run.clock import Clock
 from tasks.run.code_changes import code_files
 from tasks.run.continue_from import fresh_rows
 from tasks.run.engines import Engines
+from tasks.run.events import Event
+from tasks.run.facts import RunFacts
 from tasks.run.forking import parent_config
 from tasks.run.opening import OpenedRun, Position
-from tasks.run.retries import ATTEMPTS
+from tasks.run.reports import Reporting
 from tasks.run.roles.sampling import ROLLOUT
 from tasks.run.roles.scoring import SCORER
-from tasks.run.row_histories import RowHistories
 from tasks.run.shard_driver import AtOnce, ShardDriver, task_runs
-from tasks.run.staleness_gate import Gate, bound_in_force
+from tasks.run.staleness_gate import Gate
+from tasks.run.step_history import StepHistory
 
 
 class Run:
@@ -51,36 +48,26 @@ class Run:
     """
 
     __slots__ = (
-        "_probe", "attempts", "background", "cancelled", "carried", "code_files", "config",
-        "device_time", "drawn", "engines", "episodes", "epoch", "evaluated", "files", "flow", "fresh",
-        "gate", "lease", "left_over", "live_metrics", "logs", "measured", "name", "origin",
-        "position", "progress", "rows", "shards", "source", "start", "stopped", "store", "terminal",
-        "tracker",
+        "_probe", "attempts", "cancelled", "clock", "code_files", "config", "device_time", "engines",
+        "episodes", "epoch", "evaluated", "files", "flow", "fresh", "history", "lease", "listeners",
+        "measured", "name", "origin", "reporting", "shards", "source", "start", "stopped", "store",
+        "tracking",
     )  # fmt: skip
 
     def __init__(
-        self, opened: OpenedRun, lease: RunLease, position: Position, terminal: Terminal
+        self, opened: OpenedRun, lease: RunLease, position: Position, reporting: Reporting
     ) -> None:
-        self.name, self.flow = opened.name, opened.flow
-        self.config = opened.config
+        """`reporting`: who is told of it, and asked."""
+        facts = facts_of(opened, lease, position)
+        self.name, self.flow, self.config = facts.name, facts.flow, facts.config
         self.code_files = code_files(opened.config)  # as this flow began: workers load them now
-        self.source = opened.source.as_recorded(position.cursor.digest)
-        self.files, self.store = opened.files, opened.files.store
-        self.origin, self.start = opened.origin, opened.start
-        self.lease, self.epoch = lease, lease.epoch
-        self.position = position
+        self.source, self.files, self.store = facts.source, facts.files, facts.store
+        self.origin, self.start, self.epoch = facts.origin, facts.start, facts.epoch
+        self.lease = lease
+        self.clock = Clock(opened, position)
+        self.cancelled = self.clock.gate.cancelled  # ends every wait
         # The unseen rows that come first, in their order in the data.
         self.fresh = fresh_rows(position.cursor, opened.source, opened.seen)
-        bound = bound_in_force(opened.config, position.last if position.head > self.start else None)
-        self.gate = Gate(
-            position.head, bound, _patience(opened.config), opened.config.reserved_versions
-        )
-        self.cancelled = self.gate.cancelled  # ends every wait
-        self.drawn: dict[int, Cursor] = {}  # step -> where it began to draw, from the head on
-        self.drawn[position.head + 1] = position.cursor
-        self.carried = {position.head + 1: position.carried}  # step -> groups handed on to it
-        self.rows = RowHistories(opened, position)
-        self.left_over: dict[int, LeftOver] = {}  # step -> groups that it did not wait for
         # Metrics of versions that were measured after their step's commit, such as evaluations: the
         # guards look at them with the step that is committed next.
         self.measured: dict[str, float] = {}
@@ -88,80 +75,45 @@ class Run:
         self.stopped = False  # by a person: Ctrl-C, SIGTERM or the dashboard; known once it ended
         self.attempts = AttemptLog()
         self.device_time = DeviceTime()  # which attempts hold which workers
-        self.terminal = terminal
-        self.logs = folder_of(opened.name)  # of this flow, and of workers on its machine
-        self.progress = Progress(terminal, opened.config.steps)
+        self.history = StepHistory(opened.files, opened.start, position.head)
+        reports = reporting(facts)
+        self.reporting = reporting  # a run that goes on after a rollback has it too
+        self.listeners, self.tracking = reports.listeners, reports.tracking
         self.shards = _shards_of(opened.config)
         played = opened.config.episodes
         self.episodes = AtOnce(None if played is None else played.at_once, self.cancelled)
-        self.background = Background()
-        self.tracker = RunTracker(self)
-        self.live_metrics = LiveMetrics(self.name, opened.config.steps)
         self.engines = Engines(self)
         self._probe: tuple[list[list[int]], list[int]] | None = None
+
+    def tell(self, event: Event, last: Callable[[], object] = lambda: None) -> None:
+        """Let those hear a fact of it who listen; `last` is done once they have heard of a commit."""
+        self.listeners.tell(event, last)
+
+    @property
+    def gate(self) -> Gate:
+        """What its steps wait for."""
+        return self.clock.gate
 
     @property
     def head(self) -> int:
         """The last committed step; before the first, the version that the run begins with."""
-        return self.position.head
+        return self.clock.position.head
 
     @property
     def last(self) -> Commit | None:
         """The commit of the step before the next one, which a fork inherits."""
-        return self.position.last
+        return self.clock.position.last
 
     @property
     def cursor(self) -> Cursor:
         """Where the next step draws."""
-        return self.position.cursor
-
-    @property
-    def ledger(self) -> Ledger:
-        """Prompts of all steps so far."""
-        return self.position.ledger
+        return self.clock.position.cursor
 
     @property
     def rollbacks(self) -> int:
         """How often guards have taken it, and the runs that it goes on with, back to a step."""
         cause = None if self.origin is None else self.origin.rollback
         return 0 if cause is None else cause.number
-
-    def steps_left(self) -> Iterator[int]:
-        """The steps that are not committed yet, counted from 1, each when it may begin.
-
-        For as long as the data last. Raises as Gate.wait_to_begin does.
-        """
-        for step in range(self.head + 1, self.config.steps + 1):
-            self.gate.wait_to_begin(step)
-            if self.data_over(self.drawn[step], len(self.carried[step])):
-                return
-            yield step
-
-    def has_drawn(self, step: int, cursor: Cursor, carried: Carried) -> None:
-        """A step has drawn its prompts, up to `cursor`, and hands groups on: the next one may."""
-        self.rows.has_drawn(step, cursor)
-        self.drawn[step + 1], self.carried[step + 1] = cursor, carried
-        self.gate.drawn(step)
-
-    def leave(self, step: int, cursor: Cursor, left_over: LeftOver) -> None:
-        """A step, which drew up to `cursor`, does not wait for these groups."""
-        self.left_over[step] = left_over
-        self.has_drawn(step, cursor, left_over.carried)
-
-    @property
-    def carries(self) -> bool:
-        """Whether steps that draw now hand groups on; not once a guard made the run synchronous."""
-        return self.config.carries and self.gate.max_staleness > 0
-
-    def data_over(self, cursor: Cursor, carried: int) -> bool:
-        """Whether data.epochs leave too little for a step after `cursor`, carried groups counted."""
-        left = cursor.remaining(self.config.data.epochs)
-        return left is not None and left + carried < self.config.fewest_prompts
-
-    def oldest_version(self, step: int) -> int:
-        """The first policy version with which a step may be sampled."""
-        ahead = self.config.max_staleness - self.config.reserved_versions
-        return max(step - 1 - ahead, self.start)
 
     def usable_weights(self, step: int) -> list[WeightsRef]:
         """The policy versions with which a step may be sampled, the current one first.
@@ -173,7 +125,7 @@ class Run:
         current = pool.weights
         return [current] + [
             pool.synced.get(version) or version_weights(self.files, version)
-            for version in range(current.version - 1, self.oldest_version(step) - 1, -1)
+            for version in range(current.version - 1, self.clock.oldest_version(step) - 1, -1)
         ]
 
     def to_be_evaluated(self) -> set[int]:
@@ -183,19 +135,6 @@ class Run:
             return set()
         versions = range(self.start, self.head + 1)
         return {one for one in versions if evaluation.due(one, self.start)} - self.evaluated
-
-    def first_group(self, step: int) -> int:
-        """Number of a step's first group of prompts; no two steps of a run or fork share one."""
-        before = 0 if self.origin is None else self.origin.first_group
-        return before + (step - 1 - self.start) * self.config.groups_numbered
-
-    def snapshot_due(self, step: int, cursor: Cursor, carried: int) -> bool:
-        """Whether the trainer's state is stored after a step that drew up to `cursor`.
-
-        carried: groups that it hands on.
-        """
-        every, last = self.config.store.snapshot_every, self.config.steps
-        return step % every == 0 or step == last or self.data_over(cursor, carried)
 
     @property
     def after(self) -> int:
@@ -287,18 +226,28 @@ class Run:
 
     def advance(self, record: Commit) -> None:
         """A step is committed: the next one draws and trains from here."""
-        self.position = Position.after(record)
-        self.drawn[record.step + 1] = self.position.cursor
-        self.carried[record.step + 1] = self.position.carried
-        for before in (self.drawn, self.carried, self.left_over):
-            before.pop(record.step, None)
-        self.rows.committed(record)
+        self.clock.advance(record)
+        self.history.add(record)
         for trainer in self.engines.trained:
             trainer.committed(record.step)
         self.attempts.committed(record.step)
-        self.engines[ROLLOUT].committed(record.step, self.oldest_version(record.step + 1))
+        self.engines[ROLLOUT].committed(record.step, self.clock.oldest_version(record.step + 1))
         self.shards.committed(record.step)
         self.gate.committed(record.step)
+
+
+def facts_of(opened: OpenedRun, lease: RunLease, position: Position) -> RunFacts:
+    """What a run is that was opened and taken over."""
+    return RunFacts(
+        name=opened.name,
+        flow=opened.flow,
+        config=opened.config,
+        files=opened.files,
+        source=opened.source.as_recorded(position.cursor.digest),
+        origin=opened.origin,
+        start=opened.start,
+        epoch=lease.epoch,
+    )
 
 
 def _shards_of(config: GRPOConfig) -> ShardDriver:
@@ -306,11 +255,6 @@ def _shards_of(config: GRPOConfig) -> ShardDriver:
     pools, roles = config.cluster.pools, config.cluster.roles
     engines, most = pools[roles.rollout], task_runs(pools[roles.reward], config.sharded_stages)
     return ShardDriver(engines.workers * engines.slots + most, most)
-
-
-def _patience(config: GRPOConfig) -> float:
-    """Seconds in which some step must be committed: every call may be tried to its deadline."""
-    return ATTEMPTS * (config.most_rounds * config.rollout.deadline + config.train.deadline)
 
 
 # The flow's parameter by which the command line hands over a run that it has started, so that engines

@@ -20,7 +20,7 @@ from prefect.futures import PrefectFuture
 
 from configs.cluster.cluster import PoolConfig
 from engines.workers.cluster import raise_if_set
-from tasks.reporting.attempts import logged_together
+from tasks.run.attempts import logged_together
 
 LOOK = 0.5  # seconds between looks at the end of the run
 FEWEST = 8  # task runs of a stage in a step that has at least so many shards

@@ -17,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from engines.workers.engine import Engine
 from engines.workers.pool import EnginePool
-from tasks.reporting.attempts import Attempt
+from tasks.run.attempts import Attempt
 from tasks.run.retries import attempted
 from tasks.run.stage_view import StageView
 

@@ -9,8 +9,8 @@ from engines.workers.messages import CallId
 from storage.objects.store import Store
 from storage.runs.stage_store import StageStore
 from storage.runs.weights import WeightsRef
-from tasks.reporting.run_view import AttemptsView
 from tasks.run.roles.role import ByRole
+from tasks.run.run_view import AttemptsView
 from tasks.run.shard_driver import AtOnce
 
 

@@ -20,7 +20,7 @@ from tasks.run.roles.training import ACTOR, FrozenModel, check_computed, trainer
 from tasks.teachers.models import address_of, distillation, resolved
 
 if TYPE_CHECKING:
-    from tasks.reporting.run_view import RunView
+    from tasks.run.run_view import RunView
 
 OwnTeachers: TypeAlias = Mapping[str, Trainer | TeacherPool]  # by name
 Services: TypeAlias = Mapping[str, TeacherClient]  # by name

@@ -14,7 +14,7 @@ from tasks.run.roles.role import EngineRole, pool_of
 from tasks.run.roles.specs import common
 
 if TYPE_CHECKING:
-    from tasks.reporting.run_view import Caller
+    from tasks.run.run_view import Caller
 
 
 def tree_spec(config: GRPOConfig, store: Store) -> TreeSpec:

@@ -25,6 +25,7 @@ from storage.runs.weights import WeightsRef
 from tasks.episodes import together
 from tasks.results import Prompts, Sampled, WholeShards
 from tasks.rollout import shards_of
+from tasks.run.events import ShardSampled
 from tasks.run.retries import OPTIONS
 from tasks.run.run import Run
 from tasks.run.shard_driver import ShardRange
@@ -44,7 +45,7 @@ def tree(run: Run, step: int, prompts: Prompts, shards: ShardRange) -> WholeShar
 
     def one(shard: int) -> Sampled:
         found = trees(run, step, prompts.ref.part(shard - 1, shards.of), shard)
-        run.progress.shard_done(found.stats.tokens)
+        run.tell(ShardSampled(step=step, tokens=found.stats.tokens))
         run.shards.ended(step, shard)
         return found
 

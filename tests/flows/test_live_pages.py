@@ -20,8 +20,8 @@ from storage.runs.commit_log import read_commit
 from storage.runs.run_store import RunStore
 from storage.runs.stage_store import DATA_SUFFIX
 from tasks.reporting.artifacts import key, lineage
-from tasks.reporting.mlflow_page import metrics_of
 from tasks.reporting.prometheus import LiveMetrics
+from tasks.run.metrics import numbers_of
 from tasks.run.recorded_flow import settings_of
 from tests.flows.conftest import ROOT, starting
 from tests.ports import free_port
@@ -37,7 +37,7 @@ def samples_of(undisturbed: RunStore) -> list[Sample]:
     commit, port = read_commit(undisturbed, 6), free_port()
     live = LiveMetrics(undisturbed.run, steps=6)
     with live.served(TrackingConfig(prometheus_port=port)):
-        live.committed(commit.step, commit.committed_at, metrics_of(commit))
+        live.committed(commit.step, commit.committed_at, numbers_of(commit))
         text = httpx.get(f"http://127.0.0.1:{port}/metrics").raise_for_status().text
     return [one for family in text_string_to_metric_families(text) for one in family.samples]
 

@@ -24,8 +24,10 @@ from storage.runs.commit_log import Commit, Ledger
 from tasks.commit import ledger_after
 from tasks.dynamic_sampling import Rounds, is_over, round_size
 from tasks.reporting.artifacts import left_out, sampled_in_rounds
-from tasks.reporting.progress import Progress, Terminal
+from tasks.reporting.progress_line import Progress
+from tasks.reporting.terminal import Terminal
 from tasks.results import LeftOver, Prompts, TrainBatch
+from tasks.run.events import Listeners, RoundBegan, ShardSampled, StepBegan
 from tasks.run.shard_driver import ShardDriver
 
 ROWS = 60
@@ -179,12 +181,13 @@ def test_shards_of_later_rounds_go_on_counting() -> None:
     assert [str(one) for one in driver.ranges(3, before=3)] == ["4/6", "5-6/6"]
     assert driver.ranges(0, before=3) == []
     said: list[str] = []
-    progress = Progress(cast("Terminal", SimpleNamespace(doing=said.append)), 9)
-    progress.step(2, shards=1)
-    progress.shard_done(5)
-    progress.more(2, shards=2)
-    progress.more(1, shards=7)  # of a step that is not the one shown
-    progress.shard_done(5)
+    listeners = Listeners()
+    Progress(cast("Terminal", SimpleNamespace(doing=said.append)), 9).listen(listeners)
+    listeners.tell(StepBegan(step=2, shards=1))
+    listeners.tell(ShardSampled(step=2, tokens=5))
+    listeners.tell(RoundBegan(step=2, shards=2))
+    listeners.tell(RoundBegan(step=1, shards=7))  # of a step that is not the one shown
+    listeners.tell(ShardSampled(step=2, tokens=5))
     assert said[-1] == "step 2/9 · sampling: 2/3 shards, 10 tokens"
 
 

@@ -20,7 +20,7 @@ from storage.batches.writing import write_batch
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
 from tasks.parts import Part, discard, slices, spread
-from tasks.reporting.attempt_log import AttemptLog
+from tasks.run.attempt_log import AttemptLog
 
 
 class Squares(Engine):
@@ -65,17 +65,14 @@ class Pool:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(
-        "tasks.reporting.attempts.get_run_logger", lambda: logging.getLogger("parts")
-    )
-    monkeypatch.setattr("tasks.run.retries.events.emit", lambda *words, **named: None)
+    monkeypatch.setattr("tasks.run.attempts.get_run_logger", lambda: logging.getLogger("parts"))
     files = RunStore(Store(str(tmp_path)), "run")
     return SimpleNamespace(
         name="run",
         files=files,
         attempts=AttemptLog(),
         device_time=DeviceTime(),
-        progress=SimpleNamespace(attempt=lambda *words: None),
+        tell=lambda event: None,
         call_id=lambda step, call: CallId(run="run", epoch=1, step=step, call=call),
     )
 

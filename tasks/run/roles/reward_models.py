@@ -16,7 +16,7 @@ from tasks.run.roles.role import EngineRole, PoolVariables, pool_of, start_pool
 from tasks.run.roles.specs import common
 
 if TYPE_CHECKING:
-    from tasks.reporting.run_view import Caller
+    from tasks.run.run_view import Caller
 
 
 def reward_model_spec(config: GRPOConfig, files: RunStore) -> RewardModelSpec:

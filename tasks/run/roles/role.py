@@ -17,7 +17,7 @@ from engines.workers.engine import E, EngineSpec
 from engines.workers.pool import EnginePool
 
 if TYPE_CHECKING:
-    from tasks.reporting.run_view import Caller, RunView
+    from tasks.run.run_view import Caller, RunView
 
 C = TypeVar("C")  # the client by which the flow calls a role's engines
 

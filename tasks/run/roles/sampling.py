@@ -14,7 +14,7 @@ from tasks.run.roles.role import EngineRole, PoolVariables, start_pool
 from tasks.run.roles.specs import MODELS
 
 if TYPE_CHECKING:
-    from tasks.reporting.run_view import Caller
+    from tasks.run.run_view import Caller
 
 SamplingRole = Literal["rollout", "opponent", "evaluation"]
 

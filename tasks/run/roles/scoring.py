@@ -17,7 +17,7 @@ from tasks.run.roles.role import EngineRole, pool_of, start_pool
 from tasks.run.roles.specs import common
 
 if TYPE_CHECKING:
-    from tasks.reporting.run_view import Caller
+    from tasks.run.run_view import Caller
 
 
 def data_spec(config: GRPOConfig, files: RunStore) -> DataSpec:

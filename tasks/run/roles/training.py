@@ -17,12 +17,13 @@ from storage.runs.origins import parent_of
 from storage.runs.run_store import RunStore
 from storage.runs.weights import WeightsRef
 from tasks.run.decay import decay_steps
+from tasks.run.events import UpdateReplayed
 from tasks.run.forking import parent_config
 from tasks.run.roles.role import EngineRole, Started
 from tasks.run.roles.specs import MODELS
 
 if TYPE_CHECKING:
-    from tasks.reporting.run_view import RunView
+    from tasks.run.run_view import RunView
 
 TrainRole = Literal["actor", "ref", "critic", "teacher"]
 
@@ -94,7 +95,7 @@ def trainer_of(
         role if frozen is None else f"{role}-{frozen.name}",
         epoch=run.epoch,
         cancel=run.cancelled,
-        on_replay=run.progress.replaying,
+        on_replay=lambda step, last: run.tell(UpdateReplayed(step=step, last=last)),
         caller=run.name,
     )
 

@@ -14,7 +14,11 @@ from storage.runs.forks import NoSuchOrigin
 from tasks.guards import acting
 from tasks.guards.acting import GuardStopped, WentBack, bound_after, carry_out, guards_on
 from tasks.guards.rollback import child_name
+from tasks.reporting import prefect_events
 from tasks.reporting.guard_notes import guard_table
+from tasks.reporting.prefect_events import PrefectEvents
+from tasks.reporting.progress_line import Progress
+from tasks.run.events import Listeners
 from tasks.run.staleness_gate import Gate
 
 BACK = (
@@ -26,10 +30,14 @@ BACK = (
 def run_of(*words: str, start: int = 0, rollbacks: int = 0) -> Any:
     config = load_recipe(GRPOConfig, "tiny", ["steps=20", *words])
     said: list[str] = []
+    terminal: Any = SimpleNamespace(say=lambda text, style="": said.append(text))
+    listeners = Listeners()
+    Progress(terminal, config.steps).listen(listeners)
+    PrefectEvents("r").listen(listeners)
     return SimpleNamespace(
         config=config, gate=Gate(0, config.max_staleness, deadline=30), name="r", said=said,
         flow="flows.grpo:grpo", start=start, head=9, last=None, rollbacks=rollbacks, files=None, measured={},
-        terminal=SimpleNamespace(say=lambda text, style="": said.append(text)),
+        tell=listeners.tell,
     )  # fmt: skip
 
 
@@ -47,7 +55,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Events and warnings of the guards."""
     told: list[Any] = []
     monkeypatch.setattr(
-        acting.events, "emit", lambda event, run, **facts: told.append((event, facts))
+        prefect_events, "emit", lambda event, run, **facts: told.append((event, facts))
     )
     monkeypatch.setattr(acting, "get_run_logger", lambda: SimpleNamespace(warning=told.append))
     return told

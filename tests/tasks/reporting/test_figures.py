@@ -18,7 +18,7 @@ from storage.objects.store import Store
 from storage.runs.commit_log import Commit
 from storage.runs.curves import shown
 from tasks.reporting import artifacts
-from tasks.reporting.mlflow_page import metrics_of
+from tasks.run.metrics import numbers_of
 from tests.traced import Figure, Record, attempts_of, check_figures, figure
 
 
@@ -232,7 +232,7 @@ def test_every_number_in_a_runs_table_is_a_metric_of_its_commits(
 
     def page(record: Record) -> str:
         commit = Commit.model_validate(record)
-        artifacts.show_steps(run, [(commit.step, shown(metrics_of(commit)))])
+        artifacts.show_steps(run, [(commit.step, shown(numbers_of(commit)))])
         return json.dumps(tables[-1])
 
     columns = {

@@ -6,8 +6,8 @@ import pytest
 from markdown_it import MarkdownIt
 
 from storage.runs.commit_log import GuardRecord
+from tasks.markdown import cell, code, escaped
 from tasks.reporting.guard_notes import guard_table
-from tasks.reporting.markdown import cell, code, escaped
 from tests.tasks.run.test_meaning_changes import commit
 
 HOSTILE = [

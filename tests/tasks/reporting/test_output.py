@@ -65,7 +65,7 @@ def test_a_table_into_a_closed_pipe_says_nothing() -> None:
 
 def test_lines_of_a_run_go_to_standard_error_then() -> None:
     program = (
-        "from tasks.reporting.progress import Terminal\n"
+        "from tasks.reporting.terminal import Terminal\n"
         "terminal = Terminal()\n"
         "for step in (1, 2): terminal.say(f'step {step}')\n"
     )

@@ -5,12 +5,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from io import StringIO
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from tasks.reporting.progress import Progress, Terminal, untrained
-from tasks.reporting.run_log import LINES
+from tasks.reporting.progress_line import Progress, untrained
+from tasks.reporting.terminal import Terminal
+from tasks.run.events import Listeners, StepBegan, StepCommitted
+from tasks.run.run_log import LINES
+
+
+def step_committed(step: int, metrics: dict[str, float]) -> StepCommitted:
+    """As far as its line goes."""
+    record: Any = SimpleNamespace(step=step)
+    return StepCommitted(record=record, metrics=metrics, scored=[], attempts=[], snapshot=False)
+
 
 METRICS = {"reward/mean": 0.5, "train/loss": 0.0, "time/step": 1.0, "retries": 0.0}
 
@@ -54,9 +65,10 @@ METRICS = {"reward/mean": 0.5, "train/loss": 0.0, "time/step": 1.0, "retries": 0
 )
 def test_a_step_that_trained_no_token_says_so(metrics: dict[str, float], said: str) -> None:
     out = StringIO()
-    progress = Progress(Terminal(Console(file=out, width=400)), 1)
-    progress.step(1, 1)
-    progress.step_done(1, METRICS | metrics)
+    listeners = Listeners()
+    Progress(Terminal(Console(file=out, width=400)), 1).listen(listeners)
+    listeners.tell(StepBegan(step=1, shards=1))
+    listeners.tell(step_committed(1, METRICS | metrics))
     assert f"reward 0.500  {said}  tokens" in out.getvalue()
     assert untrained(METRICS | metrics) == ("" if said.startswith("loss") else said)
 

@@ -1,4 +1,4 @@
-"""The role and the task of docs/extending.md, run as they stand there."""
+"""The role, the task and the listener of docs/extending.md, run as they stand there."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ from storage.batches.writing import write_batch
 from storage.objects.digests import key_of
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
-from tasks.reporting.attempt_log import AttemptLog
-from tasks.reporting.attempts import Attempt
 from tasks.run import role_table
+from tasks.run.attempt_log import AttemptLog
+from tasks.run.attempts import Attempt
 from tasks.run.engines import Engines
+from tasks.run.events import Listeners, StepCommitted
+from tasks.run.facts import RunFacts
 from tasks.run.retries import OPTIONS
 from tasks.run.roles.role import EngineRole, pool_of, start_pool
 from tasks.run.run import Run
@@ -66,9 +68,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         store=store,
         files=RunStore(store, "r"),
         cancelled=threading.Event(),
-        terminal=SimpleNamespace(doing=lambda text: None),
+        tell=lambda event: None,
         attempts=AttemptLog(),
-        progress=SimpleNamespace(attempt=lambda *words: None),
         device_time=DeviceTime(),
         call_id=lambda step, call: CallId(run="r", epoch=1, step=step, call=call),
     )
@@ -112,3 +113,28 @@ def test_the_role_is_opened_and_the_task_asks_it_once(
         assert made.fetch_numpy(run.store, "length")[0].tolist() == [3, 5]
     assert asked == ["look_up"]
     run.engines.close()
+
+
+def test_the_listener_hears_of_each_step(tmp_path: Path) -> None:
+    names: dict[str, Any] = {
+        "Listeners": Listeners, "Path": Path, "RunFacts": RunFacts, "StepCommitted": StepCommitted,
+    }  # fmt: skip
+    exec(page("class RewardFile"), names)
+    facts, listeners = SimpleNamespace(name="r"), Listeners()
+    names["RewardFile"](facts, tmp_path / "rewards.txt").listen(listeners)
+    for step, reward in ((1, 0.25), (2, 0.5)):
+        record: Any = SimpleNamespace(step=step)
+        listeners.tell(
+            StepCommitted(
+                record=record,
+                metrics={"reward/mean": reward},
+                scored=[],
+                attempts=[],
+                snapshot=False,
+            )
+        )
+    listeners.drain()
+    assert (tmp_path / "rewards.txt").read_text().splitlines() == [
+        "r step 1: reward 0.250",
+        "r step 2: reward 0.500",
+    ]

@@ -80,9 +80,11 @@ CACHE: EngineRole[Cache] = EngineRole(
 
 
 def a_run() -> Any:
-    terminal = SimpleNamespace(doing=lambda text: None)
     return SimpleNamespace(
-        name="r", config=config_of("grpo"), terminal=terminal, cancelled=threading.Event()
+        name="r",
+        config=config_of("grpo"),
+        tell=lambda event: None,
+        cancelled=threading.Event(),
     )
 
 

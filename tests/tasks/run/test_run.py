@@ -11,9 +11,11 @@ import pytest
 
 from engines.workers.device_time import DeviceTime
 from tasks import train
-from tasks.reporting.attempt_log import AttemptLog
 from tasks.results import Carried, LeftOver
-from tasks.run import run as runs
+from tasks.run import clock as clocks
+from tasks.run.attempt_log import AttemptLog
+from tasks.run.clock import Clock
+from tasks.run.events import Listeners
 from tasks.run.retries import attempted
 from tasks.run.roles.sampling import ROLLOUT
 from tasks.run.run import Run
@@ -33,20 +35,23 @@ class FakeEngines(dict[object, Any]):
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A run with max_staleness 2, as far as its own memory goes."""
-    monkeypatch.setattr("tasks.reporting.attempts.get_run_logger", lambda: logging.getLogger("run"))
-    monkeypatch.setattr("tasks.run.retries.events.emit", lambda *words, **named: None)
+    monkeypatch.setattr("tasks.run.attempts.get_run_logger", lambda: logging.getLogger("run"))
     after = SimpleNamespace(cursor="cursor", carried=Carried())
-    monkeypatch.setattr(runs, "Position", SimpleNamespace(after=lambda record: after))
+    monkeypatch.setattr(clocks, "Position", SimpleNamespace(after=lambda record: after))
     made = object.__new__(Run)
     made.name = "run"
-    made.attempts, made.drawn, made.carried, made.left_over = AttemptLog(), {}, {}, {}
-    made.start, made.device_time = 0, DeviceTime()
+    made.attempts, made.device_time = AttemptLog(), DeviceTime()
+    clock: Any = object.__new__(Clock)
+    made.clock = clock
+    clock.drawn, clock.carried, clock.left_over = {}, {}, {}
+    clock._config = SimpleNamespace(max_staleness=AT_ONCE - 1, reserved_versions=0)
+    clock._start, clock._times, clock._began = 0, threading.Lock(), {}
+    clock.rows = SimpleNamespace(has_drawn=lambda *words: None, committed=lambda *words: None)
+    clock.gate = SimpleNamespace(committed=lambda step: None, drawn=lambda step: None)
     for name, fake in {
-        "config": SimpleNamespace(max_staleness=AT_ONCE - 1, reserved_versions=0),
-        "progress": SimpleNamespace(attempt=lambda *words: None),
-        "rows": SimpleNamespace(has_drawn=lambda *words: None, committed=lambda *words: None),
+        "listeners": Listeners(),
+        "history": SimpleNamespace(add=lambda record: None),
         "shards": SimpleNamespace(committed=lambda step: None),
-        "gate": SimpleNamespace(committed=lambda step: None, drawn=lambda step: None),
         "engines": FakeEngines(),
     }.items():
         setattr(made, name, fake)
@@ -60,7 +65,7 @@ def test_a_long_run_remembers_the_steps_under_way_only(run: Any) -> None:
             for shard in range(SHARDS):
                 with attempted(run, step, "rollout", shard):
                     pass
-            run.leave(step, "cursor", LeftOver())
+            run.clock.leave(step, "cursor", LeftOver())
             begun = step
         for step in range(head, head + AT_ONCE):
             with attempted(run, step, "update"):
@@ -71,7 +76,7 @@ def test_a_long_run_remembers_the_steps_under_way_only(run: Any) -> None:
             pass
         assert run.attempts_of(head + 1)
         assert len(run.attempts) <= AT_ONCE + 2
-        for kept in (run.drawn, run.carried, run.left_over):
+        for kept in (run.clock.drawn, run.clock.carried, run.clock.left_over):
             assert len(kept) <= AT_ONCE + 2
     assert run.engines.told[-1] == (STEPS - 1, STEPS - AT_ONCE)  # and the oldest version of use
     assert run.engines.told[0] == (1, 0)
@@ -85,10 +90,25 @@ def test_steps_that_overlap_raise_the_failure_of_the_first(run: Any) -> None:
             raise OSError("step 5 failed")
 
     here = SimpleNamespace(
-        config=run.config,
+        config=SimpleNamespace(max_staleness=AT_ONCE - 1),
         gate=SimpleNamespace(fail=failed.append, give_up=given_up.set),
-        steps_left=lambda: iter(range(1, 60)),
+        clock=SimpleNamespace(steps_left=lambda: iter(range(1, 60))),
     )
     with pytest.raises(OSError, match="step 5 failed"):
         train._overlapping(make, here)  # type: ignore[arg-type]
     assert failed == [5] and given_up.is_set()
+
+
+def test_a_step_lasts_from_the_commit_before_it(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0]
+    monkeypatch.setattr(clocks, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    clock = run.clock
+    clock._committed = 0.0
+    clock.begin(1)
+    now[0] = 12.0
+    clock.begin(2)
+    now[0] = 15.0
+    assert clock.seconds(1) == 5
+    clock.advance(SimpleNamespace(step=1))
+    now[0] = 19.0
+    assert clock.seconds(2) == 4

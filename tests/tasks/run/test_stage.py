@@ -15,8 +15,8 @@ from engines.workers.engine import Engine
 from engines.workers.messages import CallId
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
-from tasks.reporting.attempt_log import AttemptLog
-from tasks.reporting.attempts import Attempt
+from tasks.run.attempt_log import AttemptLog
+from tasks.run.attempts import Attempt
 from tasks.run.stage import Stage
 
 
@@ -52,7 +52,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         name="r",
         files=RunStore(Store(str(tmp_path / "store")), "r"),
         attempts=AttemptLog(),
-        progress=SimpleNamespace(attempt=lambda *words: None),
+        tell=lambda event: None,
         device_time=DeviceTime(),
         call_id=lambda step, call: CallId(run="r", epoch=1, step=step, call=call),
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from engines.workers.device_time import Held
 from engines.workers.pool import Assignment
-from tasks.reporting.attempt_log import EVALUATION, AttemptLog, EvaluationLog
-from tasks.reporting.attempts import Attempt
+from tasks.run.attempt_log import EVALUATION, AttemptLog, EvaluationLog
+from tasks.run.attempts import Attempt
 
 
 def tried(step: int, stage: str, seconds: float, shard: int | None = None) -> Attempt:

@@ -1,40 +1,54 @@
-"""What people see of an evaluation: a line on the terminal, a note on the page of its flow run."""
+"""What people see of an evaluation on the page of its flow run."""
 
 from __future__ import annotations
 
 from prefect.artifacts import create_markdown_artifact
 
 from configs.flows import command
+from configs.grpo import GRPOConfig
 from storage.evaluations.files import EvaluationFiles
 from storage.evaluations.results import EvaluationResult
-from tasks.evaluation.summary import sentence
+from storage.runs.run_store import RunStore
+from tasks.markdown import code, escaped
 from tasks.reporting.artifacts import key
-from tasks.reporting.markdown import code, escaped
-from tasks.reporting.run_view import Caller
+from tasks.run.events import Listeners, VersionEvaluated
 
 BOUNDS = ("reward_low", "reward_high")  # beside the reward
 
 
-def show(caller: Caller, result: EvaluationResult, version: int) -> None:
-    """Say it, and put it on the page; `version`: the run's number of it."""
-    caller.terminal.say(sentence(result.suite, version, result.metrics))
-    create_markdown_artifact(
-        key=key(caller.files.run, f"evaluation-{result.suite}"),
-        markdown=note(caller, result, version),
-        description=f"{result.suite} on version {version}",
-    )
+class EvaluationPages:
+    """Notes of a run's evaluations on the pages of their flow runs."""
+
+    def __init__(self, files: RunStore, config: GRPOConfig) -> None:
+        self._files, self._config = files, config
+
+    def listen(self, listeners: Listeners) -> None:
+        """Hear what a run, or who evaluates its versions later, says."""
+        listeners.on(VersionEvaluated, self.version_evaluated)
+
+    def version_evaluated(self, event: VersionEvaluated) -> None:
+        """Put a result on the page."""
+        result, version = event.result, event.version
+        create_markdown_artifact(
+            key=key(self._files.run, f"evaluation-{result.suite}"),
+            markdown=note(self._files, self._config, result, version),
+            description=f"{result.suite} on version {version}",
+        )
 
 
-def note(caller: Caller, result: EvaluationResult, version: int) -> str:
-    """Markdown: weights, metrics with their intervals, what it cost, and how its answers are read."""
-    run, config = caller.files.run, caller.config
+def note(files: RunStore, config: GRPOConfig, result: EvaluationResult, version: int) -> str:
+    """Markdown: weights, metrics with their intervals, what it cost, and how its answers are read.
+
+    version: the run's number of it.
+    """
+    run = files.run
     made = "" if result.asked_by == run else f", made for {escaped(result.asked_by)}"
     lines = [
         f"### {escaped(result.suite)} on version {version} of {escaped(run)}",
         "",
         f"- {result.asked} prompts, {result.metrics['samples']:.0f} samples by {result.engine}{made}",
         f"- Weights {code(result.weights.digest)}, which every engine attested",
-        f"- Stored in {code(caller.store.url(EvaluationFiles(caller.store, result.key).folder))}",
+        f"- Stored in {code(files.store.url(EvaluationFiles(files.store, result.key).folder))}",
         "",
         "| metric | value | 95 % interval |",
         "|---|---|---|",

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tasks.reporting.progress import Terminal
-from tasks.reporting.run_log import FLOW, kept
+from tasks.reporting.terminal import Terminal
+from tasks.run.run_log import FLOW, kept
 
 
 def work() -> None:

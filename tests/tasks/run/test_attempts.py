@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from tasks.reporting import attempts
-from tasks.reporting.attempts import Attempt, logged_together
+from tasks.run import attempts
+from tasks.run.attempts import Attempt, logged_together
 
 
 @pytest.fixture

@@ -1,22 +1,30 @@
-"""What the live line says while a run works."""
+"""What a run says on a terminal: a line that stays for each step, and a live one while it works."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 
-from rich.console import Console
-from rich.status import Status
-from rich.text import Text
-
-from configs.terminal_text import terminal_text
-from tasks.reporting.output import drop_output
-from tasks.reporting.run_log import LINES
-from tasks.reporting.safe_console import SafeConsole
-from tasks.results import Metrics
+from tasks.evaluation.summary import sentence
+from tasks.reporting.terminal import Terminal
+from tasks.run.events import (
+    AttemptBegan,
+    EngineStarted,
+    GuardActed,
+    Listeners,
+    Note,
+    RoundBegan,
+    RunBegan,
+    RunClosing,
+    RunEnded,
+    ShardSampled,
+    StepBegan,
+    StepCommitted,
+    UpdateReplayed,
+    VersionEvaluated,
+    WorkersAsked,
+)
 
 SHOWN = (
     "rollout", "reward_model", "reward", "teacher", "logprob", "values", "update", "critic_update",
@@ -51,11 +59,13 @@ def untrained(metrics: Mapping[str, float | None]) -> str:
 
 
 class Progress:
-    """Counts shards and tokens of the step under way."""
+    """What a run says on the terminal. Counts shards and tokens of the step under way."""
 
     def __init__(self, terminal: Terminal, steps: int) -> None:
+        """`steps`: that the run is asked for."""
         self._terminal = terminal
         self._steps = steps
+        self._live, self._looking = contextlib.ExitStack(), contextlib.ExitStack()
         self._lock = threading.Lock()
         self._step = 0
         self._shards = 0
@@ -63,45 +73,72 @@ class Progress:
         self._tokens = 0
         self._drawn: dict[str, int] = {}  # worker -> tokens that it had drawn at the last look
         self._before: dict[str, int] = {}  # the same when the step began
-        self._began: dict[int, float] = {}  # by step
-        self._committed = 0.0  # when the last step was
 
-    def step(self, step: int, shards: int) -> None:
-        """A step begins."""
+    def listen(self, listeners: Listeners) -> None:
+        """Hear what a run, or who evaluates its versions later, says."""
+        listeners.on(Note, self.note)
+        listeners.on(WorkersAsked, self.workers_asked)
+        listeners.on(EngineStarted, self.engine_started)
+        listeners.on(RunBegan, self.run_began)
+        listeners.on(StepBegan, self.step_began)
+        listeners.on(RoundBegan, self.round_began)
+        listeners.on(AttemptBegan, self.attempt_began)
+        listeners.on(ShardSampled, self.shard_sampled)
+        listeners.on(UpdateReplayed, self.update_replayed)
+        listeners.on(GuardActed, self.guard_acted)
+        listeners.on(StepCommitted, self.step_committed)
+        listeners.on(VersionEvaluated, self.version_evaluated)
+        listeners.on(RunEnded, lambda event: self._looking.close())
+        listeners.on(RunClosing, lambda event: self._live.close())
+
+    def note(self, event: Note) -> None:
+        """A line that stays."""
+        self._terminal.say(event.text, style="yellow" if event.warning else "")
+
+    def workers_asked(self, event: WorkersAsked) -> None:
+        """From here on there is a live line."""
+        self._live.enter_context(self._terminal.live())
+        self._terminal.doing("starting workers")
+
+    def engine_started(self, event: EngineStarted) -> None:
+        """Which engines are waited for."""
+        self._terminal.doing(f"starting engines: {', '.join(event.waiting) or 'ready'}")
+
+    def run_began(self, event: RunBegan) -> None:
+        """From here on tokens are counted while they are drawn."""
+        self._looking.enter_context(self.looking(event.drawn_tokens))
+
+    def step_began(self, event: StepBegan) -> None:
+        """Count anew."""
         with self._lock:
-            self._step, self._shards, self._done, self._tokens = step, shards, 0, 0
+            self._step, self._shards, self._done, self._tokens = event.step, event.shards, 0, 0
             self._before = dict(self._drawn)
-            self._began[step] = time.monotonic()
         self.stage("prompts")
 
-    def more(self, step: int, shards: int) -> None:
-        """A step samples another round, of so many shards."""
+    def round_began(self, event: RoundBegan) -> None:
+        """More shards of the step that is shown."""
         with self._lock:
-            self._shards += shards if step == self._step else 0
-
-    def seconds(self, step: int) -> float:
-        """Seconds since a step began or, where steps overlap, since the one before was committed."""
-        return time.monotonic() - max(self._began[step], self._committed)
+            self._shards += event.shards if event.step == self._step else 0
 
     def stage(self, text: str) -> None:
         """What is happening in the step now."""
         self._terminal.doing(f"step {self._step}/{self._steps} · {text}")
 
-    def attempt(self, step: int, stage: str, shard: int | None) -> None:
-        """A stage's call goes out; those of shards are told by what they have drawn."""
-        if shard is not None:
+    def attempt_began(self, event: AttemptBegan) -> None:
+        """Calls of shards are told by what they have drawn."""
+        if event.shard is not None:
             return
-        text = STAGES.get(stage, stage)
-        if 0 < step == self._step:
+        text = STAGES.get(event.stage, event.stage)
+        if 0 < event.step == self._step:
             self.stage(text)
         else:  # the first weights, before any step
             self._terminal.doing(text)
 
-    def shard_done(self, tokens: int) -> None:
-        """A shard of the step is sampled."""
+    def shard_sampled(self, event: ShardSampled) -> None:
+        """One more, of whichever step."""
         with self._lock:
             self._done += 1
-            self._tokens += tokens
+            self._tokens += event.tokens
         self._sampling()
 
     def drawn(self, tokens: Mapping[str, int]) -> None:
@@ -139,12 +176,24 @@ class Progress:
         finally:
             ended.set()
 
-    def replaying(self, step: int, last: int) -> None:
-        """The trainer applies a stored step's update again."""
-        self._terminal.doing(f"replaying the update of step {step} of {last} from its stored batch")
+    def update_replayed(self, event: UpdateReplayed) -> None:
+        """Which one, of how many."""
+        self._terminal.doing(
+            f"replaying the update of step {event.step} of {event.last} from its stored batch"
+        )
 
-    def step_done(self, step: int, metrics: Metrics) -> None:
+    def guard_acted(self, event: GuardActed) -> None:
+        """What was found; a stop's is the run's last word, said as its error."""
+        if event.record.action != "stop":
+            self._terminal.say(event.sentence, style="yellow")
+
+    def version_evaluated(self, event: VersionEvaluated) -> None:
+        """The result in a line."""
+        self._terminal.say(sentence(event.result.suite, event.version, event.result.metrics))
+
+    def step_committed(self, event: StepCommitted) -> None:
         """The lasting line of a committed step."""
+        step, metrics = event.record.step, event.metrics
         parts = [
             f"step {step:>{len(str(self._steps))}}/{self._steps}",
             f"reward {metrics.get('reward/mean', float('nan')):.3f}",
@@ -166,68 +215,4 @@ class Progress:
         parts.append(f"{metrics['time/step']:.1f} s ({times})")
         if metrics["retries"]:
             parts.append(f"retries {metrics['retries']:.0f}")
-        self._began.pop(step, None)
-        self._committed = time.monotonic()
         self._terminal.say("  ".join(parts))
-
-
-class Lines(SafeConsole):
-    """Standard output; standard error once nobody reads it any more, as after `| head`.
-
-    A run goes on, and what it says is not lost.
-    """
-
-    def on_broken_pipe(self) -> None:
-        """Rich would end the program."""
-        drop_output()
-        self.file = sys.stderr
-        self.print("Nobody reads standard output any more; what is printed goes here.")
-
-
-class Terminal:
-    """Progress for a person. Without a terminal (a log file, CI) only lasting lines are printed."""
-
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Lines(soft_wrap=True)
-        self._status: Status | None = None
-        self._lock = threading.Lock()
-        self._since = time.monotonic()
-
-    @contextlib.contextmanager
-    def live(self) -> Iterator[None]:
-        """Keep the live line on screen during the body; within another such body nothing is new."""
-        if not self.console.is_terminal or self.is_live:
-            yield
-            return
-        with self.console.status("starting") as status:
-            self._status = status
-            try:
-                yield
-            finally:
-                self._status = None
-
-    @property
-    def is_live(self) -> bool:
-        """Whether a person sees the live line."""
-        return self._status is not None
-
-    def doing(self, text: str) -> None:
-        """Show what is happening now, in place of what was shown before."""
-        with self._lock:
-            if self._status is not None:
-                self._status.update(Text(terminal_text(text)))
-
-    def say(self, text: str, style: str = "", shown: str | None = None) -> None:
-        """Print a line that stays; `shown` in its place on a terminal, and in no log."""
-        with self._lock:
-            terminal = shown is not None and self.console.is_terminal
-            line = terminal_text(shown if terminal and shown is not None else text)
-            self.console.print(Text(line, style=style))
-        LINES.info("%s", text)
-
-    def facts(self, title: str, lines: dict[str, str]) -> None:
-        """Print a title and a block of name: value lines."""
-        self.say(title, style="bold")
-        width = max(len(name) for name in lines)
-        for name, value in lines.items():
-            self.say(f"  {name:<{width}}  {value}")

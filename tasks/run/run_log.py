@@ -25,7 +25,7 @@ CALLERS = (
     "/concurrent/futures/",
     "contextlib.py",
     "<frozen ",
-    "/tasks/reporting/run_log.py",
+    "/tasks/run/run_log.py",
 )
 LINES = logging.getLogger("refrain.terminal")  # what the terminal was told
 TOLD = ("prefect.flow_runs", "prefect.task_runs", LINES.name)  # loggers

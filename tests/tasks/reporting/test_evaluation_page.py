@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from storage.evaluations.results import EvaluationResult, Interval
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
 from storage.runs.weights import WeightsRef
-from tasks.evaluation.page import note
+from tasks.reporting.evaluation_page import note
 from tests.traced import Record, check_figures, figure
 
 
@@ -50,8 +49,8 @@ def result(store: Store, **changes: Any) -> EvaluationResult:
 def test_the_note_has_what_the_result_has(tmp_path: Path) -> None:
     store = Store(f"file://{tmp_path}")
     config = load_recipe(GRPOConfig, "tiny", [f"store.uri={store.uri}", "cluster.currency=EUR"])
-    caller: Any = SimpleNamespace(files=RunStore(store, "a"), store=store, config=config)
-    said = note(caller, result(store), 20)
+    files = RunStore(store, "a")
+    said = note(files, config, result(store), 20)
     for text in (
         "version 20 of a",
         "10 prompts, 30 samples by transformers",
@@ -63,7 +62,7 @@ def test_the_note_has_what_the_result_has(tmp_path: Path) -> None:
     ):
         assert text in said, said
     assert "low |" not in said and "made for" not in said
-    older = note(caller, result(store, cost={}, asked_by="b"), 20)
+    older = note(files, config, result(store, cost={}, asked_by="b"), 20)
     assert "Device-seconds" not in older and "made for b" in older
 
 
@@ -73,13 +72,13 @@ VALUES = {"reward": 0.5, "pass@2": 0.625, "mean@4": 0.375, "failed": 3.0, "token
 def test_every_number_of_the_note_is_a_field_of_the_stored_result(tmp_path: Path) -> None:
     store = Store(f"file://{tmp_path}")
     config = load_recipe(GRPOConfig, "tiny", ["cluster.currency=EUR"])
-    caller: Any = SimpleNamespace(files=RunStore(store, "a"), store=store, config=config)
+    files = RunStore(store, "a")
     weights = {"version": 20, "key": "w", "digest": "xxh3:a", "nbytes": 4}
     record = result(store, metrics=VALUES | {"samples": 30.0}, weights=weights).model_dump()
 
     def page(record: Record) -> str:
         found = EvaluationResult.model_validate(record)
-        return note(caller, found, found.version)
+        return note(files, config, found, found.version)
 
     figures = [
         figure("metrics", name, value=9.5, shown=[(f"| {name} | {value:g} |", f"| {name} | 9.5 |")])

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import replace
 
-from tasks.reporting.attempts import Attempt
+from tasks.run.attempts import Attempt
 
 EVALUATION = "evaluation"  # stage of all that evaluations do, in the commit that counts it
 

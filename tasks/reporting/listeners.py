@@ -1,0 +1,48 @@
+"""Who listens to a run: a line for each that shows it.
+
+Called where a run is put together. A run, its tasks and an evaluation tell, and import none of these.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from configs.grpo import GRPOConfig
+from storage.runs.run_store import RunStore
+from tasks.reporting.artifacts import Pages
+from tasks.reporting.evaluation_page import EvaluationPages
+from tasks.reporting.mlflow_page import ReopenedPage, RunTracker
+from tasks.reporting.prefect_events import PrefectEvents
+from tasks.reporting.progress_line import Progress
+from tasks.reporting.prometheus import LiveMetrics
+from tasks.reporting.terminal import Terminal
+from tasks.run.events import Listeners
+from tasks.run.facts import RunFacts
+from tasks.run.reports import Reporting, Reports
+
+
+def reporting_on(terminal: Terminal) -> Reporting:
+    """What a run is given: all that shows it, its lines on this terminal."""
+    return partial(_reports, terminal)
+
+
+def _reports(terminal: Terminal, facts: RunFacts) -> Reports:
+    """In the order in which they hear of an event."""
+    listeners, tracking = Listeners(), facts.config.tracking
+    Progress(terminal, facts.config.steps).listen(listeners)
+    tracker = RunTracker(facts, terminal.say)
+    tracker.listen(listeners)
+    Pages(facts).listen(listeners)
+    EvaluationPages(facts.files, facts.config).listen(listeners)
+    PrefectEvents(facts.name).listen(listeners)
+    LiveMetrics(facts.name, facts.config.steps).listen(listeners, tracking)
+    return Reports(listeners=listeners, tracking=tracker)
+
+
+def evaluation_listeners(terminal: Terminal, files: RunStore, config: GRPOConfig) -> Listeners:
+    """Who listens where versions of a run of the past are evaluated."""
+    listeners = Listeners()
+    Progress(terminal, 0).listen(listeners)
+    ReopenedPage(config.tracking, files, listeners.tell).listen(listeners)
+    EvaluationPages(files, config).listen(listeners)
+    return listeners

@@ -1,0 +1,277 @@
+"""What a run says to the outside: one record for each fact, and who hears it.
+
+The run and its tasks tell; the terminal, the dashboard, MLflow and whatever else shows a run listen
+(tasks/reporting/listeners.py puts them together), and nothing here knows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from prefect.logging import get_run_logger
+
+from storage.evaluations.results import EvaluationResult
+from storage.objects.errors import StoreUnavailable
+from storage.runs.commit_log import Commit, GuardRecord
+from storage.runs.curves import History
+from tasks.results import Metrics, Scored
+from tasks.run.attempts import Attempt
+from tasks.run.background import Background
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """A fact of a run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommitEvent(Event):
+    """A fact that a commit holds, so that nothing has to wait until all have heard of it."""
+
+    record: Commit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Note(Event):
+    """A line for a person."""
+
+    text: str
+    warning: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkersAsked(Event):
+    """The run asks for its workers: its first word."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStarted(Event):
+    """The engines of a role stand."""
+
+    waiting: tuple[str, ...]  # names of the roles whose engines are starting still
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnginesReady(Event):
+    """All engines stand and have their weights. Told within the flow run."""
+
+    last: Commit | None  # of the step before the next one; a fork's may be its parent's
+    snapshot: bool  # whether the trainers' state after it is stored
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunBegan(Event):
+    """A flow run has the run: it begins, or goes on."""
+
+    steps: int  # asked for
+    head: int  # the last committed step
+    fresh: int  # rows that had not been seen and are drawn first
+    last: Commit | None  # of the step before the next one
+    drawn_tokens: Callable[[], Mapping[str, int]]  # rollout worker -> tokens drawn so far, now
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepBegan(Event):
+    """A step begins."""
+
+    step: int
+    shards: int  # that it samples at first
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundBegan(Event):
+    """A step samples another round."""
+
+    step: int
+    shards: int  # more of them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardSampled(Event):
+    """A shard of a step is sampled, or left."""
+
+    step: int
+    tokens: int  # drawn for it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptBegan(Event):
+    """A stage's call goes out."""
+
+    step: int
+    stage: str
+    shard: int | None  # counted from 1; None where a stage is one call
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptFailed(Event):
+    """A stage's call failed; it may be tried again."""
+
+    attempt: Attempt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateReplayed(Event):
+    """The trainer applies a stored step's update again."""
+
+    step: int
+    last: int  # the last one that it applies
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCommitted(CommitEvent):
+    """A step is a part of the run."""
+
+    metrics: Metrics  # as they were measured; of the record's, what is no finite number is None
+    scored: list[Scored]
+    attempts: list[Attempt]  # in the order in which they ended
+    snapshot: bool  # whether the trainers' state after it is stored
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotStored(CommitEvent):
+    """The trainers' state after a step is stored, which nobody knew to be the last when it ended."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GuardActed(Event):
+    """A metric of a step was beyond the bound of a guard, which does something."""
+
+    step: int
+    record: GuardRecord
+    sentence: str  # what was found and what follows, for people
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackFillBegan(Event):
+    """Versions of a run of the past are about to be evaluated."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VersionEvaluated(Event):
+    """A suite's result of a policy version."""
+
+    result: EvaluationResult
+    version: int  # the run's number of it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepsEnded(Event):
+    """The run makes no further step."""
+
+    history: History  # what is shown of each step
+    curves: bytes  # PNG of it
+    timeline: bytes  # PNG: what each engine did in the last steps (tasks/run/pictures.py)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyJudged(Event):
+    """A policy version became the one that has an alias in the registry, or did not."""
+
+    version: int
+    promoted: bool
+    reason: str
+    alias: str
+    model: str  # name in the registry
+    number: str  # the version's in the registry
+    reward: float  # mean over the prompts of the suite that decides
+    error: float  # standard error of that mean
+    samples: int
+    failed: int
+    truncated: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRolledBack(Event):
+    """A guard has ended the run, and another one goes on from an earlier step of it."""
+
+    step: int  # after which it ended
+    back_to: int
+    guard: str  # its name
+    child: str  # the run that goes on
+    number: int  # of the rollback
+    fresh: int  # rows that the run had not seen and drew first
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFinished(Event):
+    """The run has done everything that it was asked for."""
+
+    step: int
+    cost: Metrics  # cost/…, up to now
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunEnded(Event):
+    """The flow run leaves the run, whether it is finished or not."""
+
+    step: int  # the last one that is committed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunClosing(Event):
+    """Engines and workers are about to be ended."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunClosed(Event):
+    """Engines and workers have ended: the run's last word."""
+
+    error: BaseException | None  # that ended it
+
+
+E = TypeVar("E", bound=Event)
+C = TypeVar("C", bound=CommitEvent)
+
+
+class Listeners:
+    """Who hears what a run says, each in the order in which they were added.
+
+    At once: in the thread that tells, which waits, so a listener is quick; what it raises, the teller
+    gets, and the run ends with it.
+    Later: in the background, while the next step goes on. There a store that is away is a warning,
+    for nothing of a committed step can be lost; any other failure is raised at the next commit.
+    """
+
+    def __init__(self) -> None:
+        self._at_once: dict[type[Event], list[Callable[[Any], object]]] = {}
+        self._later: dict[type[Event], list[Callable[[Any], object]]] = {}
+        self._background = Background()
+
+    def on(self, event: type[E], hear: Callable[[E], object]) -> None:
+        """Have `hear` called at once with each event of this type."""
+        self._at_once.setdefault(event, []).append(hear)
+
+    def later(self, event: type[C], hear: Callable[[C], object]) -> None:
+        """Have `hear` called in the background with each event of this type."""
+        self._later.setdefault(event, []).append(hear)
+
+    def tell(self, event: Event, last: Callable[[], object] = lambda: None) -> None:
+        """Let all hear it who listen; `last` is done once they have heard of a commit."""
+        for hear in self._at_once.get(type(event), ()):
+            hear(event)
+        if isinstance(event, CommitEvent):
+            self._background.add(partial(self._tell_later, event, last))
+
+    def _tell_later(self, event: CommitEvent, last: Callable[[], object]) -> None:
+        try:
+            for hear in self._later.get(type(event), ()):
+                hear(event)
+            last()
+        except StoreUnavailable as error:  # what is left over goes after the next step
+            get_run_logger().warning(
+                "Step %d is committed; showing it and tidying up after it did not go to the end: %s",
+                event.record.step,
+                error,
+            )
+
+    def drain(self) -> None:
+        """Wait until all have heard what was told."""
+        self._background.drain()
+
+    def stop(self) -> None:
+        """Let nobody hear what has not begun to be heard."""
+        self._background.stop()
