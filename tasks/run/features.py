@@ -15,15 +15,15 @@ from configs.cluster.cluster import Role
 from configs.grpo import GRPOConfig
 from configs.model import Model
 from configs.rollout import RolloutConfig
-from storage.batches.refs import BatchRef
-from storage.objects.store import Store
-from storage.runs.run_store import RunStore
 from tasks.memory.holders import HoldersOf
-from tasks.results import Metrics, Sampled
 from tasks.run.findings import Finding
-from tasks.run.roles.role import ByRole, EngineRole
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what a refused setting does not wait for
+    from storage.batches.refs import BatchRef
+    from storage.objects.store import Store
+    from storage.runs.run_store import RunStore
+    from tasks.results import Metrics, Sampled
+    from tasks.run.roles.role import ByRole, EngineRole
     from tasks.run.stage_view import StageView
 
 # By name, where each feature's record is.
