@@ -213,7 +213,7 @@ class RunConfig(Settings):
     @property
     def features(self) -> tuple[str, ...]:
         """Names of the features that a run uses; tasks/run/features.py has their records."""
-        return ()
+        return ("elastic",) if self.train.engine == "elastic" else ()
 
     @property
     def needs_rewards(self) -> bool:

@@ -21,7 +21,6 @@ from storage.objects.digests import key_of
 from storage.runs.commit_log import Commit, Ledger
 from storage.runs.commit_log import commit as write_commit
 from storage.runs.curves import are_due, write_curves
-from storage.runs.gradients import remove_gradients
 from storage.runs.retention import sweep
 from tasks.guards.acting import bound_after, carry_out, guards_on
 from tasks.parts import Part, spread
@@ -41,6 +40,7 @@ from tasks.reward import samples_of
 from tasks.run.code_changes import code_metrics
 from tasks.run.decay import decay_steps
 from tasks.run.events import StepCommitted
+from tasks.run.features import tidy as tidied
 from tasks.run.flow_options import result_of
 from tasks.run.meaning_changes import meaning_metrics
 from tasks.run.metrics import logged_metrics, step_metrics
@@ -260,9 +260,7 @@ def tidy(run: Run, step: int) -> None:
     if are_due(step):
         write_curves(run.files, step, run.history.steps())
     keep = run.config.store
-    removed = []
-    if run.config.train.engine == "elastic":
-        removed += remove_gradients(run.files, run.head)
+    removed = tidied(run.config, run.files, run.head)
     removed += sweep(
         run.files,
         keep_versions=keep.keep_versions,

@@ -16,7 +16,6 @@ from dataclasses import replace
 
 from storage.objects.errors import ObjectMissing
 from storage.runs import commit_log as commits
-from storage.runs.gradients import remove_gradients
 from storage.runs.run_index import make_index, read_index, unnamed_objects, write_index
 from storage.runs.run_store import TRAINED_ROLES, RunStore
 from storage.runs.snapshots import MARKER
@@ -44,7 +43,6 @@ def clear(run: RunStore, head: int) -> list[str]:
         run.store.delete(first)  # readers trust the marker
         run.store.delete([key for key in keys if key not in first])
         removed += keys
-    removed += remove_gradients(run, head)  # those of the step after it serve its next try
     asked = run.store.list(run.questions_key)  # of judges that died
     run.store.delete(asked)
     run.store.delete_unfinished(run.run)

@@ -16,7 +16,7 @@ from configs.overrides import change
 from configs.resolving import resolve, this_machine
 from configs.terminal_text import print_text
 from engines.clusters.opening import open_cluster
-from engines.elastic.opening import trainer_on
+from engines.train.opening import trainer_on
 from engines.train.spec import MadeOn, WeightsComparison
 from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster

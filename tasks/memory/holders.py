@@ -126,8 +126,6 @@ def _policy_holders(config: GRPOConfig, shape: ModelShape) -> Iterator[Holder]:
     for role in (*config.trained_roles, *config.frozen_roles):
         if role != "teacher":
             yield Ranks(role=role, name=role, shape=shape)
-    if config.train.engine == "elastic":  # any worker of its pool may be it
-        yield Ranks(role="aggregator", name="aggregator", shape=shape)
     for role in config.sampling_roles:
         pool = config.cluster.roles.pool_of(role)
         if config.rollout.engine == "vllm" and config.cluster.pools[pool].gpus:

@@ -27,9 +27,10 @@ if TYPE_CHECKING:  # what a refused setting does not wait for
     from tasks.run.stage_view import StageView
 
 # By name, where each feature's record is.
-FEATURES = {
+FEATURES: Mapping[str, str] = {
     "teachers": "tasks.teachers.feature:FEATURE",
     "progress": "tasks.progress_rewards.feature:FEATURE",
+    "elastic": "tasks.elastic.feature:FEATURE",
     "trees": "tasks.trees.feature:FEATURE",
 }
 
@@ -76,6 +77,8 @@ class Feature:
     # The settings of a new run, with what they mean now, such as a version for an alias.
     pin: Callable[[Store, GRPOConfig], GRPOConfig] = _as_they_are
     begin: Callable[[RunStore, GRPOConfig], object] = lambda files, config: None  # it is on record
+    # Removes what steps up to the last committed one have left of it; the keys.
+    tidy: Callable[[RunStore, int], list[str]] = lambda files, head: []
     # The samples of a shard that is not to be sampled; None: sample it.
     complete: Callable[[StageView, PromptShard], Sampled | None] = lambda run, shard: None
     metrics: Callable[[ByRole], Metrics] = lambda engines: {}  # of its engines since the last look
@@ -84,6 +87,11 @@ class Feature:
 def features_of(config: GRPOConfig) -> list[Feature]:
     """The records of the features that a run of these settings uses."""
     return [_record(FEATURES[name]) for name in config.features]
+
+
+def tidy(config: GRPOConfig, files: RunStore, head: int) -> list[str]:
+    """Remove what the features' steps up to `head`, which is committed, have left; the keys."""
+    return [key for feature in features_of(config) for key in feature.tidy(files, head)]
 
 
 def _record(path: str) -> Feature:

@@ -27,6 +27,7 @@ from tasks.run.events import (
     RunFinished,
     StepsEnded,
 )
+from tasks.run.features import tidy
 from tasks.run.flow_options import one_client
 from tasks.run.flow_run import flow_run_id, flow_run_url
 from tasks.run.interruption import dashboard_ends, set_closes, signals_end
@@ -150,6 +151,7 @@ def last_pages(run: Run) -> None:
     """Finish what people see of a run that makes no further step."""
     run.listeners.drain()
     clear(run.files, run.head)
+    tidy(run.config, run.files, run.head)
     steps = run.history.steps()
     if steps:
         run.tell(

@@ -37,7 +37,7 @@ from tasks.results import Carried
 from tasks.run.code_changes import FIELD as CODE_FILES
 from tasks.run.code_changes import code_files
 from tasks.run.continue_from import NothingNew, beginning, first_cursor
-from tasks.run.features import features_of
+from tasks.run.features import features_of, tidy
 from tasks.run.forking import origin_of_fork
 from tasks.run.meaning_changes import FIELD as MEANINGS
 from tasks.run.opponent import frozen_version
@@ -217,6 +217,7 @@ def begin(opened: OpenedRun, position: Position) -> None:
     files, origin = opened.files, opened.origin
     if opened.resumed:
         clear(files, position.head)
+        tidy(opened.config, files, position.head)
         return
     if origin is not None and not origin.fork:
         write_seen(files, opened.seen)

@@ -25,7 +25,7 @@ from storage.objects.errors import ObjectDamaged, StoreError
 from storage.objects.node_cache import NodeCache
 from storage.objects.store import Store
 from storage.prompts.cursor import Cursor
-from storage.runs import commit_lists, gradients, seen_rows
+from storage.runs import commit_lists, seen_rows
 from storage.runs.commit_log import head, read_commit
 from storage.runs.origins import ancestry, committer, origin_of
 from storage.runs.run_store import RunStore
@@ -343,9 +343,7 @@ def test_folders_with_digits_of_other_scripts(run: RunStore) -> None:
     for name in ("²", "٣", "000001"):
         run.store.write(f"run/steps/{name}/x", b"1")
         run.store.write(f"run/weights/v{name}/x", b"1")
-        run.store.write(f"run/gradients/{name}/x", b"1")
     assert (run.steps(), run.versions()) == ([1], [1])
-    gradients.remove_gradients(run, 5)
 
 
 def test_digests_of_rows(run: RunStore, bounded: None) -> None:

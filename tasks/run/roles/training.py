@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from configs.grpo import GRPOConfig
 from configs.model import Model
-from engines.elastic.opening import trainer_on
+from engines.train.opening import trainer_on
 from engines.train.spec import TrainSpec
 from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster

@@ -65,7 +65,6 @@ def test_a_promised_method_says_what_it_takes_and_returns():
 
 WRONG = """
 from engines.data.contract import RewardModels, Scorer
-from engines.elastic.contract import GradientAggregator
 from engines.train.contract import TrainEngine
 from engines.workers.engine import Call
 from engines.workers.gang import Gang
@@ -83,7 +82,7 @@ def use(pool: EnginePool[Scorer], call: CallId) -> None:
 def train(gang: Gang[TrainEngine], batch: BatchRef) -> None:
     gang.call(TrainEngine.values, batch=batch, out_key="key")
     gang.call(TrainEngine.values, batch=batch, key="key")  # error
-    gang.call(GradientAggregator.offer, under=1)  # error
+    gang.call(Scorer.row_digests, start=0, stop=1)  # error
     found: str = gang.call(TrainEngine.values, batch=batch, out_key="key")  # error
     call: Call[int] = Call.of("role", TrainEngine.digest, None)  # error
 """

@@ -41,6 +41,12 @@ def test_only_committed_steps_are_cleared_and_tickets_go_first(files: RunStore) 
     assert remove_gradients(files, 2) == []
 
 
+def test_folders_with_digits_of_other_scripts_are_no_steps(files: RunStore) -> None:
+    for name in ("²", "٣", "000001"):
+        files.store.write(f"run/gradients/{name}/x", b"1")
+    assert remove_gradients(files, 5) == ["run/gradients/000001/x"]
+
+
 def test_a_ticket_is_for_one_thing_alone(files: RunStore) -> None:
     open_folder(files.store, "run/gradients/000002/here", OF)
     check_open(files.store, "run/gradients/000002/here", OF)

@@ -24,7 +24,6 @@ KINDS = of_flows()
 RUNS = {
     "grpo": ("GRPOConfig", []),
     "reference": ("GRPOConfig", ["algorithm.kl.coefficient=0.1"]),
-    "elastic": ("GRPOConfig", ["train.engine=elastic"]),
     "ppo": ("PPOConfig", ["algorithm.advantage={kind: gae}"]),
     "tree": ("TreeConfig", []),
     "distill": ("DistillConfig", [TEACHER]),
