@@ -250,11 +250,6 @@ def state_number(value: object) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
-def decode(response_ids: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Completions as text for reward functions, without special tokens (as TRL gives them)."""
-    return tokenizer.batch_decode([list(ids) for ids in response_ids], skip_special_tokens=True)
-
-
 @dataclass(frozen=True, slots=True)
 class Chat:
     """What an agent asks."""

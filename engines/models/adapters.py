@@ -107,21 +107,18 @@ def whole_entries(
 
 
 def stream_whole(
-    store: Store,
-    weights: WeightsRef,
-    names: Container[str] | None = None,
-    cache: NodeCache | None = None,
+    store: Store, weights: WeightsRef, names: Container[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """As `storage.runs.weights_reading.stream`; of an adapter its base's tensors, merged.
 
     Every tensor read, of the base and of the adapter, is checked before it is used.
     """
-    manifest = open_manifest(cache or store, weights)
+    manifest = open_manifest(store, weights)
     if manifest.adapter is None or manifest.base is None:
-        yield from stream(store, weights, names, cache)
+        yield from stream(store, weights, names)
         return
-    factors = dict(stream(store, weights, None, cache))
-    for name, tensor in stream(store, manifest.base, names, cache):
+    factors = dict(stream(store, weights))
+    for name, tensor in stream(store, manifest.base, names):
         yield name, merge(name, tensor, factors, manifest.adapter.scale)
 
 

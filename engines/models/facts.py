@@ -142,13 +142,10 @@ def model_facts(
 
 
 def token_ids(
-    config: PretrainedModel | RandomModel, texts: Iterable[str], cache: Path = DEFAULT_CACHE
+    config: PretrainedModel | RandomModel, texts: Iterable[str]
 ) -> list[list[int]] | None:
-    """Of each text, none added; None while the model's tokenizer.json is not here.
-
-    cache: directory for models that are converted or drawn.
-    """
-    directory = present(config, cache)
+    """Of each text, none added; None while the model's tokenizer.json is not here."""
+    directory = present(config, DEFAULT_CACHE)
     file = directory / "tokenizer.json" if directory is not None else None
     if file is None or not file.exists():
         return None

@@ -12,7 +12,6 @@ from configs.data import DataConfig, FileSource
 from engines.data.chat_template import (
     EMPTY,
     TOO_LONG,
-    decode,
     first_chat,
     prompt_of,
     prompts_of,
@@ -114,8 +113,6 @@ def test_what_rewards_see(tokenizer: PreTrainedTokenizerFast) -> None:
     settings = config(system_prompt="Be brief.", prompt_suffix="!")
     assert prompts_of([{"question": "a"}], settings) == ["a!"]
     assert prompts_of([{"question": [user("a")]}], settings) == [[SYSTEM, user("a!")]]
-    end = tokenizer.eos_token_id
-    assert decode([[tokenizer.vocab["a"], tokenizer.vocab["b"], end], []], tokenizer) == ["ab", ""]
 
 
 @pytest.mark.parametrize(
