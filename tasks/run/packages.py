@@ -38,10 +38,6 @@ def check_packages(config: GRPOConfig) -> str:
             f"cluster.dashboard = {config.cluster.dashboard} needs bokeh. Install it: "
             f"{pip_install('bokeh')}."
         )
-    if config.cluster.kind == "slurm" and installed("dask-jobqueue") is None:
-        raise ConfigError(
-            f"cluster.kind = slurm needs dask-jobqueue. Install it: {pip_install('dask-jobqueue')}."
-        )
     if config.cluster.kind == "kubernetes" and installed("kr8s") is None:
         raise ConfigError(
             f"cluster.kind = kubernetes needs kr8s. Install it: {pip_install('kr8s')}."
