@@ -13,7 +13,7 @@ from tasks.reporting.artifacts import Pages
 from tasks.reporting.evaluation_page import EvaluationPages
 from tasks.reporting.mlflow_page import ReopenedPage, RunTracker
 from tasks.reporting.prefect_events import PrefectEvents
-from tasks.reporting.progress_line import Progress
+from tasks.reporting.progress_line import ProgressLine
 from tasks.reporting.prometheus import LiveMetrics
 from tasks.reporting.terminal import Terminal
 from tasks.run.events import Listeners
@@ -29,7 +29,7 @@ def reporting_on(terminal: Terminal) -> Reporting:
 def _reports(terminal: Terminal, facts: RunFacts) -> Reports:
     """In the order in which they hear of an event."""
     listeners, tracking = Listeners(), facts.config.tracking
-    Progress(terminal, facts.config.steps).listen(listeners)
+    ProgressLine(terminal, facts.config.steps).listen(listeners)
     tracker = RunTracker(facts, terminal.say)
     tracker.listen(listeners)
     Pages(facts).listen(listeners)
@@ -42,7 +42,7 @@ def _reports(terminal: Terminal, facts: RunFacts) -> Reports:
 def evaluation_listeners(terminal: Terminal, files: RunStore, config: GRPOConfig) -> Listeners:
     """Who listens where versions of a run of the past are evaluated."""
     listeners = Listeners()
-    Progress(terminal, 0).listen(listeners)
+    ProgressLine(terminal, 0).listen(listeners)
     ReopenedPage(config.tracking, files, listeners.tell).listen(listeners)
     EvaluationPages(files, config).listen(listeners)
     return listeners

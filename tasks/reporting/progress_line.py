@@ -58,7 +58,7 @@ def untrained(metrics: Mapping[str, float | None]) -> str:
     return f"no token trained: {'the rewards of each group are equal' if equal else 'gradient 0'}"
 
 
-class Progress:
+class ProgressLine:
     """What a run says on the terminal. Counts shards and tokens of the step under way."""
 
     def __init__(self, terminal: Terminal, steps: int) -> None:

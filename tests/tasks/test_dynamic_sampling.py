@@ -24,7 +24,7 @@ from storage.runs.commit_log import Commit, Ledger
 from tasks.commit import ledger_after
 from tasks.dynamic_sampling import Rounds, is_over, round_size
 from tasks.reporting.artifacts import left_out, sampled_in_rounds
-from tasks.reporting.progress_line import Progress
+from tasks.reporting.progress_line import ProgressLine
 from tasks.reporting.terminal import Terminal
 from tasks.results import LeftOver, Prompts, TrainBatch
 from tasks.run.events import Listeners, RoundBegan, ShardSampled, StepBegan
@@ -182,7 +182,7 @@ def test_shards_of_later_rounds_go_on_counting() -> None:
     assert driver.ranges(0, before=3) == []
     said: list[str] = []
     listeners = Listeners()
-    Progress(cast("Terminal", SimpleNamespace(doing=said.append)), 9).listen(listeners)
+    ProgressLine(cast("Terminal", SimpleNamespace(doing=said.append)), 9).listen(listeners)
     listeners.tell(StepBegan(step=2, shards=1))
     listeners.tell(ShardSampled(step=2, tokens=5))
     listeners.tell(RoundBegan(step=2, shards=2))

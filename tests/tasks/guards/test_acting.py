@@ -17,7 +17,7 @@ from tasks.guards.rollback import child_name
 from tasks.reporting import prefect_events
 from tasks.reporting.guard_notes import guard_table
 from tasks.reporting.prefect_events import PrefectEvents
-from tasks.reporting.progress_line import Progress
+from tasks.reporting.progress_line import ProgressLine
 from tasks.run.events import Listeners
 from tasks.run.staleness_gate import Gate
 
@@ -32,7 +32,7 @@ def run_of(*words: str, start: int = 0, rollbacks: int = 0) -> Any:
     said: list[str] = []
     terminal: Any = SimpleNamespace(say=lambda text, style="": said.append(text))
     listeners = Listeners()
-    Progress(terminal, config.steps).listen(listeners)
+    ProgressLine(terminal, config.steps).listen(listeners)
     PrefectEvents("r").listen(listeners)
     return SimpleNamespace(
         config=config, gate=Gate(0, config.max_staleness, deadline=30), name="r", said=said,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tasks.reporting.progress_line import Progress, untrained
+from tasks.reporting.progress_line import ProgressLine, untrained
 from tasks.reporting.terminal import Terminal
 from tasks.run.events import Listeners, StepBegan, StepCommitted
 from tasks.run.run_log import LINES
@@ -66,7 +66,7 @@ METRICS = {"reward/mean": 0.5, "train/loss": 0.0, "time/step": 1.0, "retries": 0
 def test_a_step_that_trained_no_token_says_so(metrics: dict[str, float], said: str) -> None:
     out = StringIO()
     listeners = Listeners()
-    Progress(Terminal(Console(file=out, width=400)), 1).listen(listeners)
+    ProgressLine(Terminal(Console(file=out, width=400)), 1).listen(listeners)
     listeners.tell(StepBegan(step=1, shards=1))
     listeners.tell(step_committed(1, METRICS | metrics))
     assert f"reward 0.500  {said}  tokens" in out.getvalue()
