@@ -19,16 +19,19 @@ from configs.resolving import (
 from configs.rules.batches import BATCHES
 from configs.rules.elastic import ELASTIC
 from configs.rules.episodes import EPISODES
+from configs.rules.evaluation import EVALUATION, PROMOTION
+from configs.rules.guards import GUARDS
 from configs.rules.images import IMAGES
 from configs.rules.logprobs import LOGPROBS, STALE_SAMPLES
+from configs.rules.lora import LORA
 from configs.rules.over_sampling import OVER_SAMPLING
+from configs.rules.quarantine import QUARANTINE
 from configs.rules.retraining import RETRAINING
 from configs.rules.rewards import REWARDS
 from configs.rules.rule import Rule, check_rules
 from configs.rules.sampling import SAMPLING
 from configs.rules.sharing import SHARING
-from configs.rules.storage import CREDENTIALS, LORA_VERSIONS, STORAGE
-from configs.rules.watching import EVALUATION, GUARDS, PROMOTION, QUARANTINE
+from configs.rules.storage import CREDENTIALS, STORAGE
 from configs.run import RunConfig
 
 ESTIMATOR: tuple[Rule[RunConfig], ...] = (
@@ -65,7 +68,7 @@ OF_EVERY_FLOW: tuple[Rule[RunConfig], ...] = (
     *IMAGES,
     *ELASTIC,
     *SHARING,
-    *LORA_VERSIONS,
+    *LORA,
     *REWARDS,
     *STORAGE,
     *RETRAINING,

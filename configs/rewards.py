@@ -1,5 +1,6 @@
 """Which functions score completions, and what becomes of a sample whose scoring fails."""
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -142,10 +143,13 @@ class UnitTestsReward(Settings):
         if not isinstance(given, Mapping) or "test_timeout" in given:
             return given
         sandbox = given.get("sandbox")
-        limit = dict(sandbox or {}).get("timeout")
+        limits = dict(sandbox) if isinstance(sandbox, Mapping | Settings) else {}
+        try:
+            seconds = float(limits.get("timeout", math.inf))
+        except (TypeError, ValueError):  # the sandbox's settings say what is wrong
+            return given
         usual = cls.model_fields["test_timeout"].default
-        shorter = isinstance(limit, int | float) and 0 < limit < usual
-        return {**given, "test_timeout": limit} if shorter else given
+        return {**given, "test_timeout": seconds} if 0 < seconds < usual else given
 
     @model_validator(mode="after")
     def _tests_fit(self) -> "UnitTestsReward":

@@ -1,4 +1,4 @@
-"""Where a run's objects lie: so that all its workers reach them, and in a form that suits them."""
+"""Where a run's objects lie, and what is not stored with them."""
 
 from configs.credentials import credential_sentence
 from configs.rules.rule import Rule
@@ -8,16 +8,6 @@ from configs.run import RunConfig
 def _is_relative(uri: str) -> bool:
     return "://" not in uri or (uri.startswith("file://") and not uri.startswith("file:///"))
 
-
-LORA_VERSIONS: tuple[Rule[RunConfig], ...] = (
-    Rule(
-        needs=lambda config: config.lora is None or config.store.whole_every <= 1,
-        says=lambda config: (
-            f"store.whole_every = {config.store.whole_every} stores versions as differences, and "
-            "with lora a version is a small adapter already. Set store.whole_every = 1."
-        ),
-    ),
-)
 
 STORAGE: tuple[Rule[RunConfig], ...] = (
     Rule(

@@ -89,6 +89,7 @@ def test_a_wrong_setting_is_one_sentence(words: list[str], said: str) -> None:
         (["rollout={engine: transformers}", "prompts_per_step=9"], "rollout.shards", 8),
         (["rollout.over_sampling=1.5"], "rollout.shards", 4),
         (["rewards.functions=[{kind: unit_tests, sandbox: {timeout: 2}}]"], "rewards.functions.0.test_timeout", 2.0),
+        (["rewards.functions=[{kind: unit_tests, sandbox: {timeout: '2'}}]"], "rewards.functions.0.test_timeout", 2.0),
         (["rewards.functions=[{kind: unit_tests}]"], "rewards.functions.0.test_timeout", 5.0),
         (["model.path=org/name"], "model.kind", "pretrained"),
         (["model.revision=main", "model.path=org/name"], "model.revision", "main"),

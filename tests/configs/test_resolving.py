@@ -101,3 +101,19 @@ def test_a_run_that_was_begun_elsewhere_is_told_what_is_slow_here() -> None:
     assert train.startswith("train.compute_dtype = bfloat16")
     assert slow_formats(resolve(begun, SLOW).settings, SLOW) == [rollout, train], "it is kept"
     assert slow_formats(read_recipe(GRPOConfig, DEMO, ["rollout.dtype=float32"]), SLOW) == [train]
+
+
+def test_words_that_change_a_stored_run_leave_open_what_they_take_away() -> None:
+    begun = stored(
+        resolve(
+            read_recipe(GRPOConfig, "tiny", ["rollout={}", "prompts_per_step=8"]), FAST
+        ).settings
+    )
+    assert (begun.rollout.dtype, begun.rollout.shards) == ("bfloat16", 8)
+    words = ["prompts_per_step=4", "cluster.pools.rollout={gpus: 1}"]
+    resolved = resolve(change(GRPOConfig, begun.model_dump(mode="json"), words), SLOW)
+    assert [str(one).partition(":")[0] for one in resolved.decisions] == [
+        "rollout.shards = 4",
+        "cluster.pools.rollout.slots = 5",
+    ]
+    assert resolved.settings.rollout.dtype == "bfloat16"

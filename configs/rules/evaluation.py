@@ -1,94 +1,11 @@
-"""What watches and judges a run: guards, quarantine, evaluations, promotion."""
+"""Suites that test a run, and the one by which its last version is promoted."""
 
 from collections.abc import Iterable
 
-from configs.data import QuarantineConfig
 from configs.evaluation import EvaluationConfig
-from configs.guards import GuardConfig
 from configs.retraining import PromotionConfig
 from configs.rules.rule import Rule, of_each
 from configs.run import RunConfig
-
-KL = "train/kl_ref"
-
-
-def _guards(config: RunConfig) -> Iterable[GuardConfig]:
-    return config.guards
-
-
-GUARDS: tuple[Rule[RunConfig], ...] = (
-    of_each(
-        _guards,
-        needs=lambda config, guard: [one.label for one in config.guards].count(guard.label) == 1,
-        says=lambda config, guard: (
-            f"guards: two are called {guard.label}, and commits tell them apart by that. "
-            "Give one another name."
-        ),
-    ),
-    of_each(
-        _guards,
-        needs=lambda config, guard: guard.action != "synchronous" or config.max_staleness > 0,
-        says=lambda config, guard: (
-            f"guards: the action of {guard.label} is synchronous, which ends the overlap of "
-            "steps, and with max_staleness = 0 none do. Set max_staleness higher, or its "
-            "action to stop or rollback."
-        ),
-    ),
-    of_each(
-        _guards,
-        needs=lambda config, guard: (
-            "correction" not in guard.metric or len(config.algorithm.correction) > 0
-        ),
-        says=lambda config, guard: (
-            f"guards: the metric of {guard.label}, {guard.metric}, is of "
-            "algorithm.correction, which is empty. Set it to "
-            "train/rollout_effective_sample_size."
-        ),
-    ),
-    of_each(
-        _guards,
-        needs=lambda config, guard: guard.metric != KL or config.algorithm.kl.coefficient != 0,
-        says=lambda config, guard: (
-            f"guards: the metric of {guard.label}, {KL}, is the KL from a reference, "
-            "and the recipe has none. Set algorithm.kl.coefficient above 0, or remove the "
-            "guard."
-        ),
-    ),
-    of_each(
-        _guards,
-        needs=lambda config, guard: guard.metric != KL or config.algorithm.kl.placement != "reward",
-        says=lambda config, guard: (
-            f"guards: the metric of {guard.label}, {KL}, is of a KL in the loss, and "
-            "algorithm.kl.placement = reward. Set its metric to advantage/kl_ref."
-        ),
-    ),
-)
-
-
-def _quarantine(config: RunConfig) -> Iterable[QuarantineConfig]:
-    return [] if config.data.quarantine is None else [config.data.quarantine]
-
-
-# Bounds that can be measured.
-QUARANTINE: tuple[Rule[RunConfig], ...] = (
-    of_each(
-        _quarantine,
-        needs=lambda config, bounds: bounds.seconds is None or config.episodes is not None,
-        says=lambda config, bounds: (
-            f"data.quarantine.seconds = {bounds.seconds:g} is about the environments of "
-            "episodes, and episodes = null has none. Set data.quarantine.tokens instead."
-        ),
-    ),
-    of_each(
-        _quarantine,
-        needs=lambda config, bounds: bounds.no_variance is None or config.group_size > 1,
-        says=lambda config, bounds: (
-            f"data.quarantine.no_variance = {bounds.no_variance} compares the samples of a "
-            "prompt, and group_size = 1 has one, which never varies. Set group_size higher, or "
-            "data.quarantine.no_variance = null."
-        ),
-    ),
-)
 
 
 def _suites(config: RunConfig) -> Iterable[str]:
