@@ -10,7 +10,7 @@ from configs.grpo import GRPOConfig
 from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import Commit, Ledger
 from tasks.results import Carried, LeftOver
-from tasks.run.opening import OpenedRun, Position
+from tasks.run.opened_run import OpenedRun, Position
 from tasks.run.retries import ATTEMPTS
 from tasks.run.row_histories import RowHistories
 from tasks.run.staleness_gate import Gate, bound_in_force
@@ -71,11 +71,6 @@ class Clock:
         """A step, which drew up to `cursor`, does not wait for these groups."""
         self.left_over[step] = left_over
         self.has_drawn(step, cursor, left_over.carried)
-
-    @property
-    def carries(self) -> bool:
-        """Whether steps that draw now hand groups on; not once a guard made the run synchronous."""
-        return self._config.carries and self.gate.max_staleness > 0
 
     def data_over(self, cursor: Cursor, carried: int) -> bool:
         """Whether data.epochs leave too little for a step after `cursor`, carried groups counted."""

@@ -21,7 +21,7 @@ from storage.rows.row_history import RowHistory
 from storage.runs.commit_log import Commit, read_outline
 
 if TYPE_CHECKING:
-    from tasks.run.opening import OpenedRun, Position
+    from tasks.run.opened_run import OpenedRun, Position
 
 HISTORY = "row_history"  # refs of a commit: after its step; with -1, -2, … after those before it
 DIFFICULTY = "difficulty"  # by which the epoch is ordered in which the next step draws
