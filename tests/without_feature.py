@@ -126,6 +126,18 @@ FEATURES = {
             ],
         },
     ),
+    "quarantine": Rooms(
+        rooms=(
+            *("configs/rules/quarantine.py", "engines/rows", "flows/quarantine.py"),
+            *("storage/rows", "tasks/quarantine"),
+        ),
+        tests=("tests/configs/test_quarantine.py", "tests/flows/test_quarantine.py"),
+        records={
+            **record("quarantine"),
+            "configs/grpo.py": [r"from configs.rules.quarantine .*\n", r"    \*QUARANTINE,\n"],
+            "pyproject.toml": [r" \| rows(?=\")"],
+        },
+    ),
     "dynamic_sampling": Rooms(
         rooms=(
             *("configs/dapo.py", "configs/recipes/tiny-dapo.yaml", "flows/dapo.py"),

@@ -7,7 +7,7 @@ imported: the table has their records by path.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # what a refused setting does not wait for
     from storage.objects.store import Store
     from storage.runs.run_store import RunStore
     from tasks.results import Carried, Metrics, Prompts, Sampled, SampledShards, WholeShards
+    from tasks.run.known_rows import RowTracker
+    from tasks.run.opened_run import OpenedRun, Position
     from tasks.run.roles.role import ByRole, EngineRole
     from tasks.run.shard_driver import ShardRange
     from tasks.run.stage_view import StageView, StepView
@@ -39,6 +41,7 @@ FEATURES: Mapping[str, str] = {
     "elastic": "tasks.elastic.feature:FEATURE",
     "trees": "tasks.trees.feature:FEATURE",
     "over_sampling": "tasks.over_sampling.feature:FEATURE",
+    "quarantine": "tasks.quarantine.feature:FEATURE",
 }
 # Goes on with groups that the last commit hands on, whatever the settings: a fork has others.
 GOES_ON_WITH_GROUPS = "over_sampling"
@@ -72,6 +75,14 @@ class ToDraw:
     carried: Carried | None = None  # groups that it goes on with; None: none
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToCommit:
+    """What a commit has of a feature."""
+
+    refs: Mapping[str, BatchRef] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
+
+
 def _no_models(config: GRPOConfig) -> Mapping[str, Model]:
     return {}
 
@@ -96,6 +107,8 @@ class Feature:
     begin: Callable[[RunStore, GRPOConfig], object] = lambda files, config: None  # it is on record
     # Removes what steps up to the last committed one have left of it; the keys.
     tidy: Callable[[RunStore, int], list[str]] = lambda files, head: []
+    # What draws go by, of a run that begins or goes on; of one feature at most.
+    rows: Callable[[OpenedRun, Position], RowTracker | None] = lambda opened, position: None
     # Of a step that begins; None: it draws prompts_per_step groups and goes on with none.
     draw: Callable[[StepView, int], ToDraw | None] = lambda run, step: None
     # Of a step whose prompts are there: the groups to train on, of rollout tasks that it starts by
@@ -105,6 +118,10 @@ class Feature:
     )
     # The samples of a shard that is not to be sampled; None: sample it.
     complete: Callable[[StageView, PromptShard], Sampled | None] = lambda run, shard: None
+    # Of a step that is committed next, with its prompts and its scored samples.
+    commit: Callable[[StepView, int, Prompts, BatchRef], ToCommit] = (
+        lambda run, step, prompts, samples: ToCommit()
+    )
     metrics: Callable[[ByRole], Metrics] = lambda engines: {}  # of its engines since the last look
 
 

@@ -32,6 +32,7 @@ from tasks.run.events import Event
 from tasks.run.facts import RunFacts
 from tasks.run.features import features_of
 from tasks.run.forking import parent_config
+from tasks.run.known_rows import RowTracker
 from tasks.run.opened_run import OpenedRun, Position
 from tasks.run.reports import Reporting
 from tasks.run.roles.sampling import ROLLOUT
@@ -66,7 +67,8 @@ class Run:
         self.origin, self.start, self.epoch = facts.origin, facts.start, facts.epoch
         self.lease = lease
         self.features = features_of(opened.config, carried=bool(position.carried))
-        self.clock = Clock(opened, position)
+        trackers = (feature.rows(opened, position) for feature in self.features)
+        self.clock = Clock(opened, position, next(filter(None, trackers), RowTracker()))
         self.cancelled = self.clock.gate.cancelled  # ends every wait
         # The unseen rows that come first, in their order in the data.
         self.fresh = fresh_rows(position.cursor, opened.source, opened.seen)
