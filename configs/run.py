@@ -213,7 +213,12 @@ class RunConfig(Settings):
     @property
     def features(self) -> tuple[str, ...]:
         """Names of the features that a run uses; tasks/run/features.py has their records."""
-        return ("elastic",) if self.train.engine == "elastic" else ()
+        used = {
+            "elastic": self.train.engine == "elastic",
+            "over_sampling": self.over_samples,
+            "quarantine": self.data.keeps_history,
+        }
+        return tuple(name for name, uses in used.items() if uses)
 
     @property
     def needs_rewards(self) -> bool:

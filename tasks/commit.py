@@ -12,21 +12,15 @@ from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 from pydantic import JsonValue
 
-from engines.data.contract import RowHistoryRequest, Scorer
-from engines.data.results import RowHistoryResult
 from engines.meanings import VERSIONS
 from engines.rewards.runner import code_digest
-from storage.batches.refs import BatchRef
-from storage.objects.digests import key_of
 from storage.runs.commit_log import Commit, Ledger
 from storage.runs.commit_log import commit as write_commit
 from storage.runs.curves import are_due, write_curves
 from storage.runs.retention import sweep
 from tasks.guards.acting import bound_after, carry_out, guards_on
-from tasks.parts import Part, spread
 from tasks.results import (
     LeftOver,
-    Metrics,
     Prompts,
     Scored,
     StepSummary,
@@ -45,7 +39,6 @@ from tasks.run.flow_options import result_of
 from tasks.run.meaning_changes import meaning_metrics
 from tasks.run.metrics import logged_metrics, step_metrics
 from tasks.run.retries import OPTIONS, attempted
-from tasks.run.roles.scoring import SCORER
 from tasks.run.run import Run
 from tasks.weight_sync import weight_sync
 
@@ -115,8 +108,9 @@ def commit(
     metrics |= logged_metrics(scored, metrics)
     left_over = run.clock.left_over.get(step, LeftOver())
     samples = samples_of(run, step, scored)
-    rows = row_history(run, step, prompts, samples)
-    metrics |= {} if rows is None else quarantine_metrics(run, prompts, rows)
+    own = [feature.commit(run, step, prompts, samples) for feature in run.features]
+    for one in own:
+        metrics |= one.metrics
     guards = guards_on(run, step, metrics)
     metrics |= bound_after(run, guards)
     metrics |= meaning_metrics(run.last, run.config)
@@ -132,7 +126,7 @@ def commit(
         "carried": left_over.carried.prompts,
         "begun": left_over.carried.begun,
         "left_out": left_over.samples,
-        **run.clock.rows.named(step, None if rows is None else rows.ref),
+        **{name: ref for one in own for name, ref in one.refs.items()},
     }
     record = Commit(
         step=step,
@@ -174,44 +168,6 @@ def commit(
     return StepSummary(
         step=step, version=updated.version, seconds=metrics["time/step"], metrics=metrics
     )
-
-
-def row_history(
-    run: Run, step: int, prompts: Prompts, samples: BatchRef
-) -> RowHistoryResult | None:
-    """What became of each row of the data, this step included; None where no draw goes by that."""
-    if not run.config.data.keeps_history:
-        return None
-    before, quarantine = run.clock.rows.before(step), run.config.data.quarantine
-    again = run.clock.rows.readmitted(step, prompts.readmissions)
-    bounds = None if quarantine is None else quarantine.model_dump(mode="json")
-    listed = None if again is None else sorted(again)
-    known = None if before is None else before.to_json()
-    key = key_of("row_history", known, samples.to_json(), bounds, listed)
-    request = RowHistoryRequest(
-        before=before,
-        prompts=prompts.ref[["group_id", "prompt_row"]],
-        samples=samples,
-        step=step,
-        quarantine=quarantine,
-        readmitted=listed,
-    )
-    out_key = run.files.stage_key(step, "row_history", 1, key)
-    part = Part.of(run.engines[SCORER], Scorer.row_history, request=request, out_key=out_key)
-    (found,) = spread(run, step, "row_history", [part], RowHistoryResult)
-    return found
-
-
-def quarantine_metrics(run: Run, prompts: Prompts, rows: RowHistoryResult) -> Metrics:
-    """Rows in quarantine after a step, in all and by reason, and those that its draw passed over."""
-    if run.config.data.quarantine is None:
-        return {}
-    return {
-        "quarantine/rows": float(sum(rows.quarantined.values())),
-        "quarantine/entered": float(rows.entered),
-        "quarantine/passed_over": float(prompts.passed_over),
-        **{f"quarantine/{reason}": float(n) for reason, n in rows.quarantined.items()},
-    }
 
 
 def update_settings(run: Run, updated: Updated) -> dict[str, JsonValue]:

@@ -109,6 +109,35 @@ FEATURES = {
             "pyproject.toml": [r" \| teachers(?= \|)"],
         },
     ),
+    "over_sampling": Rooms(
+        rooms=("configs/rules/over_sampling.py", "tasks/over_sampling"),
+        tests=("tests/flows/test_over_sampling.py",),
+        unfit=(
+            "tests/flows/test_episodes.py::test_unfinished_episodes_are_carried",
+            "tests/flows/test_large_steps.py::test_groups_that_share_task_runs_are_cut_and_carried",
+            "tests/flows/test_opponent.py::test_unfinished_episodes_are_carried",
+            "tests/flows/test_players.py::test_unfinished_episodes_are_carried",
+        ),
+        records={
+            **record("over_sampling"),
+            "configs/grpo.py": [
+                r"from configs.rules.over_sampling .*\n",
+                r"    \*OVER_SAMPLING,\n",
+            ],
+        },
+    ),
+    "quarantine": Rooms(
+        rooms=(
+            *("configs/rules/quarantine.py", "engines/rows", "flows/quarantine.py"),
+            *("storage/rows", "tasks/quarantine"),
+        ),
+        tests=("tests/configs/test_quarantine.py", "tests/flows/test_quarantine.py"),
+        records={
+            **record("quarantine"),
+            "configs/grpo.py": [r"from configs.rules.quarantine .*\n", r"    \*QUARANTINE,\n"],
+            "pyproject.toml": [r" \| rows(?=\")"],
+        },
+    ),
     "dynamic_sampling": Rooms(
         rooms=(
             *("configs/dapo.py", "configs/recipes/tiny-dapo.yaml", "flows/dapo.py"),

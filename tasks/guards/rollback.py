@@ -28,7 +28,8 @@ from tasks.guards.acting import GuardStopped, WentBack
 from tasks.guards.judging import guard_sentence
 from tasks.run.events import Note, RunRolledBack
 from tasks.run.life_cycle import last_pages, started
-from tasks.run.opening import OpenedRun, open_run
+from tasks.run.opened_run import OpenedRun
+from tasks.run.opening import open_run
 from tasks.run.run import Run
 
 CHILD = "-rollback-"  # between the family's first name and the rollback's number

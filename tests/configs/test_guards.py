@@ -43,8 +43,6 @@ def test_what_is_given_goes_before_the_preset() -> None:
         (["guards=[{metric: train/correction_effective_sample_size, below: 0.5}]"],
          "is of algorithm.correction, which is empty"),
         (["data.quarantine={}"], "data.quarantine has no bound"),
-        (["data.quarantine={seconds: 3}"], "episodes = null has none"),
-        (["data.quarantine={no_variance: 3}", "group_size=1"], "has one, which never varies"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_said(words: list[str], said: str) -> None:

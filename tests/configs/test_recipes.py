@@ -68,7 +68,6 @@ def test_the_named_recipes_are_there() -> None:
         (["algorithm.correction.0.kind=trancate"], "Did you mean truncate?"),
         (["evaluation.before=true"], "evaluation.suites is empty, and it needs 1 or more. Set evaluation.suites."),
         (["prompts_per_step=6", "rollout.shards=8"], "Set rollout.shards to at most 6"),
-        (["rollout.over_sampling=1.5", "rollout.shards=2"], "Set rollout.shards = 4"),
         (["rewards.functions[].weight=2"], "Write rewards.functions.0.weight=… for the first."),
         (["nonsense"], "nonsense is no setting"),
         (["steps.deep=1"], "steps is a single value, not a group"),
