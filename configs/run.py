@@ -1,7 +1,6 @@
 """The settings of a run: the parts put together, and what follows from them."""
 
 import math
-from typing import ClassVar
 
 from pydantic import Field
 
@@ -28,8 +27,6 @@ from configs.train import TrainConfig
 
 class RunConfig(Settings):
     """The settings of a run that trains a policy."""
-
-    has_critic: ClassVar[bool] = False
 
     name: str = Field(
         "grpo",
@@ -233,7 +230,7 @@ class RunConfig(Settings):
     @property
     def trained_roles(self) -> list[Role]:
         """Roles with an optimizer."""
-        return ["actor", "critic"] if self.has_critic else ["actor"]
+        return ["actor"]
 
     @property
     def engine_roles(self) -> list[Role]:

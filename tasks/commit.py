@@ -47,7 +47,7 @@ from tasks.weight_sync import weight_sync
 def snapshot(run: Run, step: int, updated: Updated) -> Updated:
     """Store the trainers' whole state, from which a lost gang or a resumed run is rebuilt.
 
-    The critic's comes first: what retention keeps goes by the actor's snapshots.
+    The policy's comes last: what retention keeps goes by its snapshots.
     """
     with (
         attempted(run, step, "snapshot") as attempt,
@@ -65,24 +65,23 @@ def sync_and_commit(
     scored: Sequence[PrefectFuture[Scored] | Scored],
     batch: PrefectFuture[TrainBatch],
     updated: PrefectFuture[Updated],
-    critic: PrefectFuture[Updated] | None = None,
+    *others: PrefectFuture[Updated],
 ) -> StepSummary:
     """What every step ends with: the engines that sample get its weights, and it is committed.
 
     Between the two a snapshot is stored, if one is due; before both where roles share devices, which
     the policy would have to be given once more. Raises the failure of the first task of the step that
-    failed.
+    failed. `others`: updates of what is trained beside the policy.
     """
     drawn = prompts if isinstance(prompts, Prompts) else prompts.result()
     due = run.clock.snapshot_due(step, drawn.cursor, len(run.clock.carried[step + 1]))
     if due and run.config.cluster.share_devices:
-        trained = [] if critic is None else [critic]
-        updated = snapshot.submit(run, step, updated, wait_for=trained)  # type: ignore[call-overload]
+        updated = snapshot.submit(run, step, updated, wait_for=[*others])  # type: ignore[call-overload]
     synced = weight_sync.submit(run, step, updated, due)  # type: ignore[call-overload]
     if due and not run.config.cluster.share_devices:
-        trained = [synced] if critic is None else [synced, critic]
+        trained = [synced, *others]
         updated = snapshot.submit(run, step, updated, wait_for=trained)  # type: ignore[call-overload]
-    committed = commit.submit(run, step, prompts, scored, batch, updated, synced, critic)  # type: ignore[call-overload]
+    committed = commit.submit(run, step, prompts, scored, batch, updated, synced, others)  # type: ignore[call-overload]
     return result_of(committed)
 
 
@@ -95,7 +94,7 @@ def commit(
     batch: TrainBatch,
     updated: Updated,
     synced: Synced,
-    critic: Updated | None = None,
+    others: Sequence[Updated],
 ) -> StepSummary:
     """Commit a step: refs, versions, cursor, ledger, metrics, attempts; then HEAD moves.
 
@@ -104,7 +103,8 @@ def commit(
     """
     run.attempts.charge(step)
     metrics = step_metrics(run, step, prompts, scored, batch, updated, synced)
-    metrics |= critic.metrics if critic is not None else {}
+    for other in others:
+        metrics |= other.metrics
     metrics |= logged_metrics(scored, metrics)
     left_over = run.clock.left_over.get(step, LeftOver())
     samples = samples_of(run, step, scored)

@@ -46,8 +46,27 @@ def record(name: str) -> dict[str, Sequence[str]]:
     return {"tasks/run/features.py": [rf'    "{name}": .*\n']}
 
 
+COMMANDS = "tests/tasks/launch/test_command_line.py"
 STORED = "tests/stored_runs/test_stored_runs.py::test_settings_and_commits_are_read"
 FEATURES = {
+    "critic": Rooms(
+        rooms=("configs/ppo.py", "engines/critic", "flows/ppo.py", "tasks/critic"),
+        tests=("tests/flows/test_ppo.py",),
+        unfit=(
+            *(f"{STORED}[ppo]", f"{STORED}[ppo-killed]"),
+            f"{COMMANDS}::test_a_refused_setting_answers_at_once[ppo-critic.epochs=0]",
+            f"{COMMANDS}::test_a_resumed_run_is_checked_at_once_too",
+            "tests/configs/test_recipes.py::test_the_flow_process_imports_no_engine_library[flows.ppo]",
+            "tests/deploy/test_wheel.py::test_the_command_names_what_there_is",
+            "tests/flows/test_own_flow.py::test_a_flow_is_found_by_its_path",
+            "tests/flows/test_slurm.py::test_what_cannot_be_submitted_is_one_sentence",
+        ),
+        records={
+            **record("critic"),
+            "infra/prefect.yaml": [deployment("tiny-ppo")],
+            "pyproject.toml": [r" \| critic(?= \|)"],
+        },
+    ),
     "elastic": Rooms(
         rooms=(
             *("engines/elastic", "tasks/elastic", "storage/runs/gradients.py"),

@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # what a refused setting does not wait for
 FEATURES: Mapping[str, str] = {
     "teachers": "tasks.teachers.feature:FEATURE",
     "progress": "tasks.progress_rewards.feature:FEATURE",
+    "critic": "tasks.critic.feature:FEATURE",
     "elastic": "tasks.elastic.feature:FEATURE",
     "trees": "tasks.trees.feature:FEATURE",
     "over_sampling": "tasks.over_sampling.feature:FEATURE",
