@@ -213,7 +213,8 @@ class RunConfig(Settings):
     @property
     def features(self) -> tuple[str, ...]:
         """Names of the features that a run uses; tasks/run/features.py has their records."""
-        return ("elastic",) if self.train.engine == "elastic" else ()
+        elastic = ("elastic",) if self.train.engine == "elastic" else ()
+        return (*elastic, *(("guards",) if self.guards else ()))
 
     @property
     def needs_rewards(self) -> bool:

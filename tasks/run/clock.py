@@ -13,7 +13,7 @@ from tasks.results import Carried, LeftOver
 from tasks.run.opening import OpenedRun, Position
 from tasks.run.retries import ATTEMPTS
 from tasks.run.row_histories import RowHistories
-from tasks.run.staleness_gate import Gate, bound_in_force
+from tasks.run.staleness_gate import Gate
 
 
 class Clock:
@@ -22,9 +22,11 @@ class Clock:
     def __init__(self, opened: OpenedRun, position: Position) -> None:
         self._config, self._origin, self._start = opened.config, opened.origin, opened.start
         self.position = position
-        bound = bound_in_force(self._config, position.last if position.head > self._start else None)
         self.gate = Gate(
-            position.head, bound, _patience(self._config), self._config.reserved_versions
+            position.head,
+            self._config.max_staleness,
+            _patience(self._config),
+            self._config.reserved_versions,
         )
         # Step -> where it began to draw, and the groups handed on to it; from the head on.
         self.drawn: dict[int, Cursor] = {position.head + 1: position.cursor}
@@ -74,7 +76,7 @@ class Clock:
 
     @property
     def carries(self) -> bool:
-        """Whether steps that draw now hand groups on; not once a guard made the run synchronous."""
+        """Whether steps that draw now hand groups on; not once the run has become synchronous."""
         return self._config.carries and self.gate.max_staleness > 0
 
     def data_over(self, cursor: Cursor, carried: int) -> bool:
