@@ -214,6 +214,7 @@ class RunConfig(Settings):
             "elastic": self.train.engine == "elastic",
             "over_sampling": self.over_samples,
             "quarantine": self.data.keeps_history,
+            "guards": bool(self.guards),
         }
         return tuple(name for name, uses in used.items() if uses)
 

@@ -18,7 +18,6 @@ from storage.runs.commit_log import Commit, Ledger
 from storage.runs.commit_log import commit as write_commit
 from storage.runs.curves import are_due, write_curves
 from storage.runs.retention import sweep
-from tasks.guards.acting import bound_after, carry_out, guards_on
 from tasks.results import (
     LeftOver,
     Prompts,
@@ -34,12 +33,14 @@ from tasks.reward import samples_of
 from tasks.run.code_changes import code_metrics
 from tasks.run.decay import decay_steps
 from tasks.run.events import StepCommitted
+from tasks.run.features import features_of, judged
 from tasks.run.features import tidy as tidied
 from tasks.run.flow_options import result_of
 from tasks.run.meaning_changes import meaning_metrics
 from tasks.run.metrics import logged_metrics, step_metrics
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
+from tasks.run.staleness_gate import BOUND
 from tasks.weight_sync import weight_sync
 
 
@@ -111,8 +112,9 @@ def commit(
     own = [feature.commit(run, step, prompts, samples) for feature in run.features]
     for one in own:
         metrics |= one.metrics
-    guards = guards_on(run, step, metrics)
-    metrics |= bound_after(run, guards)
+    verdicts = judged(run, step, metrics)
+    metrics |= {BOUND: float(run.gate.max_staleness)} if run.config.max_staleness else {}
+    metrics |= verdicts.metrics
     metrics |= meaning_metrics(run.last, run.config)
     metrics |= code_metrics(run.files, run.last, run.code_files)
     refs = {
@@ -149,13 +151,14 @@ def commit(
         code_files=run.code_files,
         update=update_settings(run, updated),
         metrics=metrics,
-        guards=guards,
+        guards=verdicts.records,
         attempts=[attempt.record() for attempt in run.attempts_of(step)],
         algorithm=run.algorithm.model_dump(mode="json"),
     )
     record = write_commit(run.files, record, run.lease)
     attempts = run.attempts_of(step)
-    carry_out(run, record)
+    for feature in features_of(run.config):
+        feature.committed(run, record)
     run.advance(record)
     told = StepCommitted(
         record=record,

@@ -22,9 +22,6 @@ from storage.prompts.cursor import Exhausted
 from storage.runs.commit_log import Commit
 from tasks.commit import snapshot
 from tasks.evaluation.schedule import Evaluations, evaluations
-from tasks.guards.acting import WentBack
-from tasks.guards.judging import pending_rollback
-from tasks.guards.rollback import went_back
 from tasks.promotion import judge_policy, judged_before
 from tasks.reporting.listeners import reporting_on
 from tasks.reporting.skipped import skipped
@@ -32,9 +29,10 @@ from tasks.reporting.terminal import Terminal
 from tasks.results import RunSummary, Updated
 from tasks.run.continue_from import NothingNew
 from tasks.run.events import Note, SnapshotStored, StepBegan
+from tasks.run.features import take_up
 from tasks.run.findings import slow_here
 from tasks.run.flow_options import forget_results, result_of
-from tasks.run.life_cycle import finish, shown, started
+from tasks.run.life_cycle import BranchEnded, finish, shown, started
 from tasks.run.opening import open_run
 from tasks.run.preflight import check
 from tasks.run.recorded_flow import path_of
@@ -76,9 +74,9 @@ def train(
         pages.enter_context(shown(run))
         start_engines(run)
         tests = stack.enter_context(evaluations(run))
-        while isinstance(made := make_steps(step_flow, run, tests), WentBack):
+        while isinstance(made := make_steps(step_flow, run, tests), BranchEnded):
             pages.close()
-            run = stack.enter_context(went_back(run, made))
+            run = stack.enter_context(made.successor(run))
             pages.enter_context(shown(run))
             start_engines(run)
             tests = stack.enter_context(evaluations(run))
@@ -90,17 +88,14 @@ def train(
 
 def make_steps(
     step_flow: Callable[[Run, int], Any], run: Run, tests: Evaluations | None
-) -> bool | WentBack:
+) -> bool | BranchEnded:
     """Make the steps that are left; whether the data's epochs were over before the last of them.
 
-    WentBack where a guard ends them: the run goes on from an earlier step. That may have been decided
-    in its last commit, by a flow that died.
+    BranchEnded where another run goes on. That may have been decided in its last commit, by a flow
+    that died.
     """
-    decided = pending_rollback(run.last) if run.head > run.start else None
-    if decided is not None:
-        return WentBack(decided, run.head)
-    if tests is not None:
-        tests.begin()
+    if run.head > run.start:
+        take_up(run)
     steps = _in_turn if run.config.max_staleness == 0 else _overlapping
 
     def make(step: int) -> None:
@@ -109,9 +104,12 @@ def make_steps(
             tests.after(step)
 
     try:
+        run.gate.check_end(run.head)
+        if tests is not None:
+            tests.begin()
         steps(make, run)
-    except WentBack as back:
-        return back
+    except BranchEnded as ended:
+        return ended
     except Exhausted:  # found while drawing: some of the last prompts are too long
         if run.last is None:
             raise

@@ -82,6 +82,21 @@ FEATURES = {
             "pyproject.toml": [r" \| elastic(?= \|)"],
         },
     ),
+    # The section `guards` of the settings stays: every run.json has it.
+    "guards": Rooms(
+        rooms=("tasks/guards", "configs/rules/guards.py"),
+        tests=("tests/configs/test_guard_rules.py", "tests/flows/test_guards.py"),
+        unfit=(
+            "tests/flows/test_overlap.py::test_beyond_the_guards_bound_the_run_is_synchronous",
+            "tests/flows/test_overlap.py::test_beyond_the_guards_bound_the_run_stops",
+            "tests/tasks/evaluation/test_schedule.py",
+        ),
+        records={
+            **record("guards"),
+            "configs/grpo.py": [r"from configs.rules.guards .*\n", r"    \*GUARDS,\n"],
+            "pyproject.toml": [r'  "tasks.guards.events",\n'],
+        },
+    ),
     "trees": Rooms(
         rooms=(
             "configs/tree.py",

@@ -19,6 +19,7 @@ from tasks.evaluation.engines import Place
 from tasks.evaluation.evaluate import Evaluator, evaluation
 from tasks.evaluation.summary import evaluation_metrics
 from tasks.run.events import VersionEvaluated
+from tasks.run.features import judge_steps
 from tasks.run.roles.sampling import EVALUATION, OPPONENT, ROLLOUT
 from tasks.run.run import Run
 from tasks.run.suite import Suite
@@ -80,7 +81,8 @@ class Evaluations:
         """A dead flow has evaluated a version: what no commit has judged is judged with the next."""
         run = self._run
         run.evaluated.add(version)
-        for result in evaluations_of(run.files, version=version) if run.config.guards else ():
+        judged = judge_steps(run.config)
+        for result in evaluations_of(run.files, version=version) if judged else ():
             before = run.last is not None and result.made_at < run.last.committed_at
             if not before and not result.back_fill:
                 run.measured |= evaluation_metrics(result)

@@ -7,27 +7,30 @@ from prefect.logging import get_run_logger
 from configs.flows import fork_command, resume_command
 from storage.runs.commit_log import GuardRecord, Outline
 from storage.runs.forks import NoSuchOrigin, begin_at
-from tasks.guards.judging import guard_sentence, verdicts
+from tasks.guards.events import GuardActed
+from tasks.guards.judging import (
+    bound_in_force,
+    guard_sentence,
+    pending_rollback,
+    rollbacks,
+    verdicts,
+)
+from tasks.guards.rollback import GuardStopped, WentBack
 from tasks.results import Metrics
-from tasks.run.events import GuardActed
-from tasks.run.run import Run
+from tasks.run.events import Note
+from tasks.run.feature_view import FeatureView
+from tasks.run.features import Verdicts
 from tasks.run.staleness_gate import BOUND
 
 
-class GuardStopped(RuntimeError):
-    """A guard has ended the run, which can be resumed."""
+def judge_step(run: FeatureView, step: int, metrics: Metrics) -> Verdicts:
+    """The guards' verdicts, and max_staleness for the steps after it where one ends their overlap."""
+    records = guards_on(run, step, metrics)
+    lowered = any(record.action == "synchronous" for record in records)
+    return Verdicts(records=records, metrics={BOUND: 0.0} if lowered else {})
 
 
-class WentBack(Exception):
-    """A guard has ended this branch of the run: it goes on from an earlier step."""
-
-    def __init__(self, record: GuardRecord, step: int) -> None:
-        super().__init__(guard_sentence(record, step))
-        self.record = record
-        self.step = step  # after which it was decided
-
-
-def guards_on(run: Run, step: int, metrics: Metrics) -> list[GuardRecord]:
+def guards_on(run: FeatureView, step: int, metrics: Metrics) -> list[GuardRecord]:
     """The guards' verdicts on a step that is about to be committed.
 
     Before the step at which this branch began what a rollback needs may be gone: then it ends there.
@@ -38,7 +41,7 @@ def guards_on(run: Run, step: int, metrics: Metrics) -> list[GuardRecord]:
         run.last,
         run.start,
         run.gate.max_staleness,
-        run.rollbacks,
+        rollbacks(run.origin),
         {**run.measured, **metrics},
     )
     return [
@@ -49,7 +52,7 @@ def guards_on(run: Run, step: int, metrics: Metrics) -> list[GuardRecord]:
     ]
 
 
-def _there(run: Run, record: GuardRecord) -> bool:
+def _there(run: FeatureView, record: GuardRecord) -> bool:
     """Whether the store still has what a run needs that goes back to the record's step."""
     try:
         begin_at(run.files, record.back_to, fork=True)
@@ -58,15 +61,15 @@ def _there(run: Run, record: GuardRecord) -> bool:
     return True
 
 
-def bound_after(run: Run, records: list[GuardRecord]) -> Metrics:
-    """max_staleness for steps that begin after a commit with these verdicts, as its metric."""
-    if run.config.max_staleness == 0:
-        return {}
-    lowered = any(record.action == "synchronous" for record in records)
-    return {BOUND: 0.0 if lowered else float(run.gate.max_staleness)}
+def take_up(run: FeatureView) -> None:
+    """Have the gate know what the last commit says; what a flow died after is carried out yet."""
+    run.gate.lower(bound_in_force(run.config, run.last))
+    decided = pending_rollback(run.last)
+    if decided is not None:
+        run.gate.end_after(run.head, WentBack(decided, run.head))
 
 
-def carry_out(run: Run, commit: Outline) -> None:
+def carry_out(run: FeatureView, commit: Outline) -> None:
     """Do what the verdicts in a commit ask for, before the gate knows of it, and tell people."""
     for record in commit.guards:
         if record.value is not None and run.measured.get(record.metric) == record.value:
@@ -75,7 +78,7 @@ def carry_out(run: Run, commit: Outline) -> None:
             _act(run, commit.step, record)
 
 
-def _act(run: Run, step: int, record: GuardRecord) -> None:
+def _act(run: FeatureView, step: int, record: GuardRecord) -> None:
     said = guard_sentence(record, step)
     if record.action == "synchronous":
         run.gate.lower(0)
@@ -92,15 +95,17 @@ def _act(run: Run, step: int, record: GuardRecord) -> None:
         )
         run.gate.end_after(step, WentBack(record, step))
     get_run_logger().warning(said)
-    run.tell(GuardActed(step=step, record=record, sentence=said))
+    if record.action != "stop":  # that is the run's last word, said as its error
+        run.tell(Note(text=said, warning=True))
+    run.tell(GuardActed(step=step, record=record))
 
 
-def _remedy(run: Run, step: int, record: GuardRecord) -> str:
+def _remedy(run: FeatureView, step: int, record: GuardRecord) -> str:
     """What a person can do who is told that the run was stopped."""
     guard = next(one for one in run.config.guards if one.label == record.guard)
     why = ""
     if guard.action == "rollback":
-        spent = run.rollbacks >= run.config.max_rollbacks
+        spent = rollbacks(run.origin) >= run.config.max_rollbacks
         why = (
             f" It would go back, and max_rollbacks = {run.config.max_rollbacks} are spent."
             if spent

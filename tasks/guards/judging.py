@@ -10,8 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 
 from configs.grpo import GRPOConfig
-from configs.guards import GuardConfig, settings_after
+from configs.guards import GuardConfig
 from storage.runs.commit_log import Commit, GuardRecord
+from storage.runs.origins import Origin
+from tasks.guards.changes import settings_after
+from tasks.run.staleness_gate import BOUND
 
 
 def verdicts(
@@ -129,10 +132,26 @@ def one_end(records: Sequence[GuardRecord]) -> list[GuardRecord]:
     ]
 
 
+def rollbacks(origin: Origin | None) -> int:
+    """How often guards have taken a run that began so, and those that it goes on with, back."""
+    cause = None if origin is None else origin.rollback
+    return 0 if cause is None else cause.number
+
+
 def pending_rollback(last: Commit | None) -> GuardRecord | None:
     """The rollback that a commit decided on; None where it did not."""
     found = [] if last is None else [one for one in last.guards if one.action == "rollback"]
     return found[0] if found else None
+
+
+def bound_in_force(config: GRPOConfig, last: Commit | None) -> int:
+    """max_staleness for the steps after a commit of this run; None: before its first.
+
+    What a guard has lowered stays so for as long as there is one whose action that is.
+    """
+    lowers = any(guard.action == "synchronous" for guard in config.guards)
+    bound = None if last is None or not lowers else last.metrics.get(BOUND)
+    return config.max_staleness if bound is None else min(int(bound), config.max_staleness)
 
 
 def guard_sentence(record: GuardRecord, step: int) -> str:

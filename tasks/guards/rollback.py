@@ -24,15 +24,31 @@ from storage.runs.commit_log import GuardRecord
 from storage.runs.live import End, RolledBack, workers_ended, write_end
 from storage.runs.origins import RollbackCause, origin_of
 from storage.runs.run_store import RunStore
-from tasks.guards.acting import GuardStopped, WentBack
-from tasks.guards.judging import guard_sentence
+from tasks.guards.judging import guard_sentence, rollbacks
 from tasks.run.events import Note, RunRolledBack
-from tasks.run.life_cycle import last_pages, started
+from tasks.run.life_cycle import BranchEnded, last_pages, started
 from tasks.run.opened_run import OpenedRun
 from tasks.run.opening import open_run
 from tasks.run.run import Run
 
 CHILD = "-rollback-"  # between the family's first name and the rollback's number
+
+
+class GuardStopped(RuntimeError):
+    """A guard has ended the run, which can be resumed."""
+
+
+class WentBack(BranchEnded):
+    """A guard has ended this branch of the run: it goes on from an earlier step."""
+
+    def __init__(self, record: GuardRecord, step: int) -> None:
+        super().__init__(guard_sentence(record, step))
+        self.record = record
+        self.step = step  # after which it was decided
+
+    def successor(self, run: Run) -> contextlib.AbstractContextManager[Run]:
+        """The fork at the earlier step."""
+        return went_back(run, self)
 
 
 def child_name(parent: str, number: int) -> str:
@@ -51,7 +67,7 @@ def went_back(run: Run, back: WentBack) -> Iterator[Run]:
         after=back.step,
         guard=back.record.guard,
         why=guard_sentence(back.record, back.step),
-        number=run.rollbacks + 1,
+        number=rollbacks(run.origin) + 1,
         change=back.record.change,
     )
     opened = _opened(run, back.record, cause)

@@ -30,7 +30,6 @@ from storage.objects.errors import ObjectMissing
 from storage.runs.live import read_end
 from tasks.markdown import cell, code, escaped
 from tasks.reporting.cost_note import cost_lines
-from tasks.reporting.guard_notes import continued, guard_table, went_back
 from tasks.reporting.progress_line import untrained
 from tasks.run.events import (
     Listeners,
@@ -41,10 +40,13 @@ from tasks.run.events import (
     StepsEnded,
 )
 from tasks.run.facts import RunFacts
+from tasks.run.features import features_of
 from tasks.run.pictures import TIMELINE_STEPS
 
 if TYPE_CHECKING:
     from storage.runs.commit_log import Commit, Ledger
+    from storage.runs.live import End
+    from storage.runs.origins import Origin
     from tasks.results import Metrics, Scored
     from tasks.run.attempts import Attempt
 
@@ -214,7 +216,7 @@ def lineage(run: RunFacts, commit: Commit, attempts: list[Attempt]) -> str:
         *nothing_trained(commit),
         *left_out(ledger),
         *sampled_in_rounds(commit),
-        *guard_table(commit),
+        *(line for one in features_of(run.config) for line in one.page(commit)),
         "",
         "#### Where the time went",
         "",
@@ -308,6 +310,29 @@ def show_run(run: RunFacts, head: int, fresh: int) -> None:
         markdown="\n".join(lines),
         description=f"What {run.name} is, and where its things are.",
     )
+
+
+def went_back(origin: Origin) -> list[str]:
+    """Markdown lines of a run that began as the way back of another one."""
+    back = origin.rollback
+    if back is None:
+        return []
+    changes = f" with {', '.join(map(code, back.change))}" if back.change else ""
+    return [
+        f"- Rollback {back.number}: **{escaped(back.run)}** went back to step {origin.at} after "
+        f"its step {back.after}, and this run goes on from there{changes}. {escaped(back.why)}"
+    ]
+
+
+def continued(end: End | None) -> list[str]:
+    """Markdown lines of a run that ended by going back."""
+    if end is None or end.rolled_back is None:
+        return []
+    back = end.rolled_back
+    return [
+        f"- **Rolled back to step {back.to} by {escaped(back.guard)}, continued as "
+        f"{escaped(back.child)}.** {escaped(back.why)}"
+    ]
 
 
 def show_steps(run: RunFacts, history: list[tuple[int, Metrics]]) -> None:

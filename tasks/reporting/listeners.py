@@ -18,6 +18,7 @@ from tasks.reporting.prometheus import LiveMetrics
 from tasks.reporting.terminal import Terminal
 from tasks.run.events import Listeners
 from tasks.run.facts import RunFacts
+from tasks.run.features import features_of
 from tasks.run.reports import Reporting, Reports
 
 
@@ -36,7 +37,10 @@ def _reports(terminal: Terminal, facts: RunFacts) -> Reports:
     EvaluationPages(facts.files, facts.config).listen(listeners)
     PrefectEvents(facts.name).listen(listeners)
     LiveMetrics(facts.name, facts.config.steps).listen(listeners, tracking)
-    return Reports(listeners=listeners, tracking=tracker)
+    reports = Reports(listeners=listeners, tracking=tracker)
+    for feature in features_of(facts.config):
+        feature.listen(facts, reports)
+    return reports
 
 
 def evaluation_listeners(terminal: Terminal, files: RunStore, config: GRPOConfig) -> Listeners:

@@ -9,7 +9,6 @@ from prefect.events import emit_event
 
 from tasks.run.events import (
     AttemptFailed,
-    GuardActed,
     Listeners,
     PolicyJudged,
     RunBegan,
@@ -24,7 +23,6 @@ STEP_COMMITTED = "refrain.step.committed"
 ATTEMPT_FAILED = "refrain.attempt.failed"
 NOT_FINITE = "refrain.guard.not-finite"  # an update was left out
 SCORING_FAILED = "refrain.guard.scoring-failed"  # samples without a reward
-GUARD = "refrain.guard.acted"  # a metric was beyond the bound of one of the run's guards
 ROLLED_BACK = "refrain.run.rolled-back"  # the run goes on from an earlier step, as another
 PROMOTED = "refrain.policy.promoted"
 NOT_PROMOTED = "refrain.policy.not-promoted"
@@ -50,7 +48,6 @@ class PrefectEvents:
         listeners.on(RunBegan, lambda event: self._emit(RUN_STARTED, steps=event.steps))
         listeners.on(AttemptFailed, self.attempt_failed)
         listeners.later(StepCommitted, self.step_committed)
-        listeners.on(GuardActed, self.guard_acted)
         listeners.on(PolicyJudged, self.policy_judged)
         listeners.on(RunRolledBack, self.rolled_back)
         listeners.on(RunEnded, lambda event: self._emit(RUN_ENDED, step=event.step))
@@ -76,18 +73,6 @@ class PrefectEvents:
             self._emit(NOT_FINITE, step=step, optimizer_steps=left_out)
         if failed := sum(shard.failures for shard in event.scored):
             self._emit(SCORING_FAILED, step=step, samples=failed)
-
-    def guard_acted(self, event: GuardActed) -> None:
-        """What a guard found, and what it does."""
-        record = event.record
-        facts = {"guard": record.guard, "metric": record.metric, "action": str(record.action)}
-        numbers = {
-            "value": record.value,
-            "threshold": record.threshold,
-            "back_to": record.back_to,
-        }
-        known = {name: number for name, number in numbers.items() if number is not None}
-        self._emit(GUARD, step=event.step, **facts, **known)
 
     def policy_judged(self, event: PolicyJudged) -> None:
         """Whether it was promoted."""

@@ -11,7 +11,6 @@ from tasks.reporting.terminal import Terminal
 from tasks.run.events import (
     AttemptBegan,
     EngineStarted,
-    GuardActed,
     Listeners,
     Note,
     RoundBegan,
@@ -85,7 +84,6 @@ class ProgressLine:
         listeners.on(AttemptBegan, self.attempt_began)
         listeners.on(ShardSampled, self.shard_sampled)
         listeners.on(UpdateReplayed, self.update_replayed)
-        listeners.on(GuardActed, self.guard_acted)
         listeners.on(StepCommitted, self.step_committed)
         listeners.on(VersionEvaluated, self.version_evaluated)
         listeners.on(RunEnded, lambda event: self._looking.close())
@@ -181,11 +179,6 @@ class ProgressLine:
         self._terminal.doing(
             f"replaying the update of step {event.step} of {event.last} from its stored batch"
         )
-
-    def guard_acted(self, event: GuardActed) -> None:
-        """What was found; a stop's is the run's last word, said as its error."""
-        if event.record.action != "stop":
-            self._terminal.say(event.sentence, style="yellow")
 
     def version_evaluated(self, event: VersionEvaluated) -> None:
         """The result in a line."""

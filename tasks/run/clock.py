@@ -13,7 +13,7 @@ from tasks.results import Carried, LeftOver
 from tasks.run.known_rows import RowTracker
 from tasks.run.opened_run import OpenedRun, Position
 from tasks.run.retries import ATTEMPTS
-from tasks.run.staleness_gate import Gate, bound_in_force
+from tasks.run.staleness_gate import Gate
 
 
 class Clock:
@@ -23,9 +23,11 @@ class Clock:
         """`rows`: what its draws go by."""
         self._config, self._origin, self._start = opened.config, opened.origin, opened.start
         self.position = position
-        bound = bound_in_force(self._config, position.last if position.head > self._start else None)
         self.gate = Gate(
-            position.head, bound, _patience(self._config), self._config.reserved_versions
+            position.head,
+            self._config.max_staleness,
+            _patience(self._config),
+            self._config.reserved_versions,
         )
         # Step -> where it began to draw, and the groups handed on to it; from the head on.
         self.drawn: dict[int, Cursor] = {position.head + 1: position.cursor}

@@ -15,7 +15,7 @@ from prefect.logging import get_run_logger
 
 from storage.evaluations.results import EvaluationResult
 from storage.objects.errors import StoreUnavailable
-from storage.runs.commit_log import Commit, GuardRecord
+from storage.runs.commit_log import Commit
 from storage.runs.curves import History
 from tasks.results import Metrics, Scored
 from tasks.run.attempts import Attempt
@@ -137,15 +137,6 @@ class SnapshotStored(CommitEvent):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GuardActed(Event):
-    """A metric of a step was beyond the bound of a guard, which does something."""
-
-    step: int
-    record: GuardRecord
-    sentence: str  # what was found and what follows, for people
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class BackFillBegan(Event):
     """Versions of a run of the past are about to be evaluated."""
 
@@ -186,11 +177,11 @@ class PolicyJudged(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRolledBack(Event):
-    """A guard has ended the run, and another one goes on from an earlier step of it."""
+    """The run has ended, and another one goes on from an earlier step of it."""
 
     step: int  # after which it ended
     back_to: int
-    guard: str  # its name
+    guard: str  # name of what decided so
     child: str  # the run that goes on
     number: int  # of the rollback
     fresh: int  # rows that the run had not seen and drew first

@@ -23,10 +23,14 @@ if TYPE_CHECKING:  # what a refused setting does not wait for
 
     from storage.batches.refs import BatchRef
     from storage.objects.store import Store
+    from storage.runs.commit_log import Commit, GuardRecord, Outline
     from storage.runs.run_store import RunStore
     from tasks.results import Carried, Metrics, Prompts, Sampled, SampledShards, WholeShards
+    from tasks.run.facts import RunFacts
+    from tasks.run.feature_view import FeatureView
     from tasks.run.known_rows import RowTracker
     from tasks.run.opened_run import OpenedRun, Position
+    from tasks.run.reports import Reports
     from tasks.run.roles.role import ByRole, EngineRole
     from tasks.run.shard_driver import ShardRange
     from tasks.run.stage_view import StageView, StepView
@@ -43,6 +47,7 @@ FEATURES: Mapping[str, str] = {
     "trees": "tasks.trees.feature:FEATURE",
     "over_sampling": "tasks.over_sampling.feature:FEATURE",
     "quarantine": "tasks.quarantine.feature:FEATURE",
+    "guards": "tasks.guards.feature:FEATURE",
 }
 # Goes on with groups that the last commit hands on, whatever the settings: a fork has others.
 GOES_ON_WITH_GROUPS = "over_sampling"
@@ -84,6 +89,14 @@ class ToCommit:
     metrics: Metrics = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdicts:
+    """On a step that is about to be committed; they stand in its commit."""
+
+    records: list[GuardRecord] = field(default_factory=list)
+    metrics: Metrics = field(default_factory=dict)  # that follow from them
+
+
 def _no_models(config: GRPOConfig) -> Mapping[str, Model]:
     return {}
 
@@ -98,6 +111,8 @@ class Feature:
 
     roles: tuple[EngineRole[Any], ...] = ()
     vllms: Callable[[GRPOConfig], Iterable[OwnVllm]] = lambda config: ()
+    # Before anything starts, in milliseconds, what no rule can ask; ValueError, one sentence.
+    check_settings: Callable[[GRPOConfig], None] = lambda config: None
     # Before anything starts, of what is outside the settings; ValueError, one sentence, for a fault.
     check: Callable[[GRPOConfig], Iterable[Finding]] = lambda config: ()
     # Models that the train engine runs beside the policy, by their setting: the self-test has them.
@@ -124,6 +139,15 @@ class Feature:
         lambda run, step, prompts, samples: ToCommit()
     )
     metrics: Callable[[ByRole], Metrics] = lambda engines: {}  # of its engines since the last look
+    # Before a step with these metrics is committed; None: it judges no steps.
+    judge: Callable[[FeatureView, int, Metrics], Verdicts] | None = None
+    # After a commit, before steps that wait for it begin.
+    committed: Callable[[FeatureView, Outline], None] = lambda run, commit: None
+    # Before the first step of a run that goes on: what its last commit says that is still to be done.
+    take_up: Callable[[FeatureView], None] = lambda run: None
+    # Who shows what it tells; heard after the others.
+    listen: Callable[[RunFacts, Reports], None] = lambda facts, reports: None
+    page: Callable[[Commit], list[str]] = lambda commit: []  # Markdown lines of a step's note
 
 
 def features_of(config: GRPOConfig, *, carried: bool = False) -> list[Feature]:
@@ -133,6 +157,30 @@ def features_of(config: GRPOConfig, *, carried: bool = False) -> list[Feature]:
     """
     names = [*config.features, *([GOES_ON_WITH_GROUPS] if carried else [])]
     return [_record(FEATURES[name]) for name in dict.fromkeys(names)]
+
+
+def judged(run: FeatureView, step: int, metrics: Metrics) -> Verdicts:
+    """What the features say of a step that is about to be committed."""
+    found = [one.judge(run, step, metrics) for one in features_of(run.config) if one.judge]
+    return Verdicts(
+        records=[record for one in found for record in one.records],
+        metrics={name: value for one in found for name, value in one.metrics.items()},
+    )
+
+
+def judge_steps(config: GRPOConfig) -> bool:
+    """Whether a feature of the run looks at its metrics."""
+    return any(one.judge for one in features_of(config))
+
+
+def take_up(run: FeatureView) -> None:
+    """Have what a run's last commit, which is its own, leaves to do done, or known to its gate.
+
+    What it decided holds also where a person has taken the guards out of the settings since.
+    """
+    left = ["guards"] if run.last is not None and run.last.guards and "guards" in FEATURES else []
+    for name in dict.fromkeys((*run.config.features, *left)):
+        _record(FEATURES[name]).take_up(run)
 
 
 def tidy(config: GRPOConfig, files: RunStore, head: int) -> list[str]:

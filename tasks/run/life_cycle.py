@@ -44,6 +44,14 @@ from tasks.run.run_log import folder_of, kept
 ROWS_AT_ONCE = 100_000  # of the data, whose digests one call makes in some seconds
 
 
+class BranchEnded(Exception):
+    """A run has ended after a step, and another one goes on from an earlier step of it."""
+
+    def successor(self, run: Run) -> contextlib.AbstractContextManager[Run]:
+        """The run that goes on, for a body; `run` is ended before."""
+        raise NotImplementedError
+
+
 @contextlib.contextmanager
 def started(
     opened: OpenedRun,

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from configs.cluster.cluster import Role
 from configs.credentials import credential_sentence
 from configs.grpo import GRPOConfig
-from configs.guards import check_rollbacks
 from configs.model import RandomModel
 from configs.new_run import check_finite, check_new_run, warnings_of
 from configs.optional_packages import pip_install
@@ -49,7 +48,8 @@ def check_settings(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
         packages, devices = check_packages(config), check_devices(config)
         model = check_lengths(config, resumed)
         memory = check_memory(config, tuple(one.holders for one in features_of(config)))
-        check_rollbacks(config, config.guards)
+        for feature in features_of(config):
+            feature.check_settings(config)
         check_finite(config)
         if not resumed:
             check_new_run(config)

@@ -72,8 +72,8 @@ class Run:
         self.cancelled = self.clock.gate.cancelled  # ends every wait
         # The unseen rows that come first, in their order in the data.
         self.fresh = fresh_rows(position.cursor, opened.source, opened.seen)
-        # Metrics of versions that were measured after their step's commit, such as evaluations: the
-        # guards look at them with the step that is committed next.
+        # Metrics of versions that were measured after their step's commit, such as evaluations: they
+        # are judged with the step that is committed next.
         self.measured: dict[str, float] = {}
         self.evaluated: set[int] = set()  # versions that wait for no evaluation any more
         self.stopped = False  # by a person: Ctrl-C, SIGTERM or the dashboard; known once it ended
@@ -81,7 +81,7 @@ class Run:
         self.device_time = DeviceTime()  # which attempts hold which workers
         self.history = StepHistory(opened.files, opened.start, position.head)
         reports = reporting(facts)
-        self.reporting = reporting  # a run that goes on after a rollback has it too
+        self.reporting = reporting  # a run that goes on with it has it too
         self.listeners, self.tracking = reports.listeners, reports.tracking
         self.shards = _shards_of(opened.config)
         played = opened.config.episodes
@@ -112,12 +112,6 @@ class Run:
     def cursor(self) -> Cursor:
         """Where the next step draws."""
         return self.clock.position.cursor
-
-    @property
-    def rollbacks(self) -> int:
-        """How often guards have taken it, and the runs that it goes on with, back to a step."""
-        cause = None if self.origin is None else self.origin.rollback
-        return 0 if cause is None else cause.number
 
     def usable_weights(self, step: int) -> list[WeightsRef]:
         """The policy versions with which a step may be sampled, the current one first.

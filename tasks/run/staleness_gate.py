@@ -4,7 +4,7 @@ With max_staleness = n up to n + 1 step flows run at once. Step k samples as soo
 k - 1 - n is there and step k - 1 has drawn its prompts; it trains once step k - 1 is committed. So
 the staleness of a sample, the version that trains (k - 1) less the version of its oldest token, time
 in any queue included, is never above n; steps draw, train and are committed in order. With n = 0
-nothing ever waits here. When n becomes 0 is decided by a guard (tasks/guards).
+nothing ever waits here. A feature may lower n between two steps.
 """
 
 from __future__ import annotations
@@ -13,24 +13,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from configs.grpo import GRPOConfig
 from engines.failures import CallCancelled
-from storage.runs.commit_log import Commit
 
 SLICE = 0.5  # seconds between looks at whether the run is cancelled
-
-
 BOUND = "staleness/bound"  # metric: max_staleness for steps that begin after the commit
-
-
-def bound_in_force(config: GRPOConfig, last: Commit | None) -> int:
-    """max_staleness for the steps after a commit of this run; None: before its first.
-
-    What a guard has lowered stays so for as long as there is one whose action that is.
-    """
-    lowers = any(guard.action == "synchronous" for guard in config.guards)
-    bound = None if last is None or not lowers else last.metrics.get(BOUND)
-    return config.max_staleness if bound is None else min(int(bound), config.max_staleness)
 
 
 class StepGivenUp(RuntimeError):

@@ -39,7 +39,7 @@ def test_a_value_that_no_commit_has_judged_is_judged_with_the_next(
         evaluated=set(),
         measured={},
         last=SimpleNamespace(committed_at=10.0),
-        config=SimpleNamespace(guards=[object()] if guards else []),
+        config=SimpleNamespace(features=("guards",) if guards else ()),
     )
     evaluations = object.__new__(Evaluations)
     evaluations._run = run

@@ -11,14 +11,14 @@ from configs.grpo import GRPOConfig
 from configs.recipe import load_recipe
 from storage.runs.commit_log import GuardRecord
 from storage.runs.forks import NoSuchOrigin
-from tasks.guards import acting
-from tasks.guards.acting import GuardStopped, WentBack, bound_after, carry_out, guards_on
-from tasks.guards.rollback import child_name
-from tasks.reporting import prefect_events
-from tasks.reporting.guard_notes import guard_table
-from tasks.reporting.prefect_events import PrefectEvents
+from storage.runs.origins import RollbackCause
+from tasks.guards import acting, events
+from tasks.guards.acting import carry_out, guards_on, judge_step
+from tasks.guards.rollback import GuardStopped, WentBack, child_name
 from tasks.reporting.progress_line import ProgressLine
 from tasks.run.events import Listeners
+from tasks.run.features import take_up
+from tasks.run.reports import Reports
 from tasks.run.staleness_gate import Gate
 
 BACK = (
@@ -33,10 +33,14 @@ def run_of(*words: str, start: int = 0, rollbacks: int = 0) -> Any:
     terminal: Any = SimpleNamespace(say=lambda text, style="": said.append(text))
     listeners = Listeners()
     ProgressLine(terminal, config.steps).listen(listeners)
-    PrefectEvents("r").listen(listeners)
+    facts: Any = SimpleNamespace(name="r")
+    tracking: Any = None
+    events.listen(facts, Reports(listeners=listeners, tracking=tracking))
+    cause = RollbackCause(run="p", after=3, guard="g", why="", number=max(1, rollbacks))
+    origin = SimpleNamespace(rollback=cause) if rollbacks else None
     return SimpleNamespace(
         config=config, gate=Gate(0, config.max_staleness, deadline=30), name="r", said=said,
-        flow="flows.grpo:grpo", start=start, head=9, last=None, rollbacks=rollbacks, files=None, measured={},
+        flow="flows.grpo:grpo", start=start, head=9, last=None, origin=origin, files=None, measured={},
         tell=listeners.tell,
     )  # fmt: skip
 
@@ -54,9 +58,7 @@ def commit(*records: GuardRecord) -> Any:
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Events and warnings of the guards."""
     told: list[Any] = []
-    monkeypatch.setattr(
-        prefect_events, "emit", lambda event, run, **facts: told.append((event, facts))
-    )
+    monkeypatch.setattr(events, "emit", lambda event, run, **facts: told.append((event, facts)))
     monkeypatch.setattr(acting, "get_run_logger", lambda: SimpleNamespace(warning=told.append))
     return told
 
@@ -77,13 +79,33 @@ def test_a_warning_changes_nothing(sent: list[Any]) -> None:
 
 
 def test_overlap_ends(sent: list[Any]) -> None:
-    run = run_of("max_staleness=2", "algorithm.correction=[{kind: truncate}]")
-    assert bound_after(run, [record(None)]) == {"staleness/bound": 2.0}
-    assert bound_after(run, [record("synchronous")]) == {"staleness/bound": 0.0}
+    run = run_of(
+        "max_staleness=2",
+        "algorithm.correction=[{kind: truncate}]",
+        "guards=[{metric: m, above: 1, patience: 1, action: synchronous}]",
+    )
+    assert judge_step(run, 10, {"m": 1.0}).metrics == {}
+    assert judge_step(run, 10, {"m": 2.0}).metrics == {"staleness/bound": 0.0}
     carry_out(run, commit(record("synchronous")))
     assert run.gate.max_staleness == 0
     assert run.said[0].endswith("To overlap again, resume with guards=[].")
-    assert bound_after(run_of(BACK), []) == {}, "of steps that never overlap"
+    run.gate = Gate(10, 2, deadline=30)
+    run.last = SimpleNamespace(metrics={"staleness/bound": 0.0}, guards=[])
+    take_up(run)
+    assert run.gate.max_staleness == 0, "of a run that was resumed after it"
+
+
+@pytest.mark.parametrize("words", [(BACK,), ()], ids=["guarded", "without guards since"])
+def test_what_a_flow_died_after_is_carried_out(words: tuple[str, ...]) -> None:
+    run, back = run_of(*words), record("rollback", back_to=4)
+    run.head, run.last = 10, commit(back)
+    take_up(run)
+    with pytest.raises(WentBack) as caught:
+        run.gate.check_end(10)
+    assert (caught.value.record, caught.value.step) == (back, 10)
+    run.gate, run.last = Gate(10, 0, deadline=30), commit(record("stop"))
+    take_up(run)
+    run.gate.check_end(10)  # a person has resumed what was stopped
 
 
 def test_a_stop_says_how_to_go_on(sent: list[Any]) -> None:
@@ -125,16 +147,6 @@ def test_before_its_branch_a_run_goes_back_where_the_store_allows(
     assert (found.back_to, asked) == (to, [4])
     (own,) = guards_on(run_of(BACK, start=3), 10, {"m": 2.0})
     assert (own.back_to, asked) == (4, [4]), "of its own steps retention keeps what it needs"
-
-
-def test_the_table_of_a_step() -> None:
-    none, back = record(None, value=None, threshold=None), record("rollback", back_to=4)
-    lines = guard_table(commit(none, back))
-    assert lines[-2:] == [
-        "| g | `m` | - | - | 3 |  |",
-        "| g | `m` | 2 | 1 | 3 | **goes back to step 4** |",
-    ]
-    assert guard_table(commit()) == []
 
 
 def test_children_are_numbered_on_by_the_first_name() -> None:

@@ -15,8 +15,7 @@ from configs.grpo import GRPOConfig
 from configs.guards import GuardConfig
 from configs.recipe import load_recipe
 from storage.runs.commit_log import GuardRecord
-from tasks.guards.judging import judge, pending_rollback, verdicts
-from tasks.run.staleness_gate import bound_in_force
+from tasks.guards.judging import bound_in_force, judge, pending_rollback, verdicts
 
 SIZE = "train/rollout_effective_sample_size"
 GAP = "train/rollout_mismatch"

@@ -20,7 +20,7 @@ def test_the_page_of_a_step_says_that_no_token_trained(tmp_path: Path) -> None:
     run = RunStore(Store(f"file://{tmp_path}"), "run")
     begin(run)
     step = take(run, 1, sampled_with=publish_version(run, 0))
-    view = Mock(store=run.store, config=Mock(store=Mock(words=list)), origin=None)
+    view = Mock(store=run.store, config=Mock(store=Mock(words=list), features=()), origin=None)
     view.name = "run"
 
     def page(**metrics: float) -> str:

@@ -66,18 +66,6 @@ def step(store: Store) -> Record:
             "dropped": {"too long": 4},
             "in_flight": 6,
         },
-        "guards": [
-            {"guard": "kl", "metric": "train/kl", "value": 0.31, "threshold": 0.62, "beyond": 2},
-            {
-                "guard": "low",
-                "metric": "m",
-                "value": 0.11,
-                "threshold": 0.22,
-                "action": "rollback",
-                "back_to": 3,
-                "change": ["train.learning_rate=0.5"],
-            },
-        ],
         "attempts": ATTEMPTS,
         "reward_code": {
             "c0de": [
@@ -157,16 +145,6 @@ TIME = [
     figure("attempts", shown=[("| 2 | 1 | rollout", "| 3 | 1 | rollout"), ("| 1 | 0 | update", "| 2 | 0 | update")],
            value=[*ATTEMPTS, attempt("rollout", 1, 102.0, 1.0), attempt("update", 1, 106.0, 1.0)]),
 ]  # fmt: skip
-GUARDS = [
-    figure("guards", 0, "value", value=0.44, shown=[("kl` | 0.31", "kl` | 0.44")]),
-    figure("guards", 0, "threshold", value=0.55, shown=[("| 0.62 |", "| 0.55 |")]),
-    figure("guards", 0, "beyond", value=4, shown=[("0.62 | 2 |", "0.62 | 4 |")]),
-    figure("guards", 1, "value", value=0.44, shown=[("m` | 0.11", "m` | 0.44")]),
-    figure("guards", 1, "threshold", value=0.55, shown=[("| 0.22 |", "| 0.55 |")]),
-    figure("guards", 1, "beyond", value=4, shown=[("0.22 | 0 |", "0.22 | 4 |")]),
-    figure("guards", 1, "back_to", value=1, shown=[("to step 3", "to step 1")]),
-    figure("guards", 1, "change", value=["x=1"], shown=[("train.learning_rate=0.5", "x=1")]),
-]
 
 
 def versions_and_prompts(store: Store) -> list[Figure]:
@@ -218,7 +196,7 @@ def test_every_number_on_a_steps_page_is_a_field_of_its_commit(store: Store) -> 
         commit = Commit.model_validate(record)
         return artifacts.lineage(run, commit, attempts_of(commit))
 
-    check_figures(step(store), page, [*versions_and_prompts(store), *GUARDS, *TIME, *COST])
+    check_figures(step(store), page, [*versions_and_prompts(store), *TIME, *COST])
 
 
 def test_every_number_in_a_runs_table_is_a_metric_of_its_commits(

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 from markdown_it import MarkdownIt
 
-from storage.runs.commit_log import GuardRecord
 from tasks.markdown import cell, code, escaped
-from tasks.reporting.guard_notes import guard_table
-from tests.tasks.run.test_meaning_changes import commit
 
 HOSTILE = [
     "[docs](javascript:alert(1))",
@@ -56,13 +53,3 @@ def test_a_cell_stays_one(said: str) -> None:
         tokens = MARKDOWN.parse(markdown)
         assert sum(one.type == "td_open" for one in tokens) == 2
         assert not kinds(markdown) & {"link", "image", "html_inline", "html_block", "heading"}
-
-
-def test_guards_of_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = GuardRecord(
-        guard="<b>[g](x)</b> | g", metric="reward/`a` | ![x](y)", value=1.0, threshold=0.5, beyond=1
-    )
-    lines = guard_table(commit(1).model_copy(update={"guards": [record]}))
-    tokens = MARKDOWN.parse("\n".join(lines))
-    assert sum(one.type == "td_open" for one in tokens) == 6
-    assert not kinds("\n".join(lines)) & {"link", "image", "html_inline", "html_block"}

@@ -1,0 +1,18 @@
+"""What guards add to a run: they judge its steps, and may end it or have it go on from earlier."""
+
+from __future__ import annotations
+
+from tasks.guards.acting import carry_out, judge_step, take_up
+from tasks.guards.changes import check_rollbacks
+from tasks.guards.events import listen
+from tasks.guards.table import guard_table
+from tasks.run.features import Feature
+
+FEATURE = Feature(
+    check_settings=check_rollbacks,
+    judge=judge_step,
+    committed=carry_out,
+    take_up=take_up,
+    listen=listen,
+    page=guard_table,
+)
