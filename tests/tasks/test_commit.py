@@ -16,7 +16,7 @@ def test_curves_are_written_and_what_is_registered_stays(
 ) -> None:
     run: Any = Mock(start=0, head=step)
     run.config.rollback_steps = 2
-    run.config.train.engine = "fsdp"
+    run.config.features = ()
     run.tracking.registered = {3: "1"}
     run.to_be_evaluated.return_value = {7}
     sweep, write = Mock(return_value=[]), Mock()
