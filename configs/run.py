@@ -210,7 +210,12 @@ class RunConfig(Settings):
     @property
     def features(self) -> tuple[str, ...]:
         """Names of the features that a run uses; tasks/run/features.py has their records."""
-        return ("elastic",) if self.train.engine == "elastic" else ()
+        suites = () if self.evaluation is None else self.evaluation.suites.values()
+        rewards = [self.rewards, *(one.rewards for one in suites if one.rewards is not None)]
+        return (
+            *(("elastic",) if self.train.engine == "elastic" else ()),
+            *(("reward_models",) if any(one.on_engines for one in rewards) else ()),
+        )
 
     @property
     def needs_rewards(self) -> bool:

@@ -14,25 +14,31 @@ from typing import TYPE_CHECKING, Any
 from configs.cluster.cluster import Role
 from configs.grpo import GRPOConfig
 from configs.model import Model
+from configs.rewards import RewardsConfig
 from configs.rollout import RolloutConfig
 from tasks.memory.holders import HoldersOf
 from tasks.run.findings import Finding
 
 if TYPE_CHECKING:  # what a refused setting does not wait for
+    from engines.data.contract import ScoreRequest
+    from engines.data.results import ModelScores
+    from engines.workers.cluster import Cluster
     from storage.batches.refs import BatchRef
     from storage.objects.store import Store
     from storage.runs.run_store import RunStore
     from tasks.results import Metrics, Sampled
     from tasks.run.roles.role import ByRole, EngineRole
+    from tasks.run.run_view import Caller
     from tasks.run.stage_view import StageView
 
 # By name, where each feature's record is.
 FEATURES: Mapping[str, str] = {
+    "elastic": "tasks.elastic.feature:FEATURE",
     "teachers": "tasks.teachers.feature:FEATURE",
     "progress": "tasks.progress_rewards.feature:FEATURE",
-    "critic": "tasks.critic.feature:FEATURE",
-    "elastic": "tasks.elastic.feature:FEATURE",
     "trees": "tasks.trees.feature:FEATURE",
+    "critic": "tasks.critic.feature:FEATURE",
+    "reward_models": "tasks.reward_models.feature:FEATURE",
 }
 
 
@@ -56,6 +62,20 @@ class PromptShard:
     n: int  # completions of each
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredFirst:
+    """Samples that are to be scored, before reward functions are called."""
+
+    step: int
+    number: int  # of the call among those of the stage
+    key: str  # digest of what is scored, and by what
+    request: ScoreRequest
+
+
+def _no_engines(caller: Caller, cluster: Cluster, name: str) -> Mapping[EngineRole[Any], object]:
+    return {}
+
+
 def _no_models(config: GRPOConfig) -> Mapping[str, Model]:
     return {}
 
@@ -74,6 +94,8 @@ class Feature:
     check: Callable[[GRPOConfig], Iterable[Finding]] = lambda config: ()
     # Models that the train engine runs beside the policy, by their setting: the self-test has them.
     models: Callable[[GRPOConfig], Mapping[str, Model]] = _no_models
+    # Of the rewards of a run, or of a suite, before their functions are loaded; ValueError too.
+    check_rewards: Callable[[RewardsConfig], object] = lambda rewards: None
     holders: HoldersOf = lambda config, shape: ()  # of memory
     # The settings of a new run, with what they mean now, such as a version for an alias.
     pin: Callable[[Store, GRPOConfig], GRPOConfig] = _as_they_are
@@ -82,12 +104,16 @@ class Feature:
     tidy: Callable[[RunStore, int], list[str]] = lambda files, head: []
     # The samples of a shard that is not to be sampled; None: sample it.
     complete: Callable[[StageView, PromptShard], Sampled | None] = lambda run, shard: None
+    # The scores that its models give samples, which go to the reward functions; None: it has none.
+    scores: Callable[[StageView, ScoredFirst], ModelScores | None] = lambda run, asked: None
+    # The clients of engines that a suite with rewards of its own, of this name, has for itself.
+    of_suite: Callable[[Caller, Cluster, str], Mapping[EngineRole[Any], object]] = _no_engines
     metrics: Callable[[ByRole], Metrics] = lambda engines: {}  # of its engines since the last look
 
 
 def features_of(config: GRPOConfig) -> list[Feature]:
-    """The records of the features that a run of these settings uses."""
-    return [_record(FEATURES[name]) for name in config.features]
+    """The records of the features that a run of these settings uses, in the table's order."""
+    return [_record(path) for name, path in FEATURES.items() if name in config.features]
 
 
 def tidy(config: GRPOConfig, files: RunStore, head: int) -> list[str]:
