@@ -210,11 +210,14 @@ class RunConfig(Settings):
     @property
     def features(self) -> tuple[str, ...]:
         """Names of the features that a run uses; tasks/run/features.py has their records."""
+        suites = () if self.evaluation is None else self.evaluation.suites.values()
+        rewards = [self.rewards, *(one.rewards for one in suites if one.rewards is not None)]
         used = {
             "elastic": self.train.engine == "elastic",
             "over_sampling": self.over_samples,
             "quarantine": self.data.keeps_history,
             "guards": bool(self.guards),
+            "reward_models": any(one.on_engines for one in rewards),
         }
         return tuple(name for name, uses in used.items() if uses)
 

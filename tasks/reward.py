@@ -9,7 +9,7 @@ from prefect import task
 from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 
-from engines.data.contract import RewardModels, Scorer, ScoreRequest
+from engines.data.contract import Scorer, ScoreRequest
 from engines.data.results import ModelScores, SampleFailure, ScoreResult
 from engines.rewards.protocol import TrainerState
 from storage.batches.columns import EXTRA
@@ -18,8 +18,8 @@ from storage.batches.writing import write_batch
 from storage.objects.digests import key_of
 from storage.prompts.cursor import Cursor
 from tasks.results import FailureCause, Scored, WholeShards, samples_of_shards
+from tasks.run.features import ScoredFirst, features_of
 from tasks.run.retries import OPTIONS
-from tasks.run.roles.reward_models import REWARD_MODEL
 from tasks.run.roles.scoring import SCORER
 from tasks.run.run import Run
 from tasks.run.stage import Stage
@@ -95,7 +95,9 @@ def score(
         key: digest of what is scored, and by what.
         request: without the reward models' scores, which are made first.
     """
-    models = model_scores(run, step, number, key, request)
+    asked = ScoredFirst(step=step, number=number, key=key, request=request)
+    features = features_of(run.config)
+    models = next(filter(None, (feature.scores(run, asked) for feature in features)), None)
     piece = Stage(run=run, step=step, name=stage, key=key, shard=number)
     result = piece.call(
         run.engines[SCORER],
@@ -109,30 +111,6 @@ def score(
         text = f"Scoring failed in {function} for sample {numbers}: {error}\n{trace}"
         get_run_logger().error("%s", text.rstrip())
     return with_scores(request.samples, models, result.ref), result
-
-
-def model_scores(
-    run: StageView, step: int, number: int, key: str, request: ScoreRequest
-) -> ModelScores | None:
-    """The reward models' scores of some samples; None where the recipe has no reward models.
-
-    Args:
-        run: the run.
-        step: whose samples they are.
-        number: of the shard, for people.
-        key: digest of what is scored, and by what.
-        request: the samples and their prompts.
-    """
-    if not run.config.rewards.on_engines:
-        return None
-    piece = Stage(run=run, step=step, name="reward_model", key=key, shard=number)
-    return piece.call(
-        run.engines[REWARD_MODEL],
-        RewardModels.score,
-        prompts=request.prompts,
-        samples=request.samples,
-        out_key=piece.out_key,
-    )
 
 
 def with_scores(samples: BatchRef, models: ModelScores | None, scores: BatchRef) -> BatchRef:

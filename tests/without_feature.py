@@ -173,6 +173,18 @@ FEATURES = {
             "pyproject.toml": [r" \| rows(?=\")"],
         },
     ),
+    "reward_models": Rooms(
+        rooms=("engines/reward_models", "tasks/reward_models"),
+        tests=("tests/flows/test_model_rewards.py",),
+        unfit=(
+            "tests/tasks/memory/test_vllm_shares.py::test_a_judge_needs_room_too",
+            "tests/tasks/run/test_preflight.py::test_rewards_that_are_models_are_looked_at_before_a_run",
+        ),
+        records={
+            **record("reward_models"),
+            "pyproject.toml": [r"(?<=\")reward_models \| "],
+        },
+    ),
     "dynamic_sampling": Rooms(
         rooms=(
             *("configs/dapo.py", "configs/recipes/tiny-dapo.yaml", "flows/dapo.py"),

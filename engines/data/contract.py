@@ -1,6 +1,6 @@
 """What the flow process asks of the engines that have rows, texts and scores, without a device.
 
-Kept by engines/data/data_engine.py, environment_engine.py and reward_model_engine.py. Free of torch.
+Kept by engines/data/data_engine.py, environment_engine.py. Free of torch.
 """
 
 from __future__ import annotations
@@ -168,15 +168,4 @@ class EnvironmentHost(PromptMaker):
         of a stage. source: of their rows, where it is not the data set. frames: whether those of the
         answers are written. An environment that fails makes its sample FAILED; one that ends, or a
         limit, ends the episode, for all its players.
-        """
-
-
-class RewardModels(Engine):
-    """Holds reward models and judges."""
-
-    @abstractmethod
-    def score(self, prompts: BatchRef, samples: BatchRef, out_key: str) -> ModelScores:
-        """Score the completions of a shard; row i of samples belongs to row i // n of prompts.
-
-        Writes score/<function>, NaN where there is none, and extra/<function>/error, which says why.
         """

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from configs.judge import JudgeReward, Judging, LocalJudgeReward
-from engines.models import checkpoints
+from configs.judge import JudgeReward, Judging
 from engines.rewards.judge_answers import JudgeAnswers
 from engines.rewards.judge_endpoint import (
     Counts,
@@ -27,7 +26,6 @@ from engines.rewards.judge_endpoint import (
 )
 from engines.rewards.judge_rubric import read_rubric, score_of
 from engines.rewards.protocol import BatchScorer, Logs, RewardCall, Unscored
-from engines.rewards.reward_model import named
 
 KEPT_CHARACTERS = 2000  # of an answer, beside the sample: its end, where the score stands
 
@@ -255,14 +253,6 @@ def check_judge(reward: JudgeReward) -> None:
                     f"The reward {reward.label} cannot be had: {error}. Set url, model and "
                     "key_variable of rewards.functions[] to an endpoint that answers, or start it."
                 ) from None
-
-
-def check_local_judge(reward: LocalJudgeReward) -> None:
-    """Check before a run what can be: nothing is loaded, a hub model not downloaded. ValueError."""
-    try:
-        checkpoints.check_model(reward.checkpoint)
-    except ValueError as error:
-        raise ValueError(named(error)) from None
 
 
 def _mean(scores: Sequence[float]) -> float:

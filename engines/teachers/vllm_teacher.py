@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from engines.failures import WeightMismatch
 from engines.models.checkpoints import prepared
+from engines.models.file_digests import WEIGHTS, digest_of
 from engines.models.tokens import model_tokens, tokens_of_student
-from engines.rewards.reward_model import WEIGHTS, digest_of
 from engines.rollout.contract import EngineDead
 from engines.rollout.frozen_weights import published
 from engines.rollout.vllm_arguments import ScoredTokens

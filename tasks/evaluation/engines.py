@@ -10,8 +10,8 @@ from engines.rollout.rollout_pool import RolloutPool
 from engines.workers.cluster import Cluster
 from engines.workers.engine import E, EngineSpec
 from engines.workers.pool import EnginePool
+from tasks.run.features import features_of
 from tasks.run.roles.environments import ENVIRONMENT, environment_engine
-from tasks.run.roles.reward_models import REWARD_MODEL, reward_model_engine
 from tasks.run.roles.role import ByRole, Clients, EngineRole, pool_of
 from tasks.run.roles.sampling import OPPONENT, ROLLOUT
 from tasks.run.roles.scoring import SCORER, scoring_engine
@@ -51,15 +51,8 @@ class Place:
             clients[ENVIRONMENT] = pool(
                 "environment", "-environment", played, config.rollout.deadline
             )
-        if config.rewards.on_engines:
-            clients[REWARD_MODEL] = pool_of(
-                asks,
-                self.cluster,
-                "reward_model",
-                f"{name}-models",
-                reward_model_engine(asks),
-                config.model_scoring_deadline,
-            )
+        for feature in features_of(config):
+            clients |= feature.of_suite(asks, self.cluster, name)
         return Clients(clients)
 
 

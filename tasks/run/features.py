@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from configs.cluster.cluster import Role
 from configs.grpo import GRPOConfig
 from configs.model import Model
+from configs.rewards import RewardsConfig
 from configs.rollout import RolloutConfig
 from tasks.memory.holders import HoldersOf
 from tasks.run.findings import Finding
@@ -21,6 +22,9 @@ from tasks.run.findings import Finding
 if TYPE_CHECKING:  # what a refused setting does not wait for
     from prefect.futures import PrefectFuture
 
+    from engines.data.contract import ScoreRequest
+    from engines.data.results import ModelScores
+    from engines.workers.cluster import Cluster
     from storage.batches.refs import BatchRef
     from storage.objects.store import Store
     from storage.runs.commit_log import Commit, GuardRecord, Outline
@@ -32,6 +36,7 @@ if TYPE_CHECKING:  # what a refused setting does not wait for
     from tasks.run.opened_run import OpenedRun, Position
     from tasks.run.reports import Reports
     from tasks.run.roles.role import ByRole, EngineRole
+    from tasks.run.run_view import Caller
     from tasks.run.shard_driver import ShardRange
     from tasks.run.stage_view import StageView, StepView
 
@@ -40,14 +45,15 @@ if TYPE_CHECKING:  # what a refused setting does not wait for
 
 # By name, where each feature's record is.
 FEATURES: Mapping[str, str] = {
+    "elastic": "tasks.elastic.feature:FEATURE",
     "teachers": "tasks.teachers.feature:FEATURE",
     "progress": "tasks.progress_rewards.feature:FEATURE",
-    "critic": "tasks.critic.feature:FEATURE",
-    "elastic": "tasks.elastic.feature:FEATURE",
     "trees": "tasks.trees.feature:FEATURE",
+    "critic": "tasks.critic.feature:FEATURE",
     "over_sampling": "tasks.over_sampling.feature:FEATURE",
     "quarantine": "tasks.quarantine.feature:FEATURE",
     "guards": "tasks.guards.feature:FEATURE",
+    "reward_models": "tasks.reward_models.feature:FEATURE",
 }
 # Goes on with groups that the last commit hands on, whatever the settings: a fork has others.
 GOES_ON_WITH_GROUPS = "over_sampling"
@@ -97,6 +103,20 @@ class Verdicts:
     metrics: Metrics = field(default_factory=dict)  # that follow from them
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredFirst:
+    """Samples that are to be scored, before reward functions are called."""
+
+    step: int
+    number: int  # of the call among those of the stage
+    key: str  # digest of what is scored, and by what
+    request: ScoreRequest
+
+
+def _no_engines(caller: Caller, cluster: Cluster, name: str) -> Mapping[EngineRole[Any], object]:
+    return {}
+
+
 def _no_models(config: GRPOConfig) -> Mapping[str, Model]:
     return {}
 
@@ -117,6 +137,8 @@ class Feature:
     check: Callable[[GRPOConfig], Iterable[Finding]] = lambda config: ()
     # Models that the train engine runs beside the policy, by their setting: the self-test has them.
     models: Callable[[GRPOConfig], Mapping[str, Model]] = _no_models
+    # Of the rewards of a run, or of a suite, before their functions are loaded; ValueError too.
+    check_rewards: Callable[[RewardsConfig], object] = lambda rewards: None
     holders: HoldersOf = lambda config, shape: ()  # of memory
     # The settings of a new run, with what they mean now, such as a version for an alias.
     pin: Callable[[Store, GRPOConfig], GRPOConfig] = _as_they_are
@@ -138,6 +160,10 @@ class Feature:
     commit: Callable[[StepView, int, Prompts, BatchRef], ToCommit] = (
         lambda run, step, prompts, samples: ToCommit()
     )
+    # The scores that its models give samples, which go to the reward functions; None: it has none.
+    scores: Callable[[StageView, ScoredFirst], ModelScores | None] = lambda run, asked: None
+    # The clients of engines that a suite with rewards of its own, of this name, has for itself.
+    of_suite: Callable[[Caller, Cluster, str], Mapping[EngineRole[Any], object]] = _no_engines
     metrics: Callable[[ByRole], Metrics] = lambda engines: {}  # of its engines since the last look
     # Before a step with these metrics is committed; None: it judges no steps.
     judge: Callable[[FeatureView, int, Metrics], Verdicts] | None = None
@@ -151,12 +177,12 @@ class Feature:
 
 
 def features_of(config: GRPOConfig, *, carried: bool = False) -> list[Feature]:
-    """The records of the features that a run of these settings uses.
+    """The records of the features that a run of these settings uses, in the table's order.
 
     carried: whether it begins or goes on with groups that a commit hands on.
     """
-    names = [*config.features, *([GOES_ON_WITH_GROUPS] if carried else [])]
-    return [_record(FEATURES[name]) for name in dict.fromkeys(names)]
+    used = {*config.features, *([GOES_ON_WITH_GROUPS] if carried else [])}
+    return [_record(path) for name, path in FEATURES.items() if name in used]
 
 
 def judged(run: FeatureView, step: int, metrics: Metrics) -> Verdicts:

@@ -26,13 +26,12 @@ from engines.rewards.checks import (
     rows_without_verdict,
     unread_references,
 )
-from engines.rewards.judge import check_local_judge
 from engines.rewards.judge_rubric import read_rubric
 from engines.rewards.protocol import EPISODE_COLUMNS
-from engines.rewards.reward_model import check_reward_model
 from storage.objects.json_values import JsonValue, Row
 from storage.prompts.datasets import open_source
 from storage.prompts.source import PromptSource
+from tasks.run.features import features_of
 from tasks.run.suite import Suite
 
 ROWS = 1024  # first rows whose prompts are looked at one by one
@@ -54,10 +53,8 @@ def check_data(config: GRPOConfig, resumed: bool = False) -> tuple[str, str]:
     given: tuple[str, ...] = () if config.episodes is None else EPISODE_COLUMNS
     if config.episodes is not None and config.episodes.players > 1:
         given = (*given, PLAYER)
-    for reward in config.rewards.models:
-        check_reward_model(reward)
-    for judge in config.rewards.judges:
-        check_local_judge(judge)
+    for feature in features_of(config):
+        feature.check_rewards(config.rewards)
     check_rewards(config.rewards, config.data, source, given)
     if not resumed:
         check_tests(config.rewards, source)
@@ -264,10 +261,8 @@ def check_suite(config: GRPOConfig, suite: Suite, resumed: bool = False) -> str:
         _check_rewards_of_run(config, suite, source)
         return found
     given: tuple[str, ...] = () if suite.config.episodes is None else EPISODE_COLUMNS
-    for reward in suite.config.rewards.models:
-        check_reward_model(reward)
-    for judge in suite.config.rewards.judges:
-        check_local_judge(judge)
+    for feature in features_of(suite.config):
+        feature.check_rewards(suite.config.rewards)
     check_rewards(suite.config.rewards, suite.config.data, source, given)
     if suite.settings.episodes is not None:
         found += f"; environment: {check_environment(suite.settings.episodes, source)}"

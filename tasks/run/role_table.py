@@ -9,15 +9,13 @@ from engines.data.contract import PromptMaker
 from engines.workers.pool import EnginePool
 from tasks.run.features import features_of
 from tasks.run.roles.environments import ENVIRONMENT
-from tasks.run.roles.reward_models import REWARD_MODEL
 from tasks.run.roles.role import ByRole, EngineRole
 from tasks.run.roles.sampling import EVALUATION, OPPONENT, ROLLOUT
 from tasks.run.roles.scoring import PLANNER, SCORER
 from tasks.run.roles.training import ACTOR, REF
 
 ROLES: tuple[EngineRole[Any], ...] = (
-    *(SCORER, PLANNER, ROLLOUT, OPPONENT, REF, ACTOR, ENVIRONMENT),
-    *(REWARD_MODEL, EVALUATION),
+    *(SCORER, PLANNER, ROLLOUT, OPPONENT, REF, ACTOR, ENVIRONMENT, EVALUATION),
 )
 
 

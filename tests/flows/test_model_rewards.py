@@ -17,8 +17,8 @@ from engines.models.checkpoints import materialize
 from engines.sandboxes.processes import lacking
 from storage.audit.audit import audit
 from storage.batches.columns import SampleStatus
+from tests.engines.reward_models.drawn import draw_reward_model
 from tests.engines.rewards.judge_server import serving
-from tests.engines.rewards.reward_models import draw_reward_model
 from tests.flows.conftest import ROOT, Launch
 
 pytestmark = pytest.mark.cluster

@@ -64,7 +64,7 @@ def test_a_promised_method_says_what_it_takes_and_returns():
 
 
 WRONG = """
-from engines.data.contract import RewardModels, Scorer
+from engines.data.contract import EnvironmentHost, Scorer
 from engines.train.contract import TrainEngine
 from engines.workers.engine import Call
 from engines.workers.gang import Gang
@@ -76,7 +76,7 @@ def use(pool: EnginePool[Scorer], call: CallId) -> None:
     pool.call(Scorer.row_digests, call, start=0, stop=5)
     pool.call(Scorer.row_digests, call, start=0, end=5)  # error: 9
     pool.call(Scorer.row_digests, call, start="0", stop=5)  # error: 10
-    pool.call(RewardModels.score, call)  # error: 11
+    pool.call(EnvironmentHost.deal, call)  # error: 11
     text: str = pool.call(Scorer.row_digests, call, start=0, stop=5)  # error: 12
 
 def train(gang: Gang[TrainEngine], weights: WeightsRef) -> None:

@@ -19,17 +19,18 @@ import numpy as np
 
 from configs.imports import imported_class
 from configs.judge import LocalJudgeReward
-from engines.data.reward_model_engine import RewardModelEngine, RewardModelSpec, Scored
 from engines.data.sample_texts import SampleTexts
 from engines.models import checkpoints
+from engines.models.file_digests import WEIGHTS, WORDS, digest_of
 from engines.processes.user_code import installed
+from engines.reward_models.engine import RewardModelEngine, RewardModelSpec, Scored
+from engines.reward_models.model import named
 from engines.rewards.failing_samples import LoggedMetric
 from engines.rewards.judge import KEPT_CHARACTERS, Verdict, Vote, verdict_on
 from engines.rewards.judge_answers import JudgeAnswers
 from engines.rewards.judge_endpoint import Counts
 from engines.rewards.judge_rubric import read_rubric, score_of
 from engines.rewards.protocol import Unscored
-from engines.rewards.reward_model import WEIGHTS, WORDS, digest_of, named
 from engines.rewards.runner import RewardCode
 from engines.rollout.contract import (
     EngineDead,

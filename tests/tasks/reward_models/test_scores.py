@@ -17,8 +17,8 @@ from configs.recipe import load_recipe
 from configs.reward_model import Pairwise
 from engines.data.contract import Scorer
 from engines.data.data_engine import DataEngine, DataSpec
-from engines.data.reward_model_engine import RewardModelEngine, RewardModelSpec
 from engines.models.checkpoints import load_tokenizer, materialize
+from engines.reward_models.engine import RewardModelEngine, RewardModelSpec
 from engines.rewards.runner import code_digest
 from engines.workers.engine import callable_methods
 from storage.batches.columns import SampleStatus
@@ -28,10 +28,12 @@ from storage.objects.store import Store
 from storage.prompts.cursor import Cursor
 from storage.runs.run_store import RunStore
 from tasks import reward
+from tasks.reward_models.role import REWARD_MODEL
+from tasks.reward_models.scores import model_scores
 from tasks.run import stage
-from tasks.run.roles.reward_models import REWARD_MODEL
+from tasks.run.features import ScoredFirst
 from tasks.run.roles.scoring import SCORER
-from tests.engines.rewards.reward_models import draw_reward_model
+from tests.engines.reward_models.drawn import draw_reward_model
 
 SAMPLES = 4  # two of each of two prompts
 DIGITS = "{kind: function, path: 'engines.rewards.builtin:share_of_digits', weight: 2.0}"
@@ -178,5 +180,5 @@ def test_answers_are_compared_within_their_prompt(
 
 def test_without_reward_models_no_engine_is_asked(run: Mock) -> None:
     run.config = load_recipe(GRPOConfig, "tiny", ["steps=1"])
-    assert reward.model_scores(run, 1, 1, "key", Mock()) is None
+    assert model_scores(run, ScoredFirst(step=1, number=1, key="key", request=Mock())) is None
     run.engines[REWARD_MODEL].call.assert_not_called()

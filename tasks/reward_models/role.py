@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from configs.grpo import GRPOConfig
-from engines.data.contract import RewardModels
-from engines.data.reward_model_engine import RewardModelSpec
+from engines.reward_models.engine import RewardModels, RewardModelSpec
 from engines.rollout.contract import worker_environment
 from engines.workers.cluster import Cluster
 from engines.workers.engine import EngineSpec
@@ -34,14 +34,21 @@ def reward_model_spec(config: GRPOConfig, files: RunStore) -> RewardModelSpec:
 def reward_model_engine(run: Caller) -> EngineSpec[RewardModels]:
     """From what the reward models and judges of the caller's settings are built."""
     spec = reward_model_spec(run.config, run.files)
-    judging = "engines.judges.local_judge:JudgingEngine"
-    plain = "engines.data.reward_model_engine:RewardModelEngine"
+    judging = "engines.reward_models.local_judge:JudgingEngine"
+    plain = "engines.reward_models.engine:RewardModelEngine"
     return EngineSpec.of(judging if spec.judges else plain, spec, RewardModels)
 
 
-def _reward_models(run: Caller, cluster: Cluster) -> EnginePool[RewardModels]:
+def _pool(run: Caller, cluster: Cluster, name: str) -> EnginePool[RewardModels]:
     engine, deadline = reward_model_engine(run), run.config.model_scoring_deadline
-    return pool_of(run, cluster, "reward_model", "reward_model", engine, deadline)
+    return pool_of(run, cluster, "reward_model", name, engine, deadline)
+
+
+def of_suite(caller: Caller, cluster: Cluster, name: str) -> Mapping[EngineRole[Any], object]:
+    """The engines of a suite with rewards of its own, if some of these are models."""
+    if not caller.config.rewards.on_engines:
+        return {}
+    return {REWARD_MODEL: _pool(caller, cluster, f"{name}-models")}
 
 
 def _variables(config: GRPOConfig) -> PoolVariables:
@@ -55,10 +62,10 @@ def _variables(config: GRPOConfig) -> PoolVariables:
     return {config.cluster.roles.pool_of("reward_model"): variables} if judges else {}
 
 
-REWARD_MODEL = EngineRole(
+REWARD_MODEL: EngineRole[EnginePool[RewardModels]] = EngineRole(
     name="reward_model",
     needed=lambda config: bool(config.rewards.on_engines),
-    client=_reward_models,
+    client=lambda run, cluster: _pool(run, cluster, "reward_model"),
     start=start_pool,
     variables=_variables,
 )

@@ -14,9 +14,9 @@ from transformers import AutoModelForSequenceClassification
 from configs.model import RandomModel
 from configs.reward_model import RewardModelReward
 from engines.models.checkpoints import materialize
+from engines.reward_models.model import RewardModel, batches, check_reward_model, paired
 from engines.rewards.protocol import Unscored
-from engines.rewards.reward_model import RewardModel, batches, check_reward_model, paired
-from tests.engines.rewards.reward_models import draw_reward_model
+from tests.engines.reward_models.drawn import draw_reward_model
 
 PROMPTS = ["1+1?", [{"role": "user", "content": "2+2?"}], "3+3?"]
 COMPLETIONS = ["2", "It is four, I think.", ""]

@@ -15,14 +15,14 @@ from configs.data import DataConfig, FileSource
 from configs.judge import LocalJudgeReward
 from configs.model import RandomModel
 from configs.rewards import RewardsConfig
-from engines.data.reward_model_engine import RewardModelSpec
 from engines.data.sample_texts import SampleTexts
-from engines.judges import local_judge
-from engines.judges.local_judge import JudgingEngine, LocalJudge
 from engines.models.checkpoints import load_tokenizer, materialize
+from engines.reward_models import local_judge
+from engines.reward_models.engine import RewardModelSpec
+from engines.reward_models.local_judge import JudgingEngine, LocalJudge
+from engines.reward_models.model import check_local_judge
 from engines.rewards.checks import check_rewards
 from engines.rewards.failing_samples import LoggedMetric
-from engines.rewards.judge import check_local_judge
 from engines.rewards.protocol import Unscored
 from engines.rollout.contract import EngineDead, RolloutRequest, RolloutResult, ShardStats
 from storage.batches.columns import UNFINISHED

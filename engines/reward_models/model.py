@@ -16,22 +16,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from configs.judge import LocalJudgeReward
 from configs.reward_model import RewardModelReward
 from engines.models import checkpoints
+from engines.models.file_digests import WEIGHTS, WORDS, digest_of
 from engines.processes.user_code import installed
 from engines.rewards.judge_rubric import as_text
 from engines.rewards.protocol import Unscored
 from engines.rewards.runner import RewardCode
 from engines.start_progress import report
-from storage.objects.digests import Digester
 
 if TYPE_CHECKING:
     import torch
 
     from engines.rewards.protocol import Prompt
-
-WINDOW_BYTES = 16 * 2**20
-WEIGHTS, WORDS = ("*.safetensors",), ("*.json", "*.jinja", "*.model", "*.txt")
 
 
 class RewardModel:
@@ -230,18 +228,14 @@ def check_reward_model(reward: RewardModelReward) -> None:
         check_directory(reward, directory)
 
 
+def check_local_judge(reward: LocalJudgeReward) -> None:
+    """Check before a run what can be: nothing is loaded, a hub model not downloaded. ValueError."""
+    try:
+        checkpoints.check_model(reward.checkpoint)
+    except ValueError as error:
+        raise ValueError(named(error)) from None
+
+
 def named(error: ValueError) -> str:
     """A sentence about a model's files with the name of the reward model's setting."""
     return str(error).replace("model.path", "rewards.functions[].model")
-
-
-def digest_of(directory: Path, patterns: Sequence[str]) -> str:
-    """Of the names and bytes of a model's files."""
-    total = Digester()
-    for path in sorted({path for pattern in patterns for path in directory.glob(pattern)}):
-        total.update(f"{path.name} {path.stat().st_size}\n".encode())
-        with open(path, "rb") as file:
-            while window := file.read(WINDOW_BYTES):
-                total.update(window)
-                report(f"reading {path.name}, {file.tell() // 2**20} MiB")
-    return total.digest()
