@@ -14,12 +14,8 @@ from configs.evaluation import EvaluationConfig
 from configs.guards import GuardConfig
 from configs.lora import LoraConfig
 from configs.model import Model
-from configs.retraining import (
-    CONTINUE_FROM,
-    ContinueData,
-    ContinueState,
-    PromotionConfig,
-)
+from configs.promotion import PromotionConfig
+from configs.retraining import CONTINUE_FROM, ContinueData, ContinueState
 from configs.rewards import RewardsConfig
 from configs.rollout import RolloutConfig
 from configs.storage import StoreConfig, TrackingConfig
@@ -214,7 +210,8 @@ class RunConfig(Settings):
     def features(self) -> tuple[str, ...]:
         """Names of the features that a run uses; tasks/run/features.py has their records."""
         elastic = ("elastic",) if self.train.engine == "elastic" else ()
-        return (*elastic, *(("guards",) if self.guards else ()))
+        guards = ("guards",) if self.guards else ()
+        return (*elastic, *guards, *(("promotion",) if self.promotion is not None else ()))
 
     @property
     def needs_rewards(self) -> bool:
@@ -258,12 +255,6 @@ class RunConfig(Settings):
     def evaluates_aside(self) -> bool:
         """Whether evaluations have engines of their own, beside those of the steps."""
         return self.evaluation is not None and self.cluster.roles.evaluation is not None
-
-    @property
-    def promoting_suite(self) -> str:
-        """The suite by whose reward the last version is promoted."""
-        assert self.evaluation is not None and self.promotion is not None
-        return self.promotion.suite or next(iter(self.evaluation.suites))
 
     @property
     def longest_sequence(self) -> int:

@@ -20,6 +20,7 @@ from tasks.run.findings import Finding
 
 if TYPE_CHECKING:  # what a refused setting does not wait for
     from storage.batches.refs import BatchRef
+    from storage.evaluations.results import EvaluationResult
     from storage.objects.store import Store
     from storage.runs.commit_log import Commit, GuardRecord, Outline
     from storage.runs.run_store import RunStore
@@ -37,6 +38,7 @@ FEATURES: Mapping[str, str] = {
     "elastic": "tasks.elastic.feature:FEATURE",
     "trees": "tasks.trees.feature:FEATURE",
     "guards": "tasks.guards.feature:FEATURE",
+    "promotion": "tasks.promotion.feature:FEATURE",
 }
 
 
@@ -103,6 +105,11 @@ class Feature:
     committed: Callable[[FeatureView, Outline], None] = lambda run, commit: None
     # Before the first step of a run that goes on: what its last commit says that is still to be done.
     take_up: Callable[[FeatureView], None] = lambda run: None
+    # After the last step, before the run's end is on record, with what the suites say of the last
+    # version; None: it is not evaluated.
+    after_steps: Callable[[FeatureView, Mapping[str, EvaluationResult] | None], object] = (
+        lambda run, results: None
+    )
     # Who shows what it tells; heard after the others.
     listen: Callable[[RunFacts, Reports], None] = lambda facts, reports: None
     page: Callable[[Commit], list[str]] = lambda commit: []  # Markdown lines of a step's note
