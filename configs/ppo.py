@@ -40,14 +40,31 @@ ESTIMATOR: tuple[Rule[GRPOConfig], ...] = (
 )
 
 
+# Of the policy beside it.
+POLICIES: tuple[Rule[GRPOConfig], ...] = (
+    Rule(
+        needs=lambda config: not config.sees_frames,
+        says=lambda config: (
+            "episodes.sees = frames does not go with a critic. Run it with refrain grpo."
+        ),
+    ),
+    Rule(
+        needs=lambda config: config.train.engine != "elastic",
+        says=lambda config: (
+            "train.engine = elastic trains no critic. Set train.engine = fsdp, or run flows.grpo."
+        ),
+    ),
+)
+
+
 class PPOConfig(GRPOConfig):
     """Proximal policy optimisation (arXiv:1707.06347): advantages by GAE with a trained critic."""
 
-    has_critic: ClassVar[bool] = True
     unfit: ClassVar[tuple[str, ...]] = tuple({*ADVANTAGE_KINDS} - {"gae", "function"})
     rules: ClassVar[tuple[Rule[Any], ...]] = (
         *BATCHES,
         *ESTIMATOR,
+        *POLICIES,
         *OF_EVERY_FLOW,
         *mini_batches("critic", "critic"),
     )
@@ -55,6 +72,16 @@ class PPOConfig(GRPOConfig):
     critic: CriticTraining = Field(
         default_factory=CriticTraining, description="The critic's optimizer."
     )
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Those of GRPO, and the critic."""
+        return (*super().features, "critic")
+
+    @property
+    def trained_roles(self) -> list[Role]:
+        """Roles with an optimizer."""
+        return [*super().trained_roles, "critic"]
 
     def train_of(self, role: Role) -> TrainConfig:
         """The settings with which a role is trained."""

@@ -1,7 +1,6 @@
 """The settings of a run: the parts put together, and what follows from them."""
 
 import math
-from typing import ClassVar
 
 from pydantic import Field
 
@@ -24,8 +23,6 @@ from configs.train import TrainConfig
 
 class RunConfig(Settings):
     """The settings of a run that trains a policy."""
-
-    has_critic: ClassVar[bool] = False
 
     name: str = Field(
         "grpo",
@@ -209,9 +206,14 @@ class RunConfig(Settings):
     @property
     def features(self) -> tuple[str, ...]:
         """Names of the features that a run uses; tasks/run/features.py has their records."""
-        elastic = ("elastic",) if self.train.engine == "elastic" else ()
-        guards = ("guards",) if self.guards else ()
-        return (*elastic, *guards, *(("promotion",) if self.promotion is not None else ()))
+        used = {
+            "elastic": self.train.engine == "elastic",
+            "over_sampling": self.over_samples,
+            "quarantine": self.data.keeps_history,
+            "guards": bool(self.guards),
+            "promotion": self.promotion is not None,
+        }
+        return tuple(name for name, uses in used.items() if uses)
 
     @property
     def needs_rewards(self) -> bool:
@@ -226,7 +228,7 @@ class RunConfig(Settings):
     @property
     def trained_roles(self) -> list[Role]:
         """Roles with an optimizer."""
-        return ["actor", "critic"] if self.has_critic else ["actor"]
+        return ["actor"]
 
     @property
     def engine_roles(self) -> list[Role]:

@@ -22,6 +22,8 @@ from prefect.states import State
 
 from tasks.advantage import advantage
 from tasks.commit import sync_and_commit
+from tasks.critic.update import critic_update
+from tasks.critic.values import values
 from tasks.draw import draw
 from tasks.logprob import logprob
 from tasks.results import RunSummary, StepSummary
@@ -30,8 +32,7 @@ from tasks.rollout import rollout_shards
 from tasks.run.flow_options import RUN, STEP
 from tasks.run.run import Run, StartedRun
 from tasks.train import train
-from tasks.update import critic_update, update
-from tasks.values import values
+from tasks.update import update
 
 
 @flow(name="ppo-step", **STEP)

@@ -14,7 +14,7 @@ main = Command(
     "Rows of the data that leave the draw by data.quarantine: why, since which step, how often "
     "each was drawn and what it got. --readmit lets rows in again, with counts that begin anew: "
     "from the next draw of the run on, whether it is running or is resumed.",
-    "tasks.commands.quarantine:answer",
+    "tasks.quarantine.command:answer",
     option(
         "--readmit", metavar="ROWS", help="numbers of rows, such as 3,17, or all: let them in again"
     ),

@@ -12,20 +12,14 @@ from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 from pydantic import JsonValue
 
-from engines.data.contract import RowHistoryRequest, Scorer
-from engines.data.results import RowHistoryResult
 from engines.meanings import VERSIONS
 from engines.rewards.runner import code_digest
-from storage.batches.refs import BatchRef
-from storage.objects.digests import key_of
 from storage.runs.commit_log import Commit, Ledger
 from storage.runs.commit_log import commit as write_commit
 from storage.runs.curves import are_due, write_curves
 from storage.runs.retention import sweep
-from tasks.parts import Part, spread
 from tasks.results import (
     LeftOver,
-    Metrics,
     Prompts,
     Scored,
     StepSummary,
@@ -45,7 +39,6 @@ from tasks.run.flow_options import result_of
 from tasks.run.meaning_changes import meaning_metrics
 from tasks.run.metrics import logged_metrics, step_metrics
 from tasks.run.retries import OPTIONS, attempted
-from tasks.run.roles.scoring import SCORER
 from tasks.run.run import Run
 from tasks.run.staleness_gate import BOUND
 from tasks.weight_sync import weight_sync
@@ -55,7 +48,7 @@ from tasks.weight_sync import weight_sync
 def snapshot(run: Run, step: int, updated: Updated) -> Updated:
     """Store the trainers' whole state, from which a lost gang or a resumed run is rebuilt.
 
-    The critic's comes first: what retention keeps goes by the actor's snapshots.
+    The policy's comes last: what retention keeps goes by its snapshots.
     """
     with (
         attempted(run, step, "snapshot") as attempt,
@@ -73,24 +66,23 @@ def sync_and_commit(
     scored: Sequence[PrefectFuture[Scored] | Scored],
     batch: PrefectFuture[TrainBatch],
     updated: PrefectFuture[Updated],
-    critic: PrefectFuture[Updated] | None = None,
+    *others: PrefectFuture[Updated],
 ) -> StepSummary:
     """What every step ends with: the engines that sample get its weights, and it is committed.
 
     Between the two a snapshot is stored, if one is due; before both where roles share devices, which
     the policy would have to be given once more. Raises the failure of the first task of the step that
-    failed.
+    failed. `others`: updates of what is trained beside the policy.
     """
     drawn = prompts if isinstance(prompts, Prompts) else prompts.result()
     due = run.clock.snapshot_due(step, drawn.cursor, len(run.clock.carried[step + 1]))
     if due and run.config.cluster.share_devices:
-        trained = [] if critic is None else [critic]
-        updated = snapshot.submit(run, step, updated, wait_for=trained)  # type: ignore[call-overload]
+        updated = snapshot.submit(run, step, updated, wait_for=[*others])  # type: ignore[call-overload]
     synced = weight_sync.submit(run, step, updated, due)  # type: ignore[call-overload]
     if due and not run.config.cluster.share_devices:
-        trained = [synced] if critic is None else [synced, critic]
+        trained = [synced, *others]
         updated = snapshot.submit(run, step, updated, wait_for=trained)  # type: ignore[call-overload]
-    committed = commit.submit(run, step, prompts, scored, batch, updated, synced, critic)  # type: ignore[call-overload]
+    committed = commit.submit(run, step, prompts, scored, batch, updated, synced, others)  # type: ignore[call-overload]
     return result_of(committed)
 
 
@@ -103,7 +95,7 @@ def commit(
     batch: TrainBatch,
     updated: Updated,
     synced: Synced,
-    critic: Updated | None = None,
+    others: Sequence[Updated],
 ) -> StepSummary:
     """Commit a step: refs, versions, cursor, ledger, metrics, attempts; then HEAD moves.
 
@@ -112,12 +104,14 @@ def commit(
     """
     run.attempts.charge(step)
     metrics = step_metrics(run, step, prompts, scored, batch, updated, synced)
-    metrics |= critic.metrics if critic is not None else {}
+    for other in others:
+        metrics |= other.metrics
     metrics |= logged_metrics(scored, metrics)
     left_over = run.clock.left_over.get(step, LeftOver())
     samples = samples_of(run, step, scored)
-    rows = row_history(run, step, prompts, samples)
-    metrics |= {} if rows is None else quarantine_metrics(run, prompts, rows)
+    own = [feature.commit(run, step, prompts, samples) for feature in run.features]
+    for one in own:
+        metrics |= one.metrics
     verdicts = judged(run, step, metrics)
     metrics |= {BOUND: float(run.gate.max_staleness)} if run.config.max_staleness else {}
     metrics |= verdicts.metrics
@@ -134,7 +128,7 @@ def commit(
         "carried": left_over.carried.prompts,
         "begun": left_over.carried.begun,
         "left_out": left_over.samples,
-        **run.clock.rows.named(step, None if rows is None else rows.ref),
+        **{name: ref for one in own for name, ref in one.refs.items()},
     }
     record = Commit(
         step=step,
@@ -177,44 +171,6 @@ def commit(
     return StepSummary(
         step=step, version=updated.version, seconds=metrics["time/step"], metrics=metrics
     )
-
-
-def row_history(
-    run: Run, step: int, prompts: Prompts, samples: BatchRef
-) -> RowHistoryResult | None:
-    """What became of each row of the data, this step included; None where no draw goes by that."""
-    if not run.config.data.keeps_history:
-        return None
-    before, quarantine = run.clock.rows.before(step), run.config.data.quarantine
-    again = run.clock.rows.readmitted(step, prompts.readmissions)
-    bounds = None if quarantine is None else quarantine.model_dump(mode="json")
-    listed = None if again is None else sorted(again)
-    known = None if before is None else before.to_json()
-    key = key_of("row_history", known, samples.to_json(), bounds, listed)
-    request = RowHistoryRequest(
-        before=before,
-        prompts=prompts.ref[["group_id", "prompt_row"]],
-        samples=samples,
-        step=step,
-        quarantine=quarantine,
-        readmitted=listed,
-    )
-    out_key = run.files.stage_key(step, "row_history", 1, key)
-    part = Part.of(run.engines[SCORER], Scorer.row_history, request=request, out_key=out_key)
-    (found,) = spread(run, step, "row_history", [part], RowHistoryResult)
-    return found
-
-
-def quarantine_metrics(run: Run, prompts: Prompts, rows: RowHistoryResult) -> Metrics:
-    """Rows in quarantine after a step, in all and by reason, and those that its draw passed over."""
-    if run.config.data.quarantine is None:
-        return {}
-    return {
-        "quarantine/rows": float(sum(rows.quarantined.values())),
-        "quarantine/entered": float(rows.entered),
-        "quarantine/passed_over": float(prompts.passed_over),
-        **{f"quarantine/{reason}": float(n) for reason, n in rows.quarantined.items()},
-    }
 
 
 def update_settings(run: Run, updated: Updated) -> dict[str, JsonValue]:

@@ -16,9 +16,9 @@ from storage.batches.writing import write_batch
 from storage.objects.digests import key_of
 from storage.prompts.cursor import Cursor, Exhausted
 from storage.prompts.cursor import draw as draw_rows
-from storage.runs.commit_log import CarriedGroup
 from tasks.parts import Part, slices, spread
 from tasks.results import Carried, Prompts
+from tasks.run.features import ToDraw
 from tasks.run.retries import OPTIONS
 from tasks.run.role_table import prompters
 from tasks.run.run import Run
@@ -37,10 +37,12 @@ def draw(run: Run, step: int) -> Prompts:
 
     Groups are numbered through the run, and through the run that it was forked from.
     """
-    config, cursor, carried = run.config, run.clock.drawn[step], going_on(run, step)
-    count = new_groups(config, step, cursor, len(carried), run.clock.carries)
+    config, cursor = run.config, run.clock.drawn[step]
+    own = next(filter(None, (feature.draw(run, step) for feature in run.features)), None)
+    own = own or ToDraw(count=config.prompts_per_step)
+    carried = own.carried or Carried()
     before = [] if carried.prompts is None else [carried.prompts]
-    found = draw_groups(run, step, cursor, run.clock.first_group(step), count, len(before))
+    found = draw_groups(run, step, cursor, run.clock.first_group(step), own.count, len(before))
     check_enough(config, step, found.groups, len(carried))
     if not config.carries:  # else the next step draws when it is known what this one hands on
         run.clock.has_drawn(step, found.cursor, Carried())
@@ -152,46 +154,4 @@ def tokenized(
     numbered = run.files.stage_key(step, "prompts", f"{number}-groups", key)
     return PromptsResult(
         ref=ref.with_columns(write_batch(run.store, numbered, groups)), dropped=dropped
-    )
-
-
-def new_groups(config: GRPOConfig, step: int, cursor: Cursor, carried: int, carries: bool) -> int:
-    """How many groups a step draws, to which so many are carried.
-
-    As many as make up groups_at_once. Where groups are carried, the last step, of the run or of the
-    data's epochs, draws as many as it trains on, and so does one that may hand none on (`carries`).
-    """
-    wanted, left = config.prompts_per_step, cursor.remaining(config.data.epochs)
-    over = left is not None and carried + left - wanted < config.fewest_prompts
-    if config.carries and (over or step == config.steps or not carries):
-        return max(0, wanted - carried)
-    return max(0, config.groups_at_once - carried)
-
-
-def going_on(run: Run, step: int) -> Carried:
-    """The groups that are carried to a step; one whose tokens do not fit any more begins anew.
-
-    That is so where the settings were changed between two flows of the run, or in a fork.
-    """
-    config, carried = run.config, run.clock.carried[step]
-    count = sum(group.begun for group in carried.groups)
-    fits = carried.begun is None or len(carried.begun) == count * config.samples_per_prompt
-    stale = [
-        group.oldest is not None and step - 1 - group.oldest > config.max_staleness
-        for group in carried.groups
-    ]
-    if fits and not any(stale):
-        return carried
-    kept = [
-        carried.begun_of(number) if fits and not stale[number] else None
-        for number in range(len(carried))
-    ]
-    there = [ref for ref in kept if ref is not None]
-    return Carried(
-        prompts=carried.prompts,
-        begun=BatchRef.concat(there) if there else None,
-        groups=tuple(
-            group if ref is not None else CarriedGroup(since=step, begun=False)
-            for group, ref in zip(carried.groups, kept, strict=True)
-        ),
     )

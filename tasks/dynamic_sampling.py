@@ -6,7 +6,7 @@ rounds end when prompts_per_step would, after max_rounds, or with the data's epo
 prompts_per_step of them train. The others are in the step's samples too, and in the ledger as
 filtered, by rule, or as dropped: `surplus`, or `reward_failed`. DAPO, arXiv:2503.14476.
 
-Surplus groups are not carried to the next step. What carries groups (tasks/over_sampling.py) hands on
+Surplus groups are not carried to the next step. What carries groups (tasks/over_sampling) hands on
 answers in progress, one group to a shard, before they are scored; these are finished and scored, so
 only their sampling would be spared, which over_sampling = 1 spares altogether, and they would be one
 version staler.

@@ -20,6 +20,7 @@ from engines.workers.pool import EnginePool
 from storage.batches.refs import BatchRef
 from tasks.run.retries import attempted
 from tasks.run.run import Run
+from tasks.run.stage_view import StageView
 
 E = TypeVar("E", bound=Engine)
 P = ParamSpec("P")
@@ -54,7 +55,7 @@ class Part(Generic[Result]):
 
 
 def spread(
-    run: Run,
+    run: StageView,
     step: int,
     stage: str,
     parts: Sequence[Part[Result]],

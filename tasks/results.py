@@ -168,7 +168,7 @@ class TrainBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Updated:
-    """The policy, or the critic, after the update; the tensors are in the train workers."""
+    """What is trained, after the update; the tensors are in the train workers."""
 
     version: int
     metrics: Metrics

@@ -9,10 +9,9 @@ from prefect import task
 from prefect.futures import PrefectFuture
 
 from tasks.episodes import complete
-from tasks.over_sampling import finished_groups
 from tasks.results import Prompts, Sampled, SampledShards, Unsampled, WholeShards
 from tasks.run.events import ShardSampled
-from tasks.run.features import PromptShard, features_of
+from tasks.run.features import PromptShard
 from tasks.run.retries import OPTIONS
 from tasks.run.run import Run
 from tasks.run.shard_driver import ShardRange
@@ -29,7 +28,6 @@ def rollout(run: Run, step: int, prompts: Prompts, shards: ShardRange) -> Sample
     a completion has several turns, between which environments answer. A feature may have the samples
     of a shard without that, such as answers of the data.
     """
-    features = features_of(run.config)
     stage = SamplingStage(name="rollout", sampling=run.sampling)
 
     def one(shard: int) -> Sampled | Unsampled:
@@ -39,7 +37,7 @@ def rollout(run: Run, step: int, prompts: Prompts, shards: ShardRange) -> Sample
         found: Sampled | Unsampled | None = None
         if begun is None:
             own = PromptShard(step=step, number=shard, prompts=rows, n=stage.sampling.n)
-            found = next(filter(None, (one.complete(run, own) for one in features)), None)
+            found = next(filter(None, (one.complete(run, own) for one in run.features)), None)
         if found is None:
             found = complete(run, step, rows, stage, shard, begun)
         tokens = found.stats.tokens if isinstance(found, Sampled) else 0
@@ -55,15 +53,16 @@ def rollout_shards(
 ) -> Sequence[PrefectFuture[WholeShards] | WholeShards]:
     """Rollout tasks for the shards of a step's prompts; waits for those.
 
-    With rollout.over_sampling, waits for the groups that the step trains on, and gives only those.
+    A feature may give only some groups, and wait until it is known which.
     """
 
     def submit(shards: ShardRange) -> PrefectFuture[Any]:
         return rollout.submit(run, step, prompts, shards)  # type: ignore[call-overload]
 
     drawn, count = prompts.result(), shards_of(run, prompts)
-    if run.config.over_samples or drawn.carried:
-        return finished_groups(run, step, drawn, submit)
+    for feature in run.features:
+        if (groups := feature.rollout(run, step, drawn, submit)) is not None:
+            return groups
     return [submit(shards) for shards in run.shards.ranges(count, drawn.shards_before)]
 
 

@@ -6,13 +6,16 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
+from typing import TypeVar
 
 from prefect import task
 
+from configs.cluster.cluster import Role
 from configs.train import TrainConfig
 from engines.train.batching.mfu import CostModel
 from engines.train.batching.stored_plan import Planner, PlanRequest
 from engines.train.spec import UnitAttempt
+from engines.train.trainer import Trainer
 from engines.workers.pool import Assignment
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
@@ -20,9 +23,12 @@ from tasks.parts import Part, discard, spread
 from tasks.results import TrainBatch, Updated
 from tasks.run.attempts import Attempt
 from tasks.run.retries import OPTIONS, attempted
+from tasks.run.roles.role import EngineRole
 from tasks.run.roles.scoring import PLANNER
-from tasks.run.roles.training import ACTOR, CRITIC, TrainRole
+from tasks.run.roles.training import ACTOR
 from tasks.run.run import Run
+
+T = TypeVar("T", bound=Trainer)
 
 PLANNED_ROWS = 1024  # of a batch from which on its plan takes longer than to have it made elsewhere
 
@@ -36,7 +42,7 @@ def update(run: Run, step: int, batch: TrainBatch) -> Updated:
     """
     run.gate.check_turn(step)
     with (
-        planned(run, step, "actor", batch, "update") as plan,
+        planned(run, step, ACTOR, "actor", batch, "update") as plan,
         attempted(run, step, "update") as attempt,
         run.engines.holding(attempt.assignment, "actor"),
     ):
@@ -59,27 +65,9 @@ def of_unit(step: int, tried: UnitAttempt) -> Attempt:
     )
 
 
-@task(name="critic_update", task_run_name="critic_update", **OPTIONS)
-def critic_update(run: Run, step: int, batch: TrainBatch) -> Updated:
-    """Move the critic towards the returns of the batch; it then holds version step.
-
-    As with the policy, a gang that broke is brought back by snapshot and replay.
-    """
-    run.gate.check_turn(step)
-    stage = "critic_update"
-    with (
-        planned(run, step, "critic", batch, stage) as plan,
-        attempted(run, step, stage) as attempt,
-        run.engines.holding(attempt.assignment, "critic"),
-    ):
-        result = run.engines[CRITIC].update(step, batch.ref, run.algorithm, plan)
-    metrics = {name.replace("train/", "critic/"): value for name, value in result.metrics.items()}
-    return Updated(version=step, metrics=metrics)
-
-
 @contextlib.contextmanager
 def planned(
-    run: Run, step: int, role: TrainRole, batch: TrainBatch, stage: str
+    run: Run, step: int, trained: EngineRole[T], role: Role, batch: TrainBatch, stage: str
 ) -> Iterator[BatchRef | None]:
     """The micro-batches of a large update, made once by a cpu worker; None: each rank makes them.
 
@@ -88,7 +76,7 @@ def planned(
     if len(batch.ref) < PLANNED_ROWS:
         yield None
         return
-    trainer = run.engines[CRITIC] if role == "critic" else run.engines[ACTOR]
+    trainer = run.engines[trained]
     with attempted(run, step, stage):
         cost = trainer.cost(step - 1)
     part = plan_of(run, step, batch, stage, trainer.world, run.config.train_of(role), cost)

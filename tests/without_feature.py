@@ -46,8 +46,28 @@ def record(name: str) -> dict[str, Sequence[str]]:
     return {"tasks/run/features.py": [rf'    "{name}": .*\n']}
 
 
+COMMANDS = "tests/tasks/launch/test_command_line.py"
+PAGES = "tests/test_docs.py::test_what_a_page_names_exists"  # pages name what was taken out
 STORED = "tests/stored_runs/test_stored_runs.py::test_settings_and_commits_are_read"
 FEATURES = {
+    "critic": Rooms(
+        rooms=("configs/ppo.py", "engines/critic", "flows/ppo.py", "tasks/critic"),
+        tests=("tests/flows/test_ppo.py",),
+        unfit=(
+            *(f"{STORED}[ppo]", f"{STORED}[ppo-killed]"),
+            f"{COMMANDS}::test_a_refused_setting_answers_at_once[ppo-critic.epochs=0]",
+            f"{COMMANDS}::test_a_resumed_run_is_checked_at_once_too",
+            "tests/configs/test_recipes.py::test_the_flow_process_imports_no_engine_library[flows.ppo]",
+            "tests/deploy/test_wheel.py::test_the_command_names_what_there_is",
+            "tests/flows/test_own_flow.py::test_a_flow_is_found_by_its_path",
+            "tests/flows/test_slurm.py::test_what_cannot_be_submitted_is_one_sentence",
+        ),
+        records={
+            **record("critic"),
+            "infra/prefect.yaml": [deployment("tiny-ppo")],
+            "pyproject.toml": [r" \| critic(?= \|)"],
+        },
+    ),
     "elastic": Rooms(
         rooms=(
             *("engines/elastic", "tasks/elastic", "storage/runs/gradients.py"),
@@ -138,6 +158,35 @@ FEATURES = {
             **record("teachers"),
             "infra/prefect.yaml": [deployment("tiny-distill")],
             "pyproject.toml": [r" \| teachers(?= \|)"],
+        },
+    ),
+    "over_sampling": Rooms(
+        rooms=("configs/rules/over_sampling.py", "tasks/over_sampling"),
+        tests=("tests/flows/test_over_sampling.py",),
+        unfit=(
+            "tests/flows/test_episodes.py::test_unfinished_episodes_are_carried",
+            "tests/flows/test_large_steps.py::test_groups_that_share_task_runs_are_cut_and_carried",
+            "tests/flows/test_opponent.py::test_unfinished_episodes_are_carried",
+            "tests/flows/test_players.py::test_unfinished_episodes_are_carried",
+        ),
+        records={
+            **record("over_sampling"),
+            "configs/grpo.py": [
+                r"from configs.rules.over_sampling .*\n",
+                r"    \*OVER_SAMPLING,\n",
+            ],
+        },
+    ),
+    "quarantine": Rooms(
+        rooms=(
+            *("configs/rules/quarantine.py", "engines/rows", "flows/quarantine.py"),
+            *("storage/rows", "tasks/quarantine"),
+        ),
+        tests=("tests/configs/test_quarantine.py", "tests/flows/test_quarantine.py"),
+        records={
+            **record("quarantine"),
+            "configs/grpo.py": [r"from configs.rules.quarantine .*\n", r"    \*QUARANTINE,\n"],
+            "pyproject.toml": [r" \| rows(?=\")"],
         },
     ),
     "dynamic_sampling": Rooms(
@@ -269,7 +318,7 @@ def main() -> None:
             assert tiny(folder) == reference, f"tiny has other weights without {name}"
             print(f"{name}: lint, types and imports pass, and tiny is the same to the bit")
             if asked.tests:
-                unfit = [f"--deselect={test}" for test in FEATURES[name].unfit]
+                unfit = [f"--deselect={test}" for test in (PAGES, *FEATURES[name].unfit)]
                 tests = [sys.executable, "-m", "pytest", *asked.tests, *unfit]
                 run(tests, folder, folder)
                 print(f"{name}: the tests {', '.join(asked.tests)} pass")

@@ -24,12 +24,6 @@ def _frozen_roles(config: RunConfig) -> Iterable[Role]:
 ELASTIC: tuple[Rule[RunConfig], ...] = where(
     lambda config: config.train.engine == "elastic",
     Rule(
-        needs=lambda config: not config.has_critic,
-        says=lambda config: (
-            f"{ENGINE} trains no critic. Set train.engine = fsdp, or run flows.grpo."
-        ),
-    ),
-    Rule(
         needs=lambda config: config.lora is None,
         says=lambda config: (
             f"{ENGINE} trains no adapters. Set train.engine = fsdp, or lora = null."

@@ -62,7 +62,6 @@ IMAGES: tuple[Rule[RunConfig], ...] = (
     ),
     *where(
         lambda config: config.sees_frames,
-        _never_with(lambda config: config.has_critic, "a critic", "Run it with refrain grpo"),
         _never_with(
             lambda config: config.algorithm.needs_baselines,
             "greedy baselines",

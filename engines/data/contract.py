@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from configs.algorithm.algorithm import AlgorithmConfig
-    from configs.data import QuarantineConfig, Source
+    from configs.data import Source
     from engines.data.results import (
         AdvantageParts,
         AdvantagesResult,
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
         OpponentSeats,
         PartResult,
         PromptsResult,
-        RowHistoryResult,
         ScoreResult,
     )
     from engines.rewards.protocol import TrainerState
@@ -73,18 +72,6 @@ class AdvantagePartRequest:
     algorithm: AlgorithmConfig
     version: int  # the policy version that trains on them
     statistics: BatchRef | None  # those of all parts in their order, where `parts.measured`
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowHistoryRequest:
-    """What became of each row of the data before a step, and what the step adds to it."""
-
-    before: BatchRef | None  # storage.rows.row_history.RowHistory; None: nothing yet
-    prompts: BatchRef  # of the step: group_id, prompt_row
-    samples: BatchRef  # theirs, scored, [N]
-    step: int
-    quarantine: QuarantineConfig | None
-    readmitted: list[int] | None  # rows that are let in again; None: all
 
 
 class PromptMaker(Engine):
@@ -155,10 +142,6 @@ class Scorer(PromptMaker):
     @abstractmethod
     def advantage_part(self, request: AdvantagePartRequest, out_key: str) -> PartResult:
         """Write the advantages of a part."""
-
-    @abstractmethod
-    def row_history(self, request: RowHistoryRequest, out_key: str) -> RowHistoryResult:
-        """Write what became of each row of the data, after one more step."""
 
 
 class EnvironmentHost(PromptMaker):

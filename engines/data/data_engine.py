@@ -24,7 +24,6 @@ from engines.data.chat_template import state_number, tokenize
 from engines.data.contract import (
     AdvantagePartRequest,
     AdvantagesRequest,
-    RowHistoryRequest,
     Scorer,
     ScoreRequest,
 )
@@ -37,7 +36,6 @@ from engines.data.results import (
     ModelScores,
     PartResult,
     PromptsResult,
-    RowHistoryResult,
     RowsSpec,
     SampleFailure,
     ScoreResult,
@@ -53,7 +51,6 @@ from storage.batches.writing import write_batch
 from storage.objects.json_values import Row
 from storage.objects.store import Store
 from storage.prompts.datasets import open_source
-from storage.rows.row_history import RowHistory, updated
 
 PLAYER = "player"  # what reward functions get besides of several players: whose sample it is
 ERROR = "error"  # extra/<reward model>/error: why a sample has no score
@@ -238,19 +235,6 @@ class DataEngine(Scorer):
         from engines.data.advantage_parts import write_part
 
         return write_part(self._store, request, out_key)
-
-    def row_history(self, request: RowHistoryRequest, out_key: str) -> RowHistoryResult:
-        """Write what became of each row of the data, after one more step."""
-        from engines.data.row_outcomes import row_outcomes
-
-        old = RowHistory.read(self._store, request.before)
-        outcomes = row_outcomes(self._store, request.prompts, request.samples)
-        new = updated(old, outcomes, request.step, request.quarantine, request.readmitted)
-        return RowHistoryResult(
-            ref=write_batch(self._store, out_key, new.columns()),
-            quarantined=new.counts(),
-            entered=int((new.since == request.step).sum()),
-        )
 
     def close(self) -> None:
         """End the reward functions' processes."""

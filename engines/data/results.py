@@ -189,15 +189,6 @@ def _metrics(sums: dict[str, float], extremes: dict[str, float]) -> dict[str, fl
     return metrics
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowHistoryResult:
-    """What became of each row of the data in the draws so far."""
-
-    ref: BatchRef  # storage.rows.row_history.RowHistory
-    quarantined: dict[str, int]  # rows in quarantine, by reason
-    entered: int  # those that the step put there
-
-
 class NothingToTrain(RuntimeError):
     """Scoring failed for every group of a step."""
 

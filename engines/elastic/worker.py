@@ -12,12 +12,11 @@ from engines.elastic.contract import GradientWorker
 from engines.elastic.gradients import unit_metrics, write_gradient
 from engines.elastic.spec import Counts, Offered, Unit, UnitDone
 from engines.train.batching.packing import plan_update, read_lengths
-from engines.train.critic import Critic
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model.fsdp import own_part
 from engines.train.optimizer import Optimizer
 from engines.train.order_of_sums import made_on
-from engines.train.policy import Policy
+from engines.train.policy import HeadedModel
 from engines.train.sharded_model import DTYPES
 from engines.train.spec import ColumnsResult, LogprobRequest, TrainSpec, UpdateRequest
 from storage.batches.refs import BatchRef
@@ -36,7 +35,7 @@ class GradientEngine(FSDPEngine, GradientWorker):
         self._weights = ""  # digest of those that it has taken from the store; none so far
         self.join(rank=0, world=1, host="127.0.0.1", port=0, generation=1, timeout=JOIN_TIMEOUT)
 
-    def _new_optimizer(self, policy: Policy | Critic) -> Optimizer | None:
+    def _new_optimizer(self, policy: HeadedModel) -> Optimizer | None:
         return None
 
     def gradient(self, offered: Offered, unit: Unit, request: UpdateRequest) -> UnitDone:

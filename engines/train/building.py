@@ -5,16 +5,18 @@ No rank ever holds the whole of it (docs/decisions/loading-by-rank.md).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from engines.models.adapters import is_factor
 from engines.models.checkpoints import build_empty
 from engines.train.activations import checkpoint_layers
-from engines.train.critic import Critic
 from engines.train.kernels import use
 from engines.train.kernels.placing import place_kernels
 from engines.train.memory_plan import without_fsdp
@@ -25,9 +27,11 @@ from engines.train.model.lora import base_weights, inject
 from engines.train.model.master_weights import MasterWeights, sum_gradients_in_float32
 from engines.train.model.rendezvous import Meeting
 from engines.train.model.sequence_parallel import check_heads
-from engines.train.policy import Policy
+from engines.train.policy import HeadedModel
 from engines.train.spec import TrainSpec
 from storage.objects.store import Store
+
+M = TypeVar("M", bound=HeadedModel)  # what is trained, or frozen
 
 WHOLE = ("cuda",)  # kinds of device on which there are plain models
 LONE = True  # whether a lone rank on a GPU does without FSDP; a benchmark compares both
@@ -56,8 +60,13 @@ def give_memory(module: nn.Module, device: torch.device) -> None:
 
 
 def build(
-    spec: TrainSpec, directory: Path, sharing: int, compute: torch.dtype, whole: bool = False
-) -> Policy | Critic:
+    spec: TrainSpec,
+    with_head: Callable[[PreTrainedModel], M],
+    directory: Path,
+    sharing: int,
+    compute: torch.dtype,
+    whole: bool = False,
+) -> M:
     """The model of `spec.role` on the meta device, with adapters where it has any.
 
     Weights that never change are held in the number format in which they are multiplied, likewise
@@ -66,6 +75,7 @@ def build(
 
     Args:
         spec: Of the engine.
+        with_head: Makes what is trained of the language model.
         directory: Of the model's files.
         sharing: Ranks that share a sequence. Raises ValueError where they do not divide its heads.
         compute: In what weights are multiplied.
@@ -75,7 +85,7 @@ def build(
     check_heads(model.config.get_text_config().num_attention_heads, sharing)
     if spec.lora is not None:
         inject(model, spec.lora)
-    policy = Critic(model) if spec.role == "critic" else Policy(model)
+    policy = with_head(model)
     if spec.frozen:
         policy.requires_grad_(False)
     if spec.frozen or whole or spec.train.weights_dtype == "bfloat16":
@@ -86,7 +96,7 @@ def build(
 
 
 def materialize(
-    policy: Policy | Critic,
+    policy: HeadedModel,
     spec: TrainSpec,
     checkpoint: Checkpoint,
     meeting: Meeting,
@@ -122,11 +132,8 @@ def materialize(
         masters.gradients.watch(policy.parameters())
     elif masters.tensors:
         sum_gradients_in_float32(policy)
-    if isinstance(policy, Critic):
-        load(policy.model, checkpoint.decoder, checkpoint, group, masters)
-        policy.reset_head()
-    else:
-        load(policy.model, "", checkpoint, group, masters)
+    load(policy.model, policy.place_in(checkpoint), checkpoint, group, masters)
+    policy.reset()
     if spec.base is not None:
         fill(base_weights(policy.model, masters), store, spec.base, group)
     masters.round()

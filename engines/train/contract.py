@@ -21,12 +21,11 @@ if TYPE_CHECKING:
         UpdateResult,
         WeightsComparison,
     )
-    from storage.batches.refs import BatchRef
     from storage.runs.weights import WeightsRef
 
 
 class TrainEngine(Ranked):
-    """A policy, its frozen reference, a teacher or a critic."""
+    """A policy, its frozen reference, a teacher, or what else is trained."""
 
     @abstractmethod
     @joined_by(ColumnsResult.together)
@@ -35,11 +34,6 @@ class TrainEngine(Ranked):
 
         The reference of an engine with adapters is its base.
         """
-
-    @abstractmethod
-    @joined_by(ColumnsResult.together)
-    def values(self, batch: BatchRef, out_key: str) -> ColumnsResult:
-        """Write the critic's value of every response token; all rows, in their order."""
 
     @abstractmethod
     @joined_by(ColumnsResult.together)

@@ -1,4 +1,4 @@
-"""The train engine: one rank of a policy, its frozen reference or its critic, sharded by FSDP2.
+"""The train engine: one rank of a policy or its frozen reference, sharded by FSDP2.
 
 Every rank gets the same arguments, the whole BatchRef among them, makes the same plan from the
 rows' lengths (engines/train/batching/packing.py) and reads its own rows only. The loss is in
@@ -11,15 +11,12 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from engines.algorithms.from_config import objective_of
 from engines.models.tokens import ModelTokens, model_tokens
 from engines.models.vla.openvla import OpenVLA
 from engines.train.batching.mfu import CostModel
-from engines.train.batching.micro_batch import MicroBatch
-from engines.train.critic import Critic, CriticUpdater
 from engines.train.logprob_pass import (
     TEACHER_COLUMNS,
     Computed,
@@ -57,16 +54,6 @@ class FSDPEngine(ShardedModel):
         with base_alone(self._loaded()) if of_base else nullcontext():
             names = (column, "sum_pi_squared")
             return self._columns(request.batch, request.out_key, computed, names)
-
-    def values(self, batch: BatchRef, out_key: str) -> ColumnsResult:
-        critic = self._policy
-        if not isinstance(critic, Critic):
-            raise ValueError(f"An engine of role {self._spec.role} has no values. Ask the critic.")
-
-        def computed(micro: MicroBatch) -> dict[str, Tensor]:
-            return {"values": critic(micro.packed, self._shared())[0]}
-
-        return self._columns(batch, out_key, computed, ("values",))
 
     def teach(self, request: TeachRequest) -> ColumnsResult:
         among = self._readable if request.readable is None else request.readable
@@ -106,9 +93,7 @@ class FSDPEngine(ShardedModel):
 
     def mismatch(self) -> str | None:
         self._joined()
-        policy = self._loaded()
-        seeing = isinstance(policy.model, OpenVLA)
-        if isinstance(policy, Critic) or seeing or self._spec.train.compile:
+        if isinstance(self._loaded().model, OpenVLA) or self._spec.train.compile:
             return None
         difference, most = (
             median_difference(self._forward(1.0), self._device),
@@ -140,8 +125,12 @@ class FSDPEngine(ShardedModel):
 
     def _updater(self, request: UpdateRequest) -> Updater:
         """What makes one update on this rank."""
+        forward, objective = self._forward(request.temperature), objective_of(request.algorithm)
+        return PolicyUpdater(self._rank(), forward, objective)
+
+    def _rank(self) -> TrainRank:
         model = self._loaded()
-        rank = TrainRank(
+        return TrainRank(
             store=self._store,
             meeting=self._joined(),
             sequence=self._shared(),
@@ -150,10 +139,6 @@ class FSDPEngine(ShardedModel):
             config=self._spec.train,
             cost=self._cost,
         )
-        if isinstance(model, Critic):
-            return CriticUpdater(rank, model, request.algorithm.critic)
-        forward, objective = self._forward(request.temperature), objective_of(request.algorithm)
-        return PolicyUpdater(rank, forward, objective)
 
     def cost(self) -> CostModel:
         self._joined()
@@ -161,8 +146,7 @@ class FSDPEngine(ShardedModel):
 
     def _forward(self, temperature: float) -> Forward:
         policy = self._loaded()
-        if not isinstance(policy, Policy):
-            raise ValueError("A critic has no log-probs. Ask the actor or the reference.")
+        assert isinstance(policy, Policy)
         return Forward(
             policy=policy,
             sequence=self._shared(),

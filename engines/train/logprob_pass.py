@@ -1,6 +1,6 @@
 """The log-prob pass: forward passes over a batch, whose numbers are written as new columns.
 
-Log-probs of the policy or the reference, values of the critic: whatever a function gives for the
+Log-probs of the policy or the reference, values of a critic: whatever a function gives for the
 response tokens of a micro-batch.
 """
 

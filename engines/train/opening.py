@@ -5,18 +5,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from engines.train.contract import TrainEngine
 from engines.train.trainer import Trainer, TrainerSettings
 from engines.workers.cluster import Cluster
 from engines.workers.engine import EngineSpec
-from engines.workers.gang import Gang
+from engines.workers.gang import E, Gang
 
 if TYPE_CHECKING:
+    from configs.cluster.cluster import Role
     from configs.grpo import GRPOConfig
     from engines.train.spec import TrainSpec
     from storage.runs.run_store import RunStore
+
+T = TypeVar("T", bound=Trainer, covariant=True)
 
 # Other values of train.engine, and where their `Opener` for the actor is.
 OPENERS: Mapping[str, str] = {
@@ -24,7 +27,7 @@ OPENERS: Mapping[str, str] = {
 }
 
 
-class Opener(Protocol):
+class Opener(Protocol[T]):
     """What makes a trainer; nothing is built yet."""
 
     def __call__(
@@ -35,7 +38,7 @@ class Opener(Protocol):
         spec: TrainSpec,
         name: str,
         settings: TrainerSettings,
-    ) -> Trainer:
+    ) -> T:
         """On the pools of a cluster; name: of its engines on the workers."""
 
 
@@ -49,11 +52,12 @@ def trainer_on(
     epoch: int,
     caller: str,
     on_replay: Callable[[int, int], None],
+    opener: Opener[T],
     cancel: threading.Event | None = None,
-) -> Trainer:
+) -> T:
     """A trainer, or what is frozen, on the pools of a cluster; nothing is built yet.
 
-    name: of its engines on the workers; the rest as of Trainer.
+    name: of its engines on the workers; opener: see `opener_of`; the rest as of Trainer.
     """
     settings = TrainerSettings(
         epoch=epoch,
@@ -63,15 +67,16 @@ def trainer_on(
         on_replay=on_replay,
         caller=caller,
     )
-    return _opener(config, spec)(cluster, config, files, spec, name, settings)
+    return opener(cluster, config, files, spec, name, settings)
 
 
-def _opener(config: GRPOConfig, spec: TrainSpec) -> Opener:
+def opener_of(config: GRPOConfig, role: Role) -> Opener[Trainer]:
+    """What makes the trainer of a policy, or of what is frozen."""
     path = OPENERS.get(config.train.engine)
-    if path is None or spec.role != "actor":
+    if path is None or role != "actor":
         return ranked_trainer
     module, _, function = path.partition(":")
-    opener: Opener = getattr(import_module(module), function)
+    opener: Opener[Trainer] = getattr(import_module(module), function)
     return opener
 
 
@@ -85,6 +90,12 @@ def ranked_trainer(
 ) -> Trainer:
     """Ranks that hold the model together."""
     engine = EngineSpec.of("engines.train.fsdp_engine:FSDPEngine", spec, TrainEngine)
+    return Trainer(gang_of(cluster, config, spec, name, engine), files, settings)
+
+
+def gang_of(
+    cluster: Cluster, config: GRPOConfig, spec: TrainSpec, name: str, engine: EngineSpec[E]
+) -> Gang[E]:
+    """All workers of a role's pool, as one gang."""
     pool, deadline = config.cluster.roles.pool_of(spec.role), config.train_of(spec.role).deadline
-    gang = Gang(cluster, pool, name, engine, deadline, start_timeout=config.cluster.start_timeout)
-    return Trainer(gang, files, settings)
+    return Gang(cluster, pool, name, engine, deadline, start_timeout=config.cluster.start_timeout)

@@ -11,10 +11,34 @@ from engines.train.batching.packed_batch import PackedBatch
 from engines.train.logprobs import token_statistics, top_words
 from engines.train.model.attention import PACKED
 from engines.train.model.head import Head, head_form
+from engines.train.model.loading import Checkpoint
 from engines.train.model.sequence_parallel import SequenceGroup
 
 
-class Policy(nn.Module):
+class HeadedModel(nn.Module):
+    """What a train engine holds: layers of a language model, and a head inside its forward pass."""
+
+    model: PreTrainedModel
+
+    @property
+    def head(self) -> Head:
+        """The last layer."""
+        raise NotImplementedError
+
+    @property
+    def versioned(self) -> nn.Module:
+        """What a version has the weights of."""
+        return self.model
+
+    def place_in(self, checkpoint: Checkpoint) -> str:
+        """What the names of `model`'s weights have before them in a language model's checkpoint."""
+        return ""
+
+    def reset(self) -> None:
+        """Give weights that no checkpoint has the values with which they begin."""
+
+
+class Policy(HeadedModel):
     """A causal language model whose forward pass gives numbers of response tokens, not logits.
 
     The output head is applied inside this module's forward pass, where FSDP has its weights whole.

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from engines.models.checkpoints import prepared
 from engines.models.tokens import tokens_of_student
@@ -22,7 +23,6 @@ from engines.train.batching.mfu import cost_model
 from engines.train.building import build, materialize, whole_on
 from engines.train.checkpoint import load_snapshot, save_snapshot
 from engines.train.contract import TrainEngine
-from engines.train.critic import Critic
 from engines.train.memory import PUT_AWAY, held_by_rank, on_device, setting_for_less
 from engines.train.model.fsdp import fill
 from engines.train.model.loading import open_checkpoint
@@ -32,7 +32,7 @@ from engines.train.model.rendezvous import Meeting, meet
 from engines.train.model.sequence_parallel import SequenceGroup, sequence_group
 from engines.train.optimizer import Optimizer
 from engines.train.order_of_sums import prepare
-from engines.train.policy import Policy
+from engines.train.policy import HeadedModel, Policy
 from engines.train.spec import JoinReport, TrainSpec, WeightsComparison
 from engines.train.versions import AdapterVersions, Versions
 from engines.workers.engine import Memory
@@ -47,7 +47,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class ShardedModel(TrainEngine):
-    """A policy, its frozen reference, a teacher or a critic on one rank."""
+    """A policy, its frozen reference, a teacher, or what else is trained, on one rank."""
 
     def __init__(self, spec: TrainSpec) -> None:
         self._spec = spec
@@ -66,7 +66,7 @@ class ShardedModel(TrainEngine):
         if spec.student is not None:
             student = prepared(spec.student, Path(spec.model_cache))
             self._readable = tokens_of_student(student, self._directory, spec.name)
-        self._policy: Policy | Critic | None = None
+        self._policy: HeadedModel | None = None
         self._parameters: tuple[nn.Parameter, ...] = ()  # this rank's parts
         self._masters = MasterWeights()
         self._optimizer: Optimizer | None = None
@@ -91,7 +91,10 @@ class ShardedModel(TrainEngine):
         self._sequence = sequence_group(self._meeting, config.sequence_parallel, config.deadline)
         report("building the model")
         whole = whole_on(self._spec, world, self._device)
-        policy = build(self._spec, self._directory, self._sequence.size, self._compute, whole)
+        policy = build(
+            *(self._spec, self._with_head, self._directory, self._sequence.size),
+            *(self._compute, whole),
+        )
         parameters = sum(parameter.numel() for parameter in policy.parameters())
         self._cost = cost_model(policy)
         self._masters = materialize(
@@ -106,7 +109,11 @@ class ShardedModel(TrainEngine):
             rank=rank, device=str(self._device), parameters=parameters, seconds=seconds
         )
 
-    def _new_optimizer(self, policy: Policy | Critic) -> Optimizer | None:
+    def _with_head(self, model: PreTrainedModel) -> HeadedModel:
+        """What is held here, of a language model."""
+        return Policy(model)
+
+    def _new_optimizer(self, policy: HeadedModel) -> Optimizer | None:
         """The optimizer of what is trained here, with its state all zeros."""
         if self._spec.frozen:
             return None
@@ -153,8 +160,6 @@ class ShardedModel(TrainEngine):
 
     def export_weights(self, version: int, dtype: str, whole: bool = False) -> WeightsRef:
         self._joined()
-        if self._spec.role == "critic":
-            raise ValueError("A critic is no policy, so it has no version to publish.")
         return self._versions().publish(version, DTYPES[dtype], whole)
 
     def settle_weights(self, version: int, dtype: str, whole: bool = False) -> WeightsRef:
@@ -195,9 +200,8 @@ class ShardedModel(TrainEngine):
         self._begin_versions(model)
         self.version = version
 
-    def _begin_versions(self, policy: Policy | Critic) -> None:
+    def _begin_versions(self, policy: HeadedModel) -> None:
         """What is held now is a beginning: below fresh adapters, if this engine trains any."""
-        module = policy if isinstance(policy, Critic) else policy.model
         made: type[Versions] = Versions
         if self._spec.lora is not None:
             reset(policy.model, self._spec.seed)
@@ -206,7 +210,15 @@ class ShardedModel(TrainEngine):
             self._published.close()
         group, cache = self._joined().group, self._node_cache
         self._published = made(
-            *(module, self._spec, self._files, self._directory, cache, group, self._masters)
+            *(
+                policy.versioned,
+                self._spec,
+                self._files,
+                self._directory,
+                cache,
+                group,
+                self._masters,
+            )
         )
 
     def _files_of(self, run: str | None) -> RunStore:
@@ -226,7 +238,7 @@ class ShardedModel(TrainEngine):
     def _compute(self) -> torch.dtype:
         return DTYPES[self._spec.train.compute_dtype]
 
-    def _loaded(self) -> Policy | Critic:
+    def _loaded(self) -> HeadedModel:
         assert self._policy is not None
         return self._policy
 

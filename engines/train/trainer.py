@@ -1,4 +1,4 @@
-"""What is trained (policy or critic): a gang of FSDP ranks, brought to any version by replay.
+"""What is trained: a gang of FSDP ranks, brought to any version by replay.
 
 What is frozen (the reference, teachers) is one too, and has version 0 alone.
 
@@ -167,27 +167,13 @@ class Trainer:
         with self._lock:
             self.at(0)
             call_id = self._call_id(f"teach-{out_key}", 0)
-            return _columns(self._gang.call(TrainEngine.teach, call_id, cancel, request=request))
+            return columns_of(self._gang.call(TrainEngine.teach, call_id, cancel, request=request))
 
     def tokens(self, version: int) -> ModelTokens | None:
         """The model's tokens; None where its files do not have them."""
         with self._lock:
             self.at(version)
             return self._call(TrainEngine.tokens, version)
-
-    def values(self, version: int, batch: BatchRef, out_key: str) -> BatchRef:
-        """A critic's values of the responses [N, jagged] under a version, as a new column."""
-        with self._lock:
-            self.at(version)
-            return _columns(
-                self._gang.call(
-                    TrainEngine.values,
-                    self._call_id(f"values-{out_key}", version),
-                    self._settings.cancel,
-                    batch=batch,
-                    out_key=out_key,
-                )
-            )
 
     def export(self, version: int, dtype: str, whole: bool = False) -> WeightsRef:
         """Publish the weights of a version; `whole`: not as a difference.
@@ -301,15 +287,15 @@ class Trainer:
         self._gang.spec = dataclasses.replace(self._spec, digest=digest)
         self._gang.form(self._settings.cancel)
         origin, role = origin_of(self._files), self._files.role
-        # A run that goes on with a policy's weights alone begins with a new critic.
-        new_critic = role == "critic" and origin is not None and not origin.trainer_state
-        first = role in ("ref", "teacher") or origin is None or new_critic
+        # Of a run that goes on with a policy's weights alone whatever else is trained begins anew.
+        anew = role != "actor" and origin is not None and not origin.trainer_state
+        first = role in ("ref", "teacher") or origin is None or anew
         self._version = 0 if first else UNTRAINED
 
     def _logprobs(self, version: int, request: LogprobRequest) -> BatchRef:
         call_id = self._call_id(f"{request.column}-{request.out_key}", version)
         cancel = self._settings.cancel
-        return _columns(self._gang.call(TrainEngine.logprobs, call_id, cancel, request=request))
+        return columns_of(self._gang.call(TrainEngine.logprobs, call_id, cancel, request=request))
 
     def _update(self, request: UpdateRequest) -> UpdateResult:
         # Whatever breaks in here, the gang is formed anew: no half-applied update stays.
@@ -339,6 +325,7 @@ class Trainer:
         )
 
 
-def _columns(result: ColumnsResult) -> BatchRef:
+def columns_of(result: ColumnsResult) -> BatchRef:
+    """The columns that a pass over a batch has made."""
     assert result.batch is not None, "a batch has rows"
     return result.batch

@@ -1,6 +1,6 @@
 """One update: the optimizer steps of a pass over a batch, micro-batch by micro-batch, then AdamW.
 
-`Updater` is the loop, which policy (policy_update.py) and critic (critic.py) share.
+`Updater` is the loop; the policy's loss is in policy_update.py.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Tally:
 
 
 class Updater(ABC):
-    """One update of a policy or a critic; made anew for each. A subclass has the loss."""
+    """One update, made anew for each. A subclass has the loss."""
 
     def __init__(self, rank: TrainRank) -> None:
         self._store = rank.store

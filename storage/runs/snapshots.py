@@ -161,9 +161,9 @@ def base_of(run: RunStore, version: int) -> Base | None:
     origin = origin_of(run)
     if origin is None:
         return None
-    if not origin.trainer_state:  # the weights are a policy's: a critic begins anew
-        critic = run.role == "critic"
-        return None if critic else Base(version=origin.at, weights=origin.weights)
+    if not origin.trainer_state:  # the weights are the policy's: others begin anew
+        anew = run.role != "actor"
+        return None if anew else Base(version=origin.at, weights=origin.weights)
     found = base_of(parent_of(run, origin), origin.step)
     if found is None or found.version != origin.step:
         raise ObjectMissing(f"There is no snapshot of {origin}, at which run {run.run} begins.")

@@ -16,7 +16,7 @@ from configs.overrides import change
 from configs.resolving import resolve, this_machine
 from configs.terminal_text import print_text
 from engines.clusters.opening import open_cluster
-from engines.train.opening import trainer_on
+from engines.train.opening import opener_of, trainer_on
 from engines.train.spec import MadeOn, WeightsComparison
 from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster
@@ -157,6 +157,7 @@ def _trainer(cluster: Cluster, files: RunStore, config: GRPOConfig, last: int) -
         files,
         train_spec(config, files, "actor"),
         ROLE,
+        opener=opener_of(config, "actor"),
         epoch=1,
         on_replay=lambda step, _: _say(f"applying the batch of step {step} on the way to {last}"),
         caller=f"{files.run}-replay-{uuid.uuid4().hex[:8]}",

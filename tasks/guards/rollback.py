@@ -27,7 +27,8 @@ from storage.runs.run_store import RunStore
 from tasks.guards.judging import guard_sentence, rollbacks
 from tasks.run.events import Note, RunRolledBack
 from tasks.run.life_cycle import BranchEnded, last_pages, started
-from tasks.run.opening import OpenedRun, open_run
+from tasks.run.opened_run import OpenedRun
+from tasks.run.opening import open_run
 from tasks.run.run import Run
 
 CHILD = "-rollback-"  # between the family's first name and the rollback's number

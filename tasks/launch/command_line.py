@@ -35,7 +35,7 @@ from tasks.reporting.output import until_nobody_reads
 if TYPE_CHECKING:
     from tasks.reporting.terminal import Terminal
     from tasks.results import RunSummary
-    from tasks.run.opening import OpenedRun
+    from tasks.run.opened_run import OpenedRun
     from tasks.run.run import Run
 
 HOME = Path(".refrain")

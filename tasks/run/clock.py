@@ -10,16 +10,17 @@ from configs.grpo import GRPOConfig
 from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import Commit, Ledger
 from tasks.results import Carried, LeftOver
-from tasks.run.opening import OpenedRun, Position
+from tasks.run.known_rows import RowTracker
+from tasks.run.opened_run import OpenedRun, Position
 from tasks.run.retries import ATTEMPTS
-from tasks.run.row_histories import RowHistories
 from tasks.run.staleness_gate import Gate
 
 
 class Clock:
     """Made anew from the last commit when a run is resumed. Holds the steps under way alone."""
 
-    def __init__(self, opened: OpenedRun, position: Position) -> None:
+    def __init__(self, opened: OpenedRun, position: Position, rows: RowTracker) -> None:
+        """`rows`: what its draws go by."""
         self._config, self._origin, self._start = opened.config, opened.origin, opened.start
         self.position = position
         self.gate = Gate(
@@ -32,7 +33,7 @@ class Clock:
         self.drawn: dict[int, Cursor] = {position.head + 1: position.cursor}
         self.carried: dict[int, Carried] = {position.head + 1: position.carried}
         self.left_over: dict[int, LeftOver] = {}  # step -> groups that it did not wait for
-        self.rows = RowHistories(opened, position)
+        self.rows = rows
         self._times = threading.Lock()
         self._began: dict[int, float] = {}  # step -> when, in seconds of time.monotonic
         self._committed = 0.0  # when the last one was
@@ -73,11 +74,6 @@ class Clock:
         """A step, which drew up to `cursor`, does not wait for these groups."""
         self.left_over[step] = left_over
         self.has_drawn(step, cursor, left_over.carried)
-
-    @property
-    def carries(self) -> bool:
-        """Whether steps that draw now hand groups on; not once the run has become synchronous."""
-        return self._config.carries and self.gate.max_staleness > 0
 
     def data_over(self, cursor: Cursor, carried: int) -> bool:
         """Whether data.epochs leave too little for a step after `cursor`, carried groups counted."""

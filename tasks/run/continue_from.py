@@ -135,7 +135,7 @@ def place_of(
 def _check_snapshot(parent: RunStore, origin: Origin, role: str) -> None:
     base = base_of(RunStore(parent.store, origin.run, role), origin.step)
     if base is None or base.version != origin.step:
-        whose = "critic" if role == "critic" else "trainer"
+        whose = "trainer" if role == "actor" else role
         raise ObjectMissing(
             f"the {whose}'s state of {origin} is not stored as a snapshot. Name a step with one, "
             "such as a run's last, or set continue_state = weights."

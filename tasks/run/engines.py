@@ -23,7 +23,6 @@ from tasks.run.features import features_of
 from tasks.run.role_table import roles_of, variables_of
 from tasks.run.roles.role import C, Clients, EngineRole
 from tasks.run.roles.sampling import ROLLOUT
-from tasks.run.roles.training import ACTOR, CRITIC
 from tasks.run.run_log import WORKERS, folder_of
 
 if TYPE_CHECKING:
@@ -209,8 +208,7 @@ class Engines:
     @property
     def trained(self) -> list[Trainer]:
         """What has a state to store; the policy last."""
-        critic = self.get(CRITIC)
-        return [self[ACTOR]] if critic is None else [critic, self[ACTOR]]
+        return [self[self._roles[name]] for name in reversed(self.run.config.trained_roles)]
 
     def hand_over(self) -> Cluster:
         """The workers with their engines, for another run; this one has none from now on.

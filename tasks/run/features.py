@@ -6,7 +6,7 @@ imported: the table has their records by path.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -19,27 +19,40 @@ from tasks.memory.holders import HoldersOf
 from tasks.run.findings import Finding
 
 if TYPE_CHECKING:  # what a refused setting does not wait for
+    from prefect.futures import PrefectFuture
+
     from storage.batches.refs import BatchRef
     from storage.evaluations.results import EvaluationResult
     from storage.objects.store import Store
     from storage.runs.commit_log import Commit, GuardRecord, Outline
     from storage.runs.run_store import RunStore
-    from tasks.results import Metrics, Sampled
+    from tasks.results import Carried, Metrics, Prompts, Sampled, SampledShards, WholeShards
     from tasks.run.facts import RunFacts
     from tasks.run.feature_view import FeatureView
+    from tasks.run.known_rows import RowTracker
+    from tasks.run.opened_run import OpenedRun, Position
     from tasks.run.reports import Reports
     from tasks.run.roles.role import ByRole, EngineRole
-    from tasks.run.stage_view import StageView
+    from tasks.run.shard_driver import ShardRange
+    from tasks.run.stage_view import StageView, StepView
+
+    StartRollout = Callable[[ShardRange], PrefectFuture[SampledShards]]
+    Groups = Sequence[PrefectFuture[WholeShards] | WholeShards]
 
 # By name, where each feature's record is.
 FEATURES: Mapping[str, str] = {
     "teachers": "tasks.teachers.feature:FEATURE",
     "progress": "tasks.progress_rewards.feature:FEATURE",
+    "critic": "tasks.critic.feature:FEATURE",
     "elastic": "tasks.elastic.feature:FEATURE",
     "trees": "tasks.trees.feature:FEATURE",
+    "over_sampling": "tasks.over_sampling.feature:FEATURE",
+    "quarantine": "tasks.quarantine.feature:FEATURE",
     "guards": "tasks.guards.feature:FEATURE",
     "promotion": "tasks.promotion.feature:FEATURE",
 }
+# Goes on with groups that the last commit hands on, whatever the settings: a fork has others.
+GOES_ON_WITH_GROUPS = "over_sampling"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +73,22 @@ class PromptShard:
     number: int  # counted from 1
     prompts: BatchRef  # [prompts]
     n: int  # completions of each
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToDraw:
+    """What a step is made of."""
+
+    count: int  # groups that it draws
+    carried: Carried | None = None  # groups that it goes on with; None: none
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToCommit:
+    """What a commit has of a feature."""
+
+    refs: Mapping[str, BatchRef] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,8 +125,21 @@ class Feature:
     begin: Callable[[RunStore, GRPOConfig], object] = lambda files, config: None  # it is on record
     # Removes what steps up to the last committed one have left of it; the keys.
     tidy: Callable[[RunStore, int], list[str]] = lambda files, head: []
+    # What draws go by, of a run that begins or goes on; of one feature at most.
+    rows: Callable[[OpenedRun, Position], RowTracker | None] = lambda opened, position: None
+    # Of a step that begins; None: it draws prompts_per_step groups and goes on with none.
+    draw: Callable[[StepView, int], ToDraw | None] = lambda run, step: None
+    # Of a step whose prompts are there: the groups to train on, of rollout tasks that it starts by
+    # the function that it is given, in their order; None: every group of every shard.
+    rollout: Callable[[StepView, int, Prompts, StartRollout], Groups | None] = (
+        lambda run, step, prompts, start: None
+    )
     # The samples of a shard that is not to be sampled; None: sample it.
     complete: Callable[[StageView, PromptShard], Sampled | None] = lambda run, shard: None
+    # Of a step that is committed next, with its prompts and its scored samples.
+    commit: Callable[[StepView, int, Prompts, BatchRef], ToCommit] = (
+        lambda run, step, prompts, samples: ToCommit()
+    )
     metrics: Callable[[ByRole], Metrics] = lambda engines: {}  # of its engines since the last look
     # Before a step with these metrics is committed; None: it judges no steps.
     judge: Callable[[FeatureView, int, Metrics], Verdicts] | None = None
@@ -115,9 +157,13 @@ class Feature:
     page: Callable[[Commit], list[str]] = lambda commit: []  # Markdown lines of a step's note
 
 
-def features_of(config: GRPOConfig) -> list[Feature]:
-    """The records of the features that a run of these settings uses."""
-    return [_record(FEATURES[name]) for name in config.features]
+def features_of(config: GRPOConfig, *, carried: bool = False) -> list[Feature]:
+    """The records of the features that a run of these settings uses.
+
+    carried: whether it begins or goes on with groups that a commit hands on.
+    """
+    names = [*config.features, *([GOES_ON_WITH_GROUPS] if carried else [])]
+    return [_record(FEATURES[name]) for name in dict.fromkeys(names)]
 
 
 def judged(run: FeatureView, step: int, metrics: Metrics) -> Verdicts:

@@ -33,7 +33,8 @@ from tasks.run.flow_run import flow_run_id, flow_run_url
 from tasks.run.interruption import dashboard_ends, set_closes, signals_end
 from tasks.run.meaning_changes import meaning_sentence
 from tasks.run.metrics import cost_at_end
-from tasks.run.opening import OpenedRun, Position, begin, take_over
+from tasks.run.opened_run import OpenedRun, Position
+from tasks.run.opening import begin, take_over
 from tasks.run.pictures import curves_key, draw_curves, draw_timeline
 from tasks.run.reports import Reporting
 from tasks.run.roles.scoring import SCORER

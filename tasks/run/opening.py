@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import secrets
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +21,11 @@ from storage.objects.store import Store
 from storage.prompts.cursor import Cursor, check_same_data
 from storage.prompts.datasets import open_source
 from storage.prompts.source import PromptSource
-from storage.runs.commit_log import Commit, Ledger, head, read_commit
+from storage.runs.commit_log import Ledger, head, read_commit
 from storage.runs.forks import pin
 from storage.runs.opponents import FIELD as OPPONENT
-from storage.runs.opponents import Opponent, keep, recorded_opponent
-from storage.runs.origins import FIELD, Origin, RollbackCause, origin_of, parent_of
+from storage.runs.opponents import keep, recorded_opponent
+from storage.runs.origins import FIELD, RollbackCause, origin_of, parent_of
 from storage.runs.orphans import clear
 from storage.runs.run_lease import RunLease
 from storage.runs.run_store import OwnRunStore, RunStore
@@ -40,53 +39,10 @@ from tasks.run.continue_from import NothingNew, beginning, first_cursor
 from tasks.run.features import features_of, tidy
 from tasks.run.forking import origin_of_fork
 from tasks.run.meaning_changes import FIELD as MEANINGS
+from tasks.run.opened_run import OpenedRun, Position
 from tasks.run.opponent import frozen_version
 from tasks.run.packages import installed
 from tasks.run.resuming import check_resumable, going_on_as
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OpenedRun:
-    """A run by its settings and by what the store says of it. Nothing is written, nobody kept out."""
-
-    name: str
-    flow: str  # package.module:function that makes it
-    config: GRPOConfig
-    files: RunStore
-    source: PromptSource
-    resumed: bool  # it is in the store already
-    origin: Origin | None  # where it began, if not with the model's own weights
-    seen: np.ndarray  # uint64 [rows], digests of the rows drawn before it began
-    first: Cursor  # where its first step draws
-    opponent: Opponent | None = None  # of another run; None: its own first version, or nobody
-
-    @property
-    def start(self) -> int:
-        """The version that the run begins with."""
-        return 0 if self.origin is None else self.origin.at
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Position:
-    """Where a run stands between two steps."""
-
-    head: int  # the last committed step; before the first, the version that the run begins with
-    last: Commit | None  # of the step before the next one, which a fork inherits
-    cursor: Cursor  # where the next step draws
-    ledger: Ledger  # of all steps so far
-    carried: Carried = field(default_factory=Carried)  # groups that go on in the next step
-
-    @classmethod
-    def after(cls, commit: Commit) -> Position:
-        """Where the run stands once a step is committed."""
-        cursor = Cursor.from_json(commit.cursor)
-        return cls(
-            head=commit.step,
-            last=commit,
-            cursor=cursor,
-            ledger=commit.ledger,
-            carried=Carried.of(commit),
-        )
 
 
 def open_run(

@@ -13,10 +13,10 @@ from tasks.run.roles.reward_models import REWARD_MODEL
 from tasks.run.roles.role import ByRole, EngineRole
 from tasks.run.roles.sampling import EVALUATION, OPPONENT, ROLLOUT
 from tasks.run.roles.scoring import PLANNER, SCORER
-from tasks.run.roles.training import ACTOR, CRITIC, REF
+from tasks.run.roles.training import ACTOR, REF
 
 ROLES: tuple[EngineRole[Any], ...] = (
-    *(SCORER, PLANNER, ROLLOUT, OPPONENT, REF, CRITIC, ACTOR, ENVIRONMENT),
+    *(SCORER, PLANNER, ROLLOUT, OPPONENT, REF, ACTOR, ENVIRONMENT),
     *(REWARD_MODEL, EVALUATION),
 )
 

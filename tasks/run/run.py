@@ -30,8 +30,10 @@ from tasks.run.continue_from import fresh_rows
 from tasks.run.engines import Engines
 from tasks.run.events import Event
 from tasks.run.facts import RunFacts
+from tasks.run.features import features_of
 from tasks.run.forking import parent_config
-from tasks.run.opening import OpenedRun, Position
+from tasks.run.known_rows import RowTracker
+from tasks.run.opened_run import OpenedRun, Position
 from tasks.run.reports import Reporting
 from tasks.run.roles.sampling import ROLLOUT
 from tasks.run.roles.scoring import SCORER
@@ -49,9 +51,9 @@ class Run:
 
     __slots__ = (
         "_probe", "attempts", "cancelled", "clock", "code_files", "config", "device_time", "engines",
-        "episodes", "epoch", "evaluated", "files", "flow", "fresh", "history", "lease", "listeners",
-        "measured", "name", "origin", "reporting", "shards", "source", "start", "stopped", "store",
-        "tracking",
+        "episodes", "epoch", "evaluated", "features", "files", "flow", "fresh", "history", "lease",
+        "listeners", "measured", "name", "origin", "reporting", "shards", "source", "start",
+        "stopped", "store", "tracking",
     )  # fmt: skip
 
     def __init__(
@@ -64,7 +66,9 @@ class Run:
         self.source, self.files, self.store = facts.source, facts.files, facts.store
         self.origin, self.start, self.epoch = facts.origin, facts.start, facts.epoch
         self.lease = lease
-        self.clock = Clock(opened, position)
+        self.features = features_of(opened.config, carried=bool(position.carried))
+        trackers = (feature.rows(opened, position) for feature in self.features)
+        self.clock = Clock(opened, position, next(filter(None, trackers), RowTracker()))
         self.cancelled = self.clock.gate.cancelled  # ends every wait
         # The unseen rows that come first, in their order in the data.
         self.fresh = fresh_rows(position.cursor, opened.source, opened.seen)

@@ -1,4 +1,4 @@
-"""What the tasks that sample and score know of those that have it done: a run, or an evaluation."""
+"""What tasks and features know of those that have it done: a run, or an evaluation."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from engines.workers.messages import CallId
 from storage.objects.store import Store
 from storage.runs.stage_store import StageStore
 from storage.runs.weights import WeightsRef
+from tasks.run.clock import Clock
 from tasks.run.roles.role import ByRole
 from tasks.run.run_view import AttemptsView
-from tasks.run.shard_driver import AtOnce
+from tasks.run.shard_driver import AtOnce, ShardDriver
 
 
 class StageView(AttemptsView, Protocol):
@@ -34,3 +35,10 @@ class StageView(AttemptsView, Protocol):
 
     def call_id(self, step: int, call: str) -> CallId:
         """A call of a step."""
+
+
+class StepView(StageView, Protocol):
+    """A run, for those of its features that have a part in its steps."""
+
+    clock: Clock
+    shards: ShardDriver

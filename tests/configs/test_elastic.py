@@ -6,7 +6,6 @@ import pytest
 
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
-from configs.ppo import PPOConfig
 from configs.recipe import load_recipe
 from tasks.run.findings import PreflightError
 from tasks.run.preflight import check_lengths
@@ -43,11 +42,6 @@ def test_what_cannot_be_trained_is_refused(word: str, said: str) -> None:
 def test_shared_devices_are_refused() -> None:
     with pytest.raises(ConfigError, match="workers that do not give their devices back"):
         settings("cluster.share_devices=true", "cluster.roles.rollout=train")
-
-
-def test_a_critic_is_refused() -> None:
-    with pytest.raises(ConfigError, match="trains no critic"):
-        settings(model=PPOConfig)
 
 
 def test_a_reference_may_have_a_pool_of_its_own() -> None:

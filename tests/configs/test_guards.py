@@ -36,8 +36,6 @@ def test_what_is_given_goes_before_the_preset() -> None:
         (["guards=[{metric: x, above: 1, below: 0}]"], "x has above and below, and a guard has one"),
         (["guards=[{metric: x, above: 1, rollback: {steps: 2}}]"], "its action is warn"),
         (["data.quarantine={}"], "data.quarantine has no bound"),
-        (["data.quarantine={seconds: 3}"], "episodes = null has none"),
-        (["data.quarantine={no_variance: 3}", "group_size=1"], "has one, which never varies"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_said(words: list[str], said: str) -> None:

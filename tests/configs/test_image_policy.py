@@ -8,7 +8,6 @@ import pytest
 
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
-from configs.ppo import PPOConfig
 from configs.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -56,8 +55,3 @@ def test_it_keeps_frames() -> None:
 def test_what_does_not_go_with_it_is_refused(words: list[str], said: str) -> None:
     with pytest.raises((ConfigError, ValueError), match=said):
         loaded(*words)
-
-
-def test_a_flow_with_a_critic_is_refused() -> None:
-    with pytest.raises((ConfigError, ValueError), match="does not go with a critic"):
-        loaded("algorithm.advantage={kind: gae}", kind=PPOConfig)

@@ -10,7 +10,6 @@ import configs.recipe
 from configs.environment import cpu_multiplies_bfloat16
 from configs.grpo import GRPOConfig
 from configs.model import RandomModel
-from configs.ppo import PPOConfig
 from configs.recipe import find_recipe, load_recipe
 from configs.resolving import Machine, resolve
 from configs.rollout import RolloutConfig
@@ -47,9 +46,6 @@ def test_bfloat16_where_the_cpu_has_it() -> None:
 @pytest.mark.usefixtures("slow")
 def test_float32_where_it_has_not() -> None:
     assert formats(load_recipe(GRPOConfig, DEMO)) == ("float32", "float32")
-    ppo = load_recipe(PPOConfig, DEMO)
-    assert formats(ppo) == ("float32", "float32")
-    assert ppo.train_of("critic").compute_dtype == "float32"
     named = ["rollout.dtype=bfloat16", "train.compute_dtype=bfloat16"]
     assert formats(load_recipe(GRPOConfig, DEMO, named)) == ("bfloat16", "bfloat16")
     held = load_recipe(GRPOConfig, DEMO, ["train.weights_dtype=bfloat16"])

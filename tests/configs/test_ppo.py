@@ -1,11 +1,15 @@
 """What a PPO run's settings add, and which flow an estimator belongs to."""
 
+from pathlib import Path
+
 import pytest
 
+import configs.recipe
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from configs.ppo import PPOConfig
 from configs.recipe import load_recipe, recipe_names
+from configs.resolving import Machine
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -39,6 +43,7 @@ def test_the_critic_lives_with_the_actor_unless_told() -> None:
     config = load_recipe(PPOConfig, "tiny")
     assert config.cluster.roles.pool_of("critic") == config.cluster.roles.actor
     assert config.trained_roles == ["actor", "critic"]
+    assert config.engine_roles == ["rollout", "critic", "actor"]
     words = ["cluster.pools.critic.workers=1", "cluster.roles.critic=critic"]
     assert load_recipe(PPOConfig, "tiny", words).used_pools == {"train", "rollout", "cpu", "critic"}
     assert load_recipe(GRPOConfig, "tiny", words).used_pools == {"train", "rollout", "cpu"}
@@ -50,6 +55,7 @@ def test_the_critic_lives_with_the_actor_unless_told() -> None:
         (GRPOConfig, ["algorithm.advantage.kind=gae"], "Run it with refrain ppo"),
         (PPOConfig, ["algorithm.advantage.kind=rloo"], "Run it with refrain grpo"),
         (PPOConfig, ["critic.mini_batches=3"], "Set critic.mini_batches to a divisor of 16"),
+        (PPOConfig, ["train.engine=elastic"], "elastic trains no critic"),
         (PPOConfig, ["cluster.roles.critic=gpu"], "cluster.roles.critic = gpu is no pool"),
         (
             GRPOConfig,
@@ -68,3 +74,33 @@ def test_a_wrong_setting_is_one_sentence(
     with pytest.raises(ConfigError, match="^[^\\n]+$") as error:
         load_recipe(model, "tiny", words)
     assert said in str(error.value)
+
+
+def test_a_part_of_its_estimator_can_be_set_alone() -> None:
+    config = load_recipe(PPOConfig, "tiny", ["algorithm.advantage.lam=0.9"])
+    assert config.algorithm.advantage.model_dump()["lam"] == 0.9
+
+
+def test_a_policy_that_looks_at_images_is_refused() -> None:
+    examples = Path(__file__).parents[2] / "examples"
+    words = [
+        f"episodes.environment.codec={examples}/seen_lake.py:Lake",
+        f"data.source.path={examples}/seen_lake.py:rows",
+        "algorithm.advantage={kind: gae}",
+    ]
+    with pytest.raises((ConfigError, ValueError), match="does not go with a critic"):
+        load_recipe(PPOConfig, str(examples / "seen_lake.yaml"), words)
+
+
+def test_it_multiplies_in_float32_where_a_cpu_is_slow_in_bfloat16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(configs.recipe, "this_machine", lambda: Machine(multiplies_bfloat16=False))
+    config = load_recipe(PPOConfig, "smollm2-arithmetic")
+    assert (config.rollout.dtype, config.train.compute_dtype) == ("float32", "float32")
+    assert config.train_of("critic").compute_dtype == "float32"
+
+
+def test_other_flows_have_no_critic() -> None:
+    forms = {model: model.model_json_schema() for model in (GRPOConfig, PPOConfig)}
+    assert [model for model, form in forms.items() if "critic" in form["properties"]] == [PPOConfig]

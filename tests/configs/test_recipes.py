@@ -9,10 +9,10 @@ import pytest
 
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
-from configs.ppo import PPOConfig
 from configs.recipe import FOLDER, load_recipe, recipe_names
 from configs.settings_help import fields
 from configs.yaml_text import read_yaml
+from tests.configs.flow_settings import of_flows
 
 OVERLAP = ("max_staleness=2", "algorithm.correction=[{kind: truncate}]")
 INTERPOLATED = (*OVERLAP, "algorithm.proximal=loglinear", "train.mini_batches=2")
@@ -68,7 +68,6 @@ def test_the_named_recipes_are_there() -> None:
         (["algorithm.correction.0.kind=trancate"], "Did you mean truncate?"),
         (["evaluation.before=true"], "evaluation.suites is empty, and it needs 1 or more. Set evaluation.suites."),
         (["prompts_per_step=6", "rollout.shards=8"], "Set rollout.shards to at most 6"),
-        (["rollout.over_sampling=1.5", "rollout.shards=2"], "Set rollout.shards = 4"),
         (["rewards.functions[].weight=2"], "Write rewards.functions.0.weight=… for the first."),
         (["nonsense"], "nonsense is no setting"),
         (["steps.deep=1"], "steps is a single value, not a group"),
@@ -116,11 +115,6 @@ def test_what_is_not_set_follows_from_what_is(
     assert here == value
 
 
-def test_a_part_of_a_critics_estimator_can_be_set_alone() -> None:
-    config = load_recipe(PPOConfig, "tiny", ["algorithm.advantage.lam=0.9"])
-    assert config.algorithm.advantage.model_dump()["lam"] == 0.9
-
-
 def test_help_names_types_as_people_write_them() -> None:
     for name, kind, default, _ in fields(GRPOConfig):
         for ours in ("FieldInfo", "Annotated", "Optional", "Union", "<", "object at", "Pydantic"):
@@ -155,10 +149,11 @@ def test_one_worker_count_changes_and_the_other_pools_stay() -> None:
     assert set(config.cluster.pools) == {"train", "rollout", "cpu"}
 
 
-def test_every_setting_has_a_meaning() -> None:
+@pytest.mark.parametrize("kind_of_run", of_flows().values())
+def test_every_setting_has_a_meaning(kind_of_run: type[GRPOConfig]) -> None:
     silent = [
         name
-        for name, kind, _, meaning in fields(PPOConfig)
+        for name, kind, _, meaning in fields(kind_of_run)
         if not meaning and not name.endswith("kind") and kind
     ]
     assert silent == []

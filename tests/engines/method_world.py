@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from configs.algorithm.algorithm import AlgorithmConfig
-from configs.ppo import PPOConfig
+from configs.grpo import GRPOConfig
 from configs.recipe import load_recipe
 from engines.data.contract import AdvantagesRequest, ScoreRequest
 from engines.data.data_engine import DataEngine, DataSpec
@@ -25,9 +25,11 @@ from storage.objects.store import Store
 from storage.runs.run_store import RunStore
 from storage.runs.weights import WeightsRef
 
+E = TypeVar("E", bound=FSDPEngine)
+
 RUN = "methods"
 # Two optimizer steps a batch, so that a ratio leaves 1; steps so large that it goes far.
-SETTINGS = ["train.mini_batches=2", "critic.learning_rate=3e-3", "train.micro_batch_tokens=256"]
+SETTINGS = ["train.mini_batches=2", "train.micro_batch_tokens=256"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Done:
     weights: WeightsRef  # that sampled
 
 
-def scorer_of(config: PPOConfig, models: str) -> DataEngine:
+def scorer_of(config: GRPOConfig, models: str) -> DataEngine:
     """The engine of a cpu worker, in this process."""
     return DataEngine(
         DataSpec(
@@ -59,12 +61,10 @@ class World:
     """Prompts, rollouts and rewards of a few steps, and engines that go back to version 0."""
 
     def __init__(self, folder: Path, steps: int) -> None:
-        self.config = load_recipe(
-            PPOConfig, "tiny", [*SETTINGS, f"store.uri=file://{folder}/store"]
-        )
+        self.config = self.config_of([*SETTINGS, f"store.uri=file://{folder}/store"])
         self.store = Store(self.config.store.uri)
         self.files = RunStore(self.store, RUN)
-        models = str(folder / "models")
+        self.models = models = str(folder / "models")
         config, uri = self.config, self.config.store.uri
         self.scorer = scorer_of(config, models)
         self.rollout = HFEngine(
@@ -76,10 +76,10 @@ class World:
                 max_model_len=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
             )
         )
-        self.engines = {role: self._engine(role, models) for role in ("actor", "ref", "critic")}
-        self.actor, self.critic = self.engines["actor"], self.engines["critic"]
-        for engine in (self.actor, self.critic):
-            engine.save_state(0)
+        self.made: list[FSDPEngine] = []
+        self.actor = self.engine("actor", FSDPEngine)
+        self.reference = self.engine("ref", FSDPEngine)
+        self.actor.save_state(0)
         self.weights = self.actor.export_weights(0, "float32")
         self.actor.settle_weights(0, "float32")
         self.rollout.sync(self.weights)
@@ -87,11 +87,16 @@ class World:
         self.samples = [self.sampled(step) for step in range(1, steps + 1)]
         self.greedy = [self.sampled(step, greedy=True) for step in range(1, steps + 1)]
 
-    def _engine(self, role: Any, models: str) -> FSDPEngine:
-        engine = FSDPEngine(
+    def config_of(self, words: list[str]) -> GRPOConfig:
+        """The settings."""
+        return load_recipe(GRPOConfig, "tiny", words)
+
+    def engine(self, role: Any, kind: type[E]) -> E:
+        """The only rank of a role."""
+        engine = kind(
             TrainSpec(
                 model=self.config.model,
-                model_cache=models,
+                model_cache=self.models,
                 train=self.config.train_of(role),
                 role=role,
                 store_uri=self.config.store.uri,
@@ -100,6 +105,7 @@ class World:
             )
         )
         engine.join(rank=0, world=1, host="127.0.0.1", port=0, generation=1, timeout=60.0)
+        self.made.append(engine)
         return engine
 
     def _prompts(self, step: int) -> BatchRef:
@@ -134,9 +140,8 @@ class World:
         return found.drop(["status"]).with_columns(scored.ref)
 
     def reset(self) -> None:
-        """Both trained engines at version 0, and the rollout engine too."""
-        for engine in (self.actor, self.critic):
-            engine.load_state(0)
+        """What is trained at version 0, and the rollout engine too."""
+        self.actor.load_state(0)
         if self.rollout.version != 0:
             self.rollout.sync(self.weights)
 
@@ -151,7 +156,7 @@ class World:
             self.rollout.sync(weights)
             samples = self.sampled(step, name=name)
             greedy = self.sampled(step, greedy=True, name=name)
-        samples = self._with_columns(name, step, samples, algorithm)
+        samples = self.with_columns(name, step, samples, algorithm)
         wanted = AdvantagesRequest(
             samples=samples,
             algorithm=algorithm,
@@ -167,24 +172,24 @@ class World:
             max_new_tokens=self.config.rollout.max_new_tokens,
         )
         metrics = dict(batch.metrics)
-        metrics |= self.actor.update(request).metrics
-        if algorithm.needs_critic:
-            result = self.critic.update(request)
-            assert result.metrics["train/skipped_steps"] == 0, name
-            metrics |= {f"critic/{key}": value for key, value in result.metrics.items()}
+        metrics |= self.update(request)
         if on_policy:
             # A version is published once; the next case publishes its own.
             self.store.delete(self.store.list(f"{RUN}/weights/v{step - 1:06d}") if step > 1 else [])
         return Done(batch=batch, metrics=metrics, weights=weights)
 
-    def _with_columns(
+    def update(self, request: UpdateRequest) -> dict[str, float]:
+        """Of all that is trained; metrics."""
+        return dict(self.actor.update(request).metrics)
+
+    def with_columns(
         self, name: str, step: int, samples: BatchRef, algorithm: AlgorithmConfig
     ) -> BatchRef:
         """The columns that the train engines add before the advantages."""
         temperature = self.config.rollout.temperature
         sources = [(self.actor, "old_logprobs", algorithm.needs_squares)]
         if algorithm.needs_reference:
-            sources.append((self.engines["ref"], "ref_logprobs", False))
+            sources.append((self.reference, "ref_logprobs", False))
         added = samples
         for engine, column, squared in sources:
             key = f"{RUN}/{name}/{column}-{step}.safetensors"
@@ -197,10 +202,6 @@ class World:
                     squared=squared,
                 )
             )
-            assert part.batch is not None
-            added = added.with_columns(part.batch)
-        if algorithm.needs_critic:
-            part = self.critic.values(samples, f"{RUN}/{name}/values-{step}.safetensors")
             assert part.batch is not None
             added = added.with_columns(part.batch)
         return added
@@ -216,5 +217,5 @@ class World:
                 assert np.isfinite(values).all(), name
 
     def close(self) -> None:
-        for engine in (self.scorer, self.rollout, *self.engines.values()):
+        for engine in (self.scorer, self.rollout, *self.made):
             engine.close()

@@ -173,12 +173,3 @@ def test_vllm_samples_with_merged_weights(launch: Launch) -> None:
         assert commit.metrics["weights/probe_error"] < 1e-4
         assert commit.metrics["train/rollout_mismatch_max"] < 1e-4
     assert command(run, "audit", run.files.run, "--strict")["good"]
-
-
-@pytest.mark.slow
-def test_a_critic_beside_an_adapter_has_all_its_weights_trained(launch: Launch) -> None:
-    run = ended(launch(*WORDS, "steps=2", module="flows.ppo"))
-    files = run.files
-    index = json.loads(files.store.read(f"{files.run}/critic/000002/index.json"))
-    assert not any("lora" in name for name in index["body"]["tensors"])
-    assert command(run, "replay", files.run, "2")["equal"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import pytest
 
@@ -11,8 +10,7 @@ from configs.algorithm.algorithm import AlgorithmConfig
 from storage.runs.commit_log import Commit
 from storage.tracking.tracker import flatten
 from tests.engines.method_cases import BY_GRPO, LOSSES, correction_recipes, covering, words
-from tests.faults.planted import Fault, Faults
-from tests.flows.conftest import AFTER_STEP_3, Launch, Launched
+from tests.flows.conftest import Launch, Launched
 
 pytestmark = pytest.mark.cluster
 
@@ -78,68 +76,6 @@ def test_a_run_of_many_methods_is_on_record(launch: Launch) -> None:
         ]
     first, second = (AlgorithmConfig.model_validate(c.algorithm).kl.coefficient for c in commits)
     assert second != first == 0.05
-
-
-@pytest.mark.slow
-def test_a_critics_run_killed_and_resumed_ends_with_the_same_weights(
-    launch: Launch, tmp_path: Path
-) -> None:
-    """First a train worker dies in the critic's update, later the flow; nothing shows of either."""
-
-    whole = launch("tiny", "steps=4", "store.uri=file://whole", module="flows.ppo")
-    code, out = whole.end()
-    assert code == 0, out
-    whole.store_uri = f"file://{tmp_path}/whole"
-    commits = check_records(whole)
-    for commit in commits:
-        assert {"values", "returns"} <= set(commit.refs["batch"].names)
-        assert commit.metrics["critic/skipped_steps"] == 0
-    errors = [commit.metrics["critic/value_mean"] for commit in commits]
-    assert errors[0] == 0, "the head begins at 0"
-    assert all(value != 0 for value in errors[1:]), "and is trained"
-    assert {key.split("/")[2] for key in whole.files.store.list(f"{whole.files.run}/critic")} == {
-        "000002",
-        "000004",
-    }
-    # Policy and critic live on this worker; the policy may have had its update already.
-    dies = Fault(
-        id="critic", target="engines.train.critic:CriticUpdater._columns", action="kill", nth=2
-    )
-    faults = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [dies, AFTER_STEP_3])
-    broken = launch("tiny", "steps=4", module="flows.ppo", environment=faults.environment)
-    code, out = broken.end()
-    assert (code, faults.missed) == (-9, []), out
-    name = broken.files.run
-    code, out = launch("--resume", name).end()
-    assert code == 2
-    assert f"Go on with it by: refrain ppo --resume {name}" in out
-    resumed = launch("--resume", name, module="flows.ppo")
-    code, out = resumed.end()
-    assert code == 0, out
-    assert [commit.version_out.digest for commit in commits] == [
-        commit.version_out.digest for commit in resumed.commits()
-    ]
-    # The last step's values are those of a critic that was restored and replayed.
-    ours, theirs = (
-        one.refs["batch"].fetch_numpy(run.files.store, "values")[0].tolist()
-        for one, run in ((commits[-1], whole), (resumed.commits()[-1], resumed))
-    )
-    assert ours == theirs
-
-
-@pytest.mark.slow
-def test_a_critic_has_workers_of_its_own(launch: Launch) -> None:
-    run = launch(
-        "tiny",
-        "steps=2",
-        "cluster.pools.critic.workers=2",
-        "cluster.roles.critic=critic",
-        "critic.mini_batches=2",
-        module="flows.ppo",
-    )
-    code, out = run.end()
-    assert code == 0, out
-    assert check_records(run)[-1].metrics["critic/optimizer_steps"] == 2
 
 
 @pytest.mark.slow

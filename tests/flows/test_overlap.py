@@ -259,21 +259,6 @@ def test_an_evaluation_measures_one_version(launch: Launch, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_critics_steps_overlap_too(launch: Launch) -> None:
-    run = launch("tiny", "steps=5", *ASYNC, module="flows.ppo")
-    code, out = run.end()
-    assert code == 0, out
-    commits = run.commits()
-    assert [commit.ledger.trained for commit in commits] == [4, 8, 12, 16, 20]
-    assert 0 < max(lags(commit, run).max() for commit in commits) <= 2
-    assert all("critic/loss" in commit.metrics for commit in commits)
-    assert audited(run)[-1]["recounted"]
-    command = [sys.executable, "-m", "flows.replay", run.files.run, "4"]
-    done = subprocess.run(command, cwd=run.folder, capture_output=True, text=True, timeout=400)
-    assert (done.returncode, "Equal, to the bit." in done.stdout) == (0, True), done.stdout
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "worker"),
     [

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from configs.grpo import GRPOConfig
 from configs.model import Model
-from engines.train.opening import trainer_on
+from engines.train.opening import Opener, opener_of, trainer_on
 from engines.train.spec import TrainSpec
 from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster
@@ -24,6 +25,8 @@ from tasks.run.roles.specs import MODELS
 
 if TYPE_CHECKING:
     from tasks.run.run_view import RunView
+
+T = TypeVar("T", bound=Trainer)
 
 TrainRole = Literal["actor", "ref", "critic", "teacher"]
 
@@ -85,6 +88,20 @@ def trainer_of(
 
     frozen: which model, if not the policy's.
     """
+    opener = opener_of(config, role)
+    return trainer_by(opener, run, cluster, role, files, config, frozen)
+
+
+def trainer_by(
+    opener: Opener[T],
+    run: RunView,
+    cluster: Cluster,
+    role: TrainRole,
+    files: RunStore,
+    config: GRPOConfig,
+    frozen: FrozenModel | None = None,
+) -> T:
+    """The same, made by an opener of its own."""
     ends = decay_steps(config, files)
     spec = train_spec(config, files, role, run.store.cache_bytes, frozen, ends)
     return trainer_on(
@@ -93,6 +110,7 @@ def trainer_of(
         replace(files, role=role),
         spec,
         role if frozen is None else f"{role}-{frozen.name}",
+        opener=opener,
         epoch=run.epoch,
         cancel=run.cancelled,
         on_replay=lambda step, last: run.tell(UpdateReplayed(step=step, last=last)),
@@ -107,8 +125,10 @@ def check_computed(trainer: Trainer, version: int, where: str) -> None:
         raise ValueError(f"{where}: {mismatch}. Set {where}.path to another model.")
 
 
-def _start(engines: Started, role: Literal["actor", "critic"], trainer: Trainer) -> None:
-    """Bring a trainer to the run's head; a fork between its parent's snapshots replays first.
+def bring_to_head(
+    engines: Started, role: TrainRole, trainer: T, make: Callable[[RunStore, GRPOConfig], T]
+) -> None:
+    """Bring what is trained to the run's head; a fork between its parent's snapshots replays first.
 
     The parent's settings made those steps, so they repeat them. The state is kept as the fork's own
     snapshot, since its settings may be others.
@@ -118,23 +138,26 @@ def _start(engines: Started, role: Literal["actor", "critic"], trainer: Trainer)
         files = parent_of(run.files, origin)
         settings = parent_config(run.files, origin)
         settings = settings.model_copy(update={"cluster": run.config.cluster})
-        parent = trainer_of(run, engines.cluster, role, files, settings)
-        parent.snapshot(origin.step, run.name, origin.at)
+        make(files, settings).snapshot(origin.step, run.name, origin.at)
     trainer.at(run.head)
-    if role == "actor" and run.head == run.start:
+
+
+def _start_actor(engines: Started, trainer: Trainer) -> None:
+    run = engines.run
+
+    def actor(files: RunStore, config: GRPOConfig) -> Trainer:
+        return trainer_of(run, engines.cluster, "actor", files, config)
+
+    bring_to_head(engines, "actor", trainer, actor)
+    if run.head == run.start:
         check_computed(trainer, run.head, "model")
 
 
-def _trained(role: Literal["actor", "critic"]) -> EngineRole[Trainer]:
-    return EngineRole(
-        name=role,
-        needed=lambda config: role in config.trained_roles,
-        client=lambda run, cluster: trainer_of(run, cluster, role, run.files, run.config),
-        start=lambda engines, trainer: _start(engines, role, trainer),
-    )
-
-
-ACTOR, CRITIC = _trained("actor"), _trained("critic")
+ACTOR: EngineRole[Trainer] = EngineRole(
+    name="actor",
+    client=lambda run, cluster: trainer_of(run, cluster, "actor", run.files, run.config),
+    start=_start_actor,
+)
 REF: EngineRole[Trainer] = EngineRole(
     name="ref",
     needed=lambda config: config.has_reference_engine,

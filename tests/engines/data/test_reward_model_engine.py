@@ -66,7 +66,9 @@ def run(config: GRPOConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     found = Mock(config=config, store=Store(config.store.uri))
     found.cache = tmp_path / "models"
     found.files = RunStore(found.store, "r")
-    found.drawn = {1: Cursor(epoch=0, position=0, size=8, seed=0, order="sequential", digest="")}
+    found.clock.drawn = {
+        1: Cursor(epoch=0, position=0, size=8, seed=0, order="sequential", digest="")
+    }
     found.engines = {
         SCORER: SimpleNamespace(call=Mock(side_effect=calls_of(scorer))),
         REWARD_MODEL: SimpleNamespace(call=Mock(side_effect=calls_of(models))),

@@ -70,7 +70,7 @@ from engines.workers.engine import Call
 from engines.workers.gang import Gang
 from engines.workers.messages import CallId
 from engines.workers.pool import EnginePool
-from storage.batches.refs import BatchRef
+from storage.runs.weights import WeightsRef
 
 def use(pool: EnginePool[Scorer], call: CallId) -> None:
     pool.call(Scorer.row_digests, call, start=0, stop=5)
@@ -79,11 +79,11 @@ def use(pool: EnginePool[Scorer], call: CallId) -> None:
     pool.call(RewardModels.score, call)  # error: 11
     text: str = pool.call(Scorer.row_digests, call, start=0, stop=5)  # error: 12
 
-def train(gang: Gang[TrainEngine], batch: BatchRef) -> None:
-    gang.call(TrainEngine.values, batch=batch, out_key="key")
-    gang.call(TrainEngine.values, batch=batch, key="key")  # error
+def train(gang: Gang[TrainEngine], weights: WeightsRef) -> None:
+    gang.call(TrainEngine.compare, weights=weights, dtype="float32")
+    gang.call(TrainEngine.compare, weights=weights, of="float32")  # error
     gang.call(Scorer.row_digests, start=0, stop=1)  # error
-    found: str = gang.call(TrainEngine.values, batch=batch, out_key="key")  # error
+    found: str = gang.call(TrainEngine.compare, weights=weights, dtype="float32")  # error
     call: Call[int] = Call.of("role", TrainEngine.digest, None)  # error
 """
 

@@ -9,7 +9,6 @@ import pytest
 
 from configs.grpo import GRPOConfig
 from configs.model import RandomModel
-from configs.ppo import PPOConfig
 from configs.recipe import load_recipe
 from configs.reward_model import RewardModelReward
 from engines.models.checkpoints import materialize
@@ -58,11 +57,6 @@ def test_the_plan_names_what_each_role_takes_and_what_there_is() -> None:
     assert "optimizer" not in reference
     assert rollout.startswith("rollout, each engine: weights")
     assert machine.startswith("this machine: ")
-
-
-def test_a_critic_is_in_the_plan() -> None:
-    lines = plan(settings(model=PPOConfig))
-    assert any(line.startswith("critic, ") for line in lines)
 
 
 def test_what_cannot_fit_is_refused_with_a_setting_that_makes_it_fit() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from abc import abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 
 from configs.grpo import GRPOConfig
 from configs.recipe import load_recipe
+from engines.models.facts import ModelShape
 from engines.workers.device_time import DeviceTime
 from engines.workers.engine import Engine, EngineSpec
 from engines.workers.messages import CallId
@@ -23,12 +26,16 @@ from storage.batches.writing import write_batch
 from storage.objects.digests import key_of
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
-from tasks.run import role_table
+from tasks.memory.holders import WorkerEngine
+from tasks.run import features, role_table
 from tasks.run.attempt_log import AttemptLog
 from tasks.run.attempts import Attempt
 from tasks.run.engines import Engines
 from tasks.run.events import Listeners, StepCommitted
 from tasks.run.facts import RunFacts
+from tasks.run.features import Feature, features_of
+from tasks.run.findings import Finding
+from tasks.run.preflight import check_settings
 from tasks.run.retries import OPTIONS
 from tasks.run.roles.role import EngineRole, pool_of, start_pool
 from tasks.run.run import Run
@@ -113,6 +120,36 @@ def test_the_role_is_opened_and_the_task_asks_it_once(
         assert made.fetch_numpy(run.store, "length")[0].tolist() == [3, 5]
     assert asked == ["look_up"]
     run.engines.close()
+
+
+class CacheConfig(GRPOConfig):
+    """Settings that use the page's feature."""
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        return (*super().features, "cache")
+
+
+def test_the_feature_is_its_record_and_two_lines(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: dict[str, Any] = {
+        "EngineRole": EngineRole, "EnginePool": EnginePool, "pool_of": pool_of,
+        "start_pool": start_pool, "Cache": Cache, "engine_of": engine_of, "Feature": Feature,
+        "Finding": Finding, "WorkerEngine": WorkerEngine, "Holder": object, "Iterator": Iterator,
+        "GRPOConfig": GRPOConfig, "ModelShape": ModelShape,
+    }  # fmt: skip
+    exec(page("CACHE: "), names)
+    exec(page("FEATURE = "), names)
+    room: Any = ModuleType("room_of_the_cache")
+    room.FEATURE = names["FEATURE"]
+    monkeypatch.setitem(sys.modules, "room_of_the_cache", room)
+    monkeypatch.setitem(features.FEATURES, "cache", "room_of_the_cache:FEATURE")  # type: ignore[arg-type]
+    config = load_recipe(CacheConfig, "tiny", [])
+    assert names["CACHE"] in role_table.roles_of(config)
+    assert names["CACHE"] not in role_table.roles_of(load_recipe(GRPOConfig, "tiny", []))
+    found = {one.found for one in check_settings(config)}
+    assert "cache, each worker: lengths 0 MiB" in found
+    (finding,) = (one for feature in features_of(config) for one in feature.check(config))
+    assert finding.found == "lengths of 16 answers a step"
 
 
 def test_the_listener_hears_of_each_step(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from transformers import AutoConfig
 from configs.grpo import GRPOConfig
 from configs.model import PretrainedModel, RandomModel
 from configs.new_run import warnings_of
-from configs.ppo import PPOConfig
 from configs.recipe import load_recipe
 from engines.models.checkpoints import materialize
 from engines.models.facts import ModelShape, model_facts
@@ -167,11 +166,6 @@ def test_a_fault_of_the_settings_is_one_sentence(
     monkeypatch.setenv("CXX", "nothing")
     with pytest.raises(PreflightError, match=says):
         check(settings(tmp_path, *words))
-
-
-def test_the_critics_rank_is_checked_too(tmp_path: Path, two_gpus: None) -> None:
-    words = ["cluster.pools.critic={gpus: 2}", "cluster.roles.critic=critic"]
-    assert "the role critic is one FSDP rank" in refused(tmp_path, *words, model=PPOConfig)
 
 
 def test_dasks_dashboard_wants_bokeh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

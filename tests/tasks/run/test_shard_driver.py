@@ -17,7 +17,6 @@ from configs.cluster.cluster import PoolConfig
 from configs.grpo import GRPOConfig
 from configs.recipe import load_recipe
 from engines.failures import CallCancelled
-from tasks.over_sampling import ranges_apart
 from tasks.run.run import _shards_of
 from tasks.run.shard_driver import AtOnce, ShardDriver, ShardRange, shard_ranges, task_runs
 
@@ -28,17 +27,6 @@ def test_parts_cover_every_shard_once_in_order(count: int, most: int) -> None:
     assert [shard for part in found for shard in part] == list(range(1, count + 1))
     assert len(found) == min(count, most)
     assert max(map(len, found)) - min(map(len, found)) <= 1
-
-
-@given(st.integers(1, 200), st.data())
-def test_groups_that_are_awaited_are_in_task_runs_of_their_own(
-    count: int, data: st.DataObject
-) -> None:
-    awaited = data.draw(st.sets(st.integers(0, count - 1)))
-    found = ranges_apart(count, awaited, 8)
-    assert [shard for part in found for shard in part] == list(range(1, count + 1))
-    for part in found:
-        assert len({shard - 1 in awaited for shard in part}) == 1
 
 
 def test_task_runs_are_as_many_as_are_scored_at_once() -> None:

@@ -27,7 +27,6 @@ from transformers import (
 from configs.model import PretrainedModel, RandomModel
 from engines.models.checkpoints import load_for_training
 from engines.train.batching.packed_batch import pack
-from engines.train.critic import Critic
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model.loading import open_checkpoint
 from engines.train.model.sequence_parallel import SequenceGroup
@@ -56,13 +55,13 @@ TOKENS = ([5, 6, 7, 8, 9, 3, 1], 3)
 BYTES_MODEL = RandomModel(layers=4, hidden_size=192, heads=6, seed=3)  # 6 MB in float32
 
 
-def engine_of(directory: Path, folder: Path, role: str = "actor") -> FSDPEngine:
+def engine_of(directory: Path, folder: Path) -> FSDPEngine:
     model = PretrainedModel(path=str(directory))
-    return FSDPEngine(spec(folder, role=role).model_copy(update={"model": model}))
+    return FSDPEngine(spec(folder).model_copy(update={"model": model}))
 
 
-def joined(directory: Path, folder: Path, role: str = "actor") -> FSDPEngine:
-    engine = engine_of(directory, folder, role)
+def joined(directory: Path, folder: Path) -> FSDPEngine:
+    engine = engine_of(directory, folder)
     engine.join(0, 1, "127.0.0.1", 0, 1, 60.0)
     return engine
 
@@ -137,8 +136,8 @@ def digest_of(module: nn.Module) -> str:
 class Seen:
     """What one rank loaded."""
 
-    digests: dict[tuple[str, str], str]  # by case and role
-    scores: dict[str, list[float]]  # of policies
+    digests: dict[str, str]  # by case
+    scores: dict[str, list[float]]
 
 
 def load_all(
@@ -152,13 +151,12 @@ def load_all(
     digests, scores = {}, {}
     port = iter(ports)
     for case in CASES:
-        for role in ("actor", "critic"):
-            engine = engine_of(directories[case], folder, role)
-            engine.join(rank, world, "127.0.0.1", next(port), 1, 60.0)
-            digests[case, role] = engine.digest()
-            if role == "actor" and case != "converted":  # experts are not multiplied in its order
-                scores[case] = engine.score([TOKENS[0]], [TOKENS[1]])[0]
-            engine.close()
+        engine = engine_of(directories[case], folder)
+        engine.join(rank, world, "127.0.0.1", next(port), 1, 60.0)
+        digests[case] = engine.digest()
+        if case != "converted":  # experts are not multiplied in its order
+            scores[case] = engine.score([TOKENS[0]], [TOKENS[1]])[0]
+        engine.close()
     return Seen(digests=digests, scores=scores)
 
 
@@ -176,7 +174,7 @@ def whole_scores(directory: Path) -> list[float]:
 def test_weights_are_those_that_transformers_loads(
     world: int, directories: dict[str, Path], tmp_path: Path
 ) -> None:
-    ports = free_ports(2 * len(CASES))
+    ports = free_ports(len(CASES))
     if world == 1:
         parts = [load_all(0, 1, [], ports, tmp_path, directories)]
     else:
@@ -186,10 +184,8 @@ def test_weights_are_those_that_transformers_loads(
         finally:
             ranks.close()
     for case in CASES:
-        whole = load_for_training(directories[case])
-        wanted = {"actor": digest_of(whole), "critic": digest_of(Critic(whole))}
-        for role, digest in wanted.items():
-            assert {part.digests[case, role] for part in parts} == {digest}, (case, role)
+        digest = digest_of(load_for_training(directories[case]))
+        assert {part.digests[case] for part in parts} == {digest}, case
         by_rows = open_checkpoint(directories[case]).tensors is not None
         assert by_rows == (case not in BY_RANK_0), case
     for case, scores in parts[0].scores.items():
@@ -241,20 +237,21 @@ def characters_read() -> int:
 class Read:
     """Bytes that one rank has read."""
 
-    policy: int  # for everything that it does when it joins
-    critic: int
+    joining: int  # for everything that it does when it joins
     version: int  # from the store, for a version's weights
 
 
+def read_in_joining(engine: FSDPEngine, rank: int, world: int, ports: list[int]) -> int:
+    """Bytes that a rank reads when it joins."""
+    engine.join(rank, world, "127.0.0.1", ports.pop(), 1, 60.0)  # imports what is needed
+    before = characters_read()
+    engine.join(rank, world, "127.0.0.1", ports.pop(), 2, 60.0)
+    return characters_read() - before
+
+
 def load_and_count(rank: int, world: int, ports: list[int], folder: Path) -> Read:
-    joins: dict[str, int] = {}
-    for role in ("critic", "actor"):
-        small = spec(folder, role=role).model_copy(update={"model": BYTES_MODEL})
-        engine = FSDPEngine(small)
-        engine.join(rank, world, "127.0.0.1", ports.pop(), 1, 60.0)  # imports what is needed
-        before = characters_read()
-        engine.join(rank, world, "127.0.0.1", ports.pop(), 2, 60.0)
-        joins[role] = characters_read() - before
+    engine = FSDPEngine(spec(folder).model_copy(update={"model": BYTES_MODEL}))
+    joining = read_in_joining(engine, rank, world, ports)
     digest, weights = engine.digest(), engine.export_weights(0, "float32")
     with torch.no_grad():
         for parameter in engine._loaded().parameters():
@@ -263,7 +260,7 @@ def load_and_count(rank: int, world: int, ports: list[int], folder: Path) -> Rea
     engine.load_weights(weights, 0)
     taken = COUNTER.total().bytes_read - before
     assert engine.digest() == digest
-    return Read(policy=joins["actor"], critic=joins["critic"], version=taken)
+    return Read(joining=joining, version=taken)
 
 
 def test_a_rank_reads_its_share(tmp_path: Path) -> None:
@@ -276,8 +273,7 @@ def test_a_rank_reads_its_share(tmp_path: Path) -> None:
     size, small = file.stat().st_size, 2**17  # small: headers, config.json, the version's manifest
     assert size > 40 * small
     for rank in read:
-        for joined_with in (rank.policy, rank.critic):
-            assert size // 2 - small < joined_with < size // 2 + small
+        assert size // 2 - small < rank.joining < size // 2 + small
     files = tmp_path.glob("store/run/weights/*/*.safetensors")
     version = sum(part.stat().st_size for part in files)
     taken = [rank.version for rank in read]

@@ -16,7 +16,6 @@ from configs.train import TrainConfig
 from engines.train import building
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.memory import setting_for_less
-from tests.engines.train import test_critic as critics
 from tests.engines.train.conftest import Join, Make
 from tests.engines.train.train_ranks import (
     samples,
@@ -70,16 +69,6 @@ def test_a_version_is_taken_with_all_its_digits(tmp_path: Path, make: Make) -> N
     assert rounded.digest() == wanted
     tokens = [[5, 6, 7, 8, 9]]
     assert rounded.score(tokens, [2]) == whole.score(tokens, [2])
-
-
-def test_a_critic_is_trained_so_too(tmp_path: Path, make: Make) -> None:
-    batch = critics.with_targets(tmp_path, samples(), 0, "targets")
-    digests = []
-    for run, given in (("whole", MULTIPLIED), ("rounded", ROUNDED)):
-        critic = make(run=run, role="critic", **given)
-        critics.update(critic, batch)
-        digests.append(critic.digest())
-    assert digests[0] == digests[1]
 
 
 def test_sums_in_another_format_are_noticed(

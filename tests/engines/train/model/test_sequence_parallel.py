@@ -44,7 +44,6 @@ class Seen:
     """What one rank did."""
 
     logprobs: ColumnsResult
-    values: ColumnsResult
     updates: list[UpdateResult]
     weights: WeightsRef
     score: list[list[float]]
@@ -65,12 +64,11 @@ def grouped_model(folder: Path) -> PretrainedModel:
 def scenario(
     rank: int, world: int, ports: list[int], base: TrainSpec, shared: int, batch: BatchRef
 ) -> Seen:
-    """A log-prob pass, values, and updates by two recipes."""
+    """A log-prob pass, and updates by two recipes."""
     train = base.train.model_copy(update={"sequence_parallel": shared})
     of = base.model_copy(update={"train": train, "run": f"of-{world}-{shared}"})
-    engine, critic = FSDPEngine(of), FSDPEngine(of.model_copy(update={"role": "critic"}))
-    for port, one in zip(ports, (engine, critic), strict=False):
-        one.join(rank, world, "127.0.0.1", port, 1, 60.0)
+    engine = FSDPEngine(of)
+    engine.join(rank, world, "127.0.0.1", ports[0], 1, 60.0)
     logprobs = engine.logprobs(
         LogprobRequest(
             batch=batch,
@@ -86,7 +84,6 @@ def scenario(
     ]
     return Seen(
         logprobs=logprobs,
-        values=critic.values(batch, f"values-{shared}.safetensors"),
         updates=updates,
         weights=engine.export_weights(2, "float32"),
         score=engine.score([[5, 6, 7, 8, 9]], [2]),
@@ -139,17 +136,24 @@ def test_columns_are_written_once_and_in_order(
     seen: dict[int, list[Seen]], folder: Path, shared: int
 ) -> None:
     store = Store(str(folder / "store"))
-    for kind, column in (("logprobs", "ref_logprobs"), ("values", "values")):
-        one, many = (
-            ColumnsResult.together([getattr(part, kind) for part in seen[size]])
-            for size in (1, shared)
-        )
-        assert one.batch is not None and many.batch is not None
-        values, offsets = one.batch.fetch_numpy(store, column)
-        found, edges = many.batch.fetch_numpy(store, column)
-        np.testing.assert_allclose(found, values, atol=1e-5)
-        assert edges.tolist() == offsets.tolist()
-        assert many.metrics == pytest.approx(one.metrics, rel=1e-5)
+    check_columns(
+        store,
+        "ref_logprobs",
+        *([part.logprobs for part in seen[size]] for size in (1, shared)),
+    )
+
+
+def check_columns(
+    store: Store, column: str, alone: list[ColumnsResult], shared: list[ColumnsResult]
+) -> None:
+    """What one rank has written, and several together, is the same."""
+    one, many = ColumnsResult.together(alone), ColumnsResult.together(shared)
+    assert one.batch is not None and many.batch is not None
+    values, offsets = one.batch.fetch_numpy(store, column)
+    found, edges = many.batch.fetch_numpy(store, column)
+    np.testing.assert_allclose(found, values, atol=1e-5)
+    assert edges.tolist() == offsets.tolist()
+    assert many.metrics == pytest.approx(one.metrics, rel=1e-5)
 
 
 def test_every_rank_scores_alike(seen: dict[int, list[Seen]]) -> None:

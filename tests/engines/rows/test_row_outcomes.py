@@ -1,4 +1,4 @@
-"""Samples of a step as outcomes of rows, and the history that the data engine writes of them."""
+"""Samples of a step as outcomes of rows, and the history that the engine writes of them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from dataclasses import replace
 import numpy as np
 
 from configs.data import QuarantineConfig
-from engines.data.contract import RowHistoryRequest
-from engines.data.data_engine import DataEngine
-from engines.data.repetition import repeated_ngrams
-from engines.data.row_outcomes import row_outcomes
-from engines.data.sample_metrics import sample_metrics
+from engines.rows.contract import RowHistoryRequest
+from engines.rows.row_history_engine import RowHistoryEngine
+from engines.rows.row_outcomes import row_outcomes
+from engines.workers.store_spec import StoreSpec
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
@@ -66,11 +65,8 @@ def test_players_of_a_prompt_vary_each_for_itself() -> None:
     assert row_outcomes(STORE, prompts, apart).uniform.tolist() == [True]
 
 
-def test_the_engine_writes_a_table_that_goes_on(monkeypatch: object) -> None:
-    engine = DataEngine.__new__(
-        DataEngine
-    )  # without model and reward functions, which it needs not
-    engine._store = STORE
+def test_the_engine_writes_a_table_that_goes_on() -> None:
+    engine = RowHistoryEngine(StoreSpec(store_uri=STORE.uri, store_options={}))
     prompts, samples = batches("engine")
     bounds = QuarantineConfig(failures=1)
     request = RowHistoryRequest(
@@ -84,29 +80,3 @@ def test_the_engine_writes_a_table_that_goes_on(monkeypatch: object) -> None:
     table = RowHistory.read(STORE, two.ref)
     assert (table.prompt_row.tolist(), table.draws.tolist()) == ([5, 30], [3, 2])
     assert RowHistory.read(STORE, None).prompt_row.tolist() == []
-
-
-def test_repeated_ngrams_are_a_share_of_all() -> None:
-    ids = [
-        np.array(row, np.int32) for row in ([1] * 7, [1, 2, 3, 4, 5], [1, 2, 3, 4, 1, 2, 3, 4], [9])
-    ]
-    ref = write_batch(STORE, "ngrams.safetensors", {"response_ids": ids})
-    assert repeated_ngrams(STORE, ref).tolist() == [np.float32(0.75), 0.0, np.float32(0.2), 0.0]
-    said = {"author": [np.ones(len(one), np.uint8) for one in ids]}
-    said["response_mask"] = [np.array([1, 1, 1, 1, 0, 0, 0]), *(np.ones(len(x)) for x in ids[1:])]
-    said["response_mask"] = [one.astype(np.uint8) for one in said["response_mask"]]
-    own = ref.with_columns(write_batch(STORE, "authors.safetensors", said))
-    assert repeated_ngrams(STORE, own).tolist()[0] == 0.0, "only what the policy wrote counts"
-
-
-def test_the_metrics_of_guards_leave_failed_samples_out() -> None:
-    found = sample_metrics(
-        rewards=np.array([1, 0, np.nan, 1], np.float32),
-        components={},
-        failed=np.array([False, False, True, False]),
-        truncated=np.zeros(4, bool),
-        lengths=np.ones(4, np.int64),
-        groups=np.zeros(4, np.int64),
-        repeated=np.array([0.5, 0.25, 1.0, 0.0], np.float32),
-    )
-    assert (found["samples/failed_fraction"], found["response/repeated_ngrams"]) == (0.25, 0.25)

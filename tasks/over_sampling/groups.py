@@ -33,8 +33,8 @@ from tasks.results import (
     WholeShards,
 )
 from tasks.run.roles.sampling import ROLLOUT
-from tasks.run.run import Run
 from tasks.run.shard_driver import ShardRange, shard_ranges
+from tasks.run.stage_view import StepView
 
 OVERDUE = "overdue"  # reasons for which groups are dropped, in the ledger
 OVER_SAMPLED = "over_sampled"
@@ -42,18 +42,22 @@ CUT = "cut"  # finish reason of an answer that ended as it was
 
 
 def finished_groups(
-    run: Run,
+    run: StepView,
     step: int,
     prompts: Prompts,
     submit: Callable[[ShardRange], PrefectFuture[SampledShards]],
-) -> list[WholeShards | PrefectFuture[WholeShards]]:
+) -> list[WholeShards | PrefectFuture[WholeShards]] | None:
     """The groups that the step trains on, once it is known which; the others are settled.
+
+    None where neither the settings nor the step before leave groups over.
 
     submit: starts a rollout task for some groups, each of which is a shard. Groups that the step
     waits for, since they are due, come as futures: the next step may begin meanwhile. Raises what
     the first task raised that failed.
     """
     config = run.config
+    if not (config.over_samples or prompts.carried):
+        return None
     count = len(prompts.ref)
     wanted = min(config.prompts_per_step, count)
     due = overdue_groups(config, step, prompts.carried)
@@ -136,7 +140,7 @@ def is_finished(shard: Sampled | Unsampled) -> TypeGuard[Sampled]:
     return isinstance(shard, Sampled) and shard.stats.unfinished == 0
 
 
-def ended(run: Run, step: int, number: int, shard: Sampled | Unsampled) -> Sampled | Unsampled:
+def ended(run: StepView, step: int, number: int, shard: Sampled | Unsampled) -> Sampled | Unsampled:
     """A group whose answers end as they are, truncated; as it is where one of them has no token."""
     if isinstance(shard, Unsampled) or is_finished(shard):
         return shard
@@ -161,7 +165,7 @@ def ended(run: Run, step: int, number: int, shard: Sampled | Unsampled) -> Sampl
 
 
 def settled(
-    run: Run,
+    run: StepView,
     step: int,
     prompts: Prompts,
     rest: Mapping[int, Sampled | Unsampled],
@@ -182,7 +186,7 @@ def settled(
 
 
 def _carried(
-    run: Run, step: int, prompts: Prompts, shards: Mapping[int, Sampled | Unsampled]
+    run: StepView, step: int, prompts: Prompts, shards: Mapping[int, Sampled | Unsampled]
 ) -> Carried:
     if not shards:
         return Carried()
@@ -218,7 +222,7 @@ def samples_of(shard: Sampled | Unsampled) -> BatchRef | None:
     return shard.ref if isinstance(shard, Sampled) else shard.begun
 
 
-def _oldest(run: Run, shard: Sampled | Unsampled) -> int | None:
+def _oldest(run: StepView, shard: Sampled | Unsampled) -> int | None:
     """Policy version of a group's oldest token; None without a token."""
     if isinstance(shard, Sampled):
         return shard.stats.oldest

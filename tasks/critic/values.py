@@ -6,9 +6,9 @@ from prefect import task
 
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
+from tasks.critic.role import CRITIC
 from tasks.results import WholeShards, samples_of_shards
 from tasks.run.retries import OPTIONS
-from tasks.run.roles.training import CRITIC
 from tasks.run.run import Run
 from tasks.run.stage import Stage
 

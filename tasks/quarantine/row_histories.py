@@ -7,10 +7,6 @@ have drawn. Commits name the tables that later draws need.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,21 +15,11 @@ from storage.prompts.cursor import Cursor, unranked
 from storage.rows import readmissions
 from storage.rows.row_history import RowHistory
 from storage.runs.commit_log import Commit, read_outline
-
-if TYPE_CHECKING:
-    from tasks.run.opening import OpenedRun, Position
+from tasks.run.known_rows import KnownRows, RowTracker
+from tasks.run.opened_run import OpenedRun, Position
 
 HISTORY = "row_history"  # refs of a commit: after its step; with -1, -2, … after those before it
 DIFFICULTY = "difficulty"  # by which the epoch is ordered in which the next step draws
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KnownRows:
-    """What a draw goes by besides its cursor."""
-
-    kept_out: NDArray[np.bool_] | None = None  # [rows of the data] in quarantine; None: no row
-    ranks: Callable[[int], np.ndarray | None] = unranked  # epoch -> by which its rows are ordered
-    readmissions: int = 0  # requests to readmit rows that it takes account of
 
 
 def begun(cursor: Cursor) -> int:
@@ -41,7 +27,7 @@ def begun(cursor: Cursor) -> int:
     return cursor.epoch if cursor.position else cursor.epoch - 1
 
 
-class RowHistories:
+class RowHistories(RowTracker):
     """The tables of the steps from which draws that are still to come go on."""
 
     def __init__(self, opened: OpenedRun, position: Position) -> None:
@@ -54,7 +40,7 @@ class RowHistories:
         self._epochs = {position.head + 1: begun(position.cursor)}
         last, origin = position.last, opened.origin
         same_data = origin is None or origin.cursor or position.head > opened.start
-        if last is None or not same_data or not self._config.data.keeps_history:
+        if last is None or not same_data:
             return
         self._take(position.head, last)
         for step in range(max(self._start + 1, position.head - self._lag), position.head + 1):
@@ -66,14 +52,12 @@ class RowHistories:
         return self._config.max_staleness
 
     def before(self, step: int) -> BatchRef | None:
-        """The rows after the step before; None: none was drawn yet, or nobody asks."""
+        """The rows after the step before; None: none was drawn yet."""
         return self._after.get(step - 1)
 
     def for_draw(self, step: int) -> KnownRows:
         """What the draw of a step goes by."""
         data = self._config.data
-        if not data.keeps_history:
-            return KnownRows()
         of_epoch = {self._epochs[step]: self._ordered_by.get(step)}
 
         def ranks(epoch: int) -> NDArray[np.float64] | None:
@@ -97,10 +81,8 @@ class RowHistories:
         self._ordered_by[step + 1] = ordered_by if cursor.position else None
         self._epochs[step + 1] = begun(cursor)
 
-    def named(self, step: int, after: BatchRef | None) -> dict[str, BatchRef]:
+    def named(self, step: int, after: BatchRef) -> dict[str, BatchRef]:
         """The refs that the commit of a step names, after which the rows are `after`."""
-        if after is None:
-            return {}
         found = {HISTORY: after}
         for back in range(1, self._lag + 1):
             if (ref := self._after.get(step - back)) is not None:
@@ -114,8 +96,6 @@ class RowHistories:
 
     def committed(self, commit: Commit) -> None:
         """A step is committed."""
-        if not self._config.data.keeps_history:
-            return
         self._take(commit.step, commit)
         self._seen[commit.step] = commit.readmissions
         oldest = commit.step - self._lag

@@ -17,8 +17,11 @@ from storage.prompts.cursor import Cursor
 from storage.rows.readmissions import Readmission, ask
 from storage.rows.row_history import RowHistory, RowOutcomes, updated
 from storage.runs.run_store import RunStore
-from tasks.run import row_histories
-from tasks.run.row_histories import RowHistories
+from tasks.quarantine import row_histories
+from tasks.quarantine.feature import FEATURE
+from tasks.quarantine.row_histories import RowHistories
+from tasks.run.features import features_of
+from tasks.run.known_rows import KnownRows, RowTracker
 
 SIZE = 6
 
@@ -131,13 +134,11 @@ def test_requests_count_from_the_next_draw_and_once(
     assert rows.readmitted(4, 1) == set()
 
 
-def test_without_such_settings_nothing_is_known(files: RunStore) -> None:
-    plain = load_recipe(GRPOConfig, "tiny")
-    opened: Any = SimpleNamespace(config=plain, files=files, origin=None, start=0)
-    position: Any = SimpleNamespace(head=0, last=None, cursor=cursor(0))
-    rows = RowHistories(opened, position)
-    assert rows.for_draw(1) == row_histories.KnownRows()
-    assert rows.named(1, None) == {}
+def test_only_runs_whose_draws_go_by_rows_use_it() -> None:
+    for words in (["data.quarantine.failures=1"], ["data.order=difficulty"]):
+        assert features_of(load_recipe(GRPOConfig, "tiny", words)) == [FEATURE]
+    assert features_of(load_recipe(GRPOConfig, "tiny")) == []
+    assert RowTracker().for_draw(1) == KnownRows()
 
 
 def test_an_epoch_that_begins_with_a_step_goes_by_what_that_step_knows(

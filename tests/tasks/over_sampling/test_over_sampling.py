@@ -20,8 +20,9 @@ from storage.objects.store import Store
 from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import CarriedGroup, Ledger
 from tasks.commit import ledger_after
-from tasks.draw import new_groups
-from tasks.over_sampling import (
+from tasks.over_sampling.drawing import new_groups
+from tasks.over_sampling.feature import FEATURE
+from tasks.over_sampling.groups import (
     OVER_SAMPLED,
     OVERDUE,
     choose,
@@ -30,6 +31,7 @@ from tasks.over_sampling import (
     ranges_apart,
 )
 from tasks.results import Carried, LeftOver, Prompts, TrainBatch
+from tasks.run.features import features_of
 
 
 def config_of(*words: str) -> GRPOConfig:
@@ -94,6 +96,17 @@ def test_groups_that_the_next_step_waits_for_are_a_range_of_it() -> None:
     due = overdue_groups(config, 5, Carried(groups=tuple(groups.values())))
     assert due == frozenset(range(50))
     assert len(ranges_apart(120, due, 8)) <= 8 + 2
+
+
+@given(st.integers(1, 200), st.data())
+def test_groups_that_are_awaited_are_in_task_runs_of_their_own(
+    count: int, data: st.DataObject
+) -> None:
+    awaited = data.draw(st.sets(st.integers(0, count - 1)))
+    found = ranges_apart(count, awaited, 8)
+    assert [shard for part in found for shard in part] == list(range(1, count + 1))
+    for part in found:
+        assert len({shard - 1 in awaited for shard in part}) == 1
 
 
 def test_due_groups_come_first_then_the_oldest() -> None:
@@ -232,3 +245,9 @@ def test_whatever_finishes_when(
     assert ledger.trained == STEPS * config.prompts_per_step
     assert dropped.get(OVERDUE, 0) == ledger.drawn - ledger.trained
     assert OVER_SAMPLED not in dropped
+
+
+def test_groups_of_a_parent_are_gone_on_with_whatever_the_settings() -> None:
+    plain = load_recipe(GRPOConfig, "tiny", [])
+    assert features_of(plain) == []
+    assert features_of(plain, carried=True) == features_of(config_of(), carried=True) == [FEATURE]

@@ -87,7 +87,7 @@ KILLED = {
     "queued": Fault(
         id="kill", target="engines.workers.slot_queue:SlotQueue.take", action="kill", nth=16
     ),
-    "carried": Fault(id="kill", target="tasks.over_sampling:settled", action="kill", nth=3),
+    "carried": Fault(id="kill", target="tasks.over_sampling.groups:settled", action="kill", nth=3),
     "scored": Fault(id="kill", target="tasks.reward:scored", action="kill", nth=11),
     "training": Fault(
         id="kill", target="engines.train.trainer:Trainer.update", action="kill", nth=3

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from configs.algorithm.algorithm import AlgorithmConfig
+from engines.critic.engine import CriticRank
 from engines.models.checkpoints import materialize
-from engines.train.fsdp_engine import FSDPEngine
 from engines.train.spec import ColumnsResult, UpdateResult
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
+from tests.engines.critic.conftest import Make
 from tests.engines.train import naive_training as naive
-from tests.engines.train.conftest import Join, Make
+from tests.engines.train.batching.test_tree_training import tree_rows
 from tests.engines.train.train_ranks import (
     MODEL,
     Ranks,
@@ -30,12 +31,6 @@ from tests.engines.train.train_ranks import (
 from tests.ports import free_ports
 
 PPO = AlgorithmConfig.model_validate({"advantage": {"kind": "gae"}})
-
-
-@pytest.fixture
-def make(tmp_path: Path, join: Join) -> Make:
-    """Makes a critic with these settings."""
-    return lambda **settings: join(spec(tmp_path, role="critic", **settings))
 
 
 class NaiveCritic(nn.Module):
@@ -67,11 +62,11 @@ def with_targets(folder: Path, rows: list[naive.Sample], seed: int, name: str) -
     )
 
 
-def update(engine: FSDPEngine, batch: BatchRef, step: int = 1) -> UpdateResult:
+def update(engine: CriticRank, batch: BatchRef, step: int = 1) -> UpdateResult:
     return engine.update(update_of(batch, PPO, step))
 
 
-def values_of(engine: FSDPEngine, batch: BatchRef, key: str, folder: Path) -> np.ndarray:
+def values_of(engine: CriticRank, batch: BatchRef, key: str, folder: Path) -> np.ndarray:
     whole = ColumnsResult.together([engine.values(batch, f"run/{key}.safetensors")])
     assert whole.batch is not None and whole.batch.names == ("values",)
     return whole.batch.fetch_numpy(Store(str(folder / "store")), "values")[0]
@@ -145,10 +140,9 @@ def test_a_critic_is_no_policy(make: Make, tmp_path: Path) -> None:
         update(engine, stored(tmp_path, samples()))
     with pytest.raises(ValueError, match="no version to publish"):
         engine.export_weights(1, "float32")
-    policy = FSDPEngine(spec(tmp_path))
-    with pytest.raises(ValueError, match="role actor has no values"):
-        policy.values(stored(tmp_path, samples()), "run/none.safetensors")
-    policy.close()
+    with pytest.raises(ValueError, match="A critic has no log-probs"):
+        engine.score([[5, 6, 7, 8, 9]], [2])
+    assert engine.mismatch() is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +158,7 @@ def scenario(
     rank: int, world: int, ports: list[int], folder: Path, batches: list[BatchRef]
 ) -> Seen:
     """Updates, a snapshot, and a restore on fresh weights."""
-    engine = FSDPEngine(
+    engine = CriticRank(
         spec(folder, run=f"of-{world}", role="critic", micro_batch_tokens=64, mini_batches=2)
     )
     engine.join(rank, world, "127.0.0.1", ports[0], 1, 60.0)
@@ -206,3 +200,28 @@ def test_two_ranks_learn_what_one_does(tmp_path: Path) -> None:
     assert first.part is not None and second.part is not None and alone.part is not None
     together = BatchRef.concat([first.part, second.part]).fetch_numpy(store, "values")[0]
     np.testing.assert_allclose(together, alone.part.fetch_numpy(store, "values")[0], atol=2e-4)
+
+
+def test_weights_in_bfloat16_are_trained_as_those_in_float32(make: Make, tmp_path: Path) -> None:
+    batch = with_targets(tmp_path, samples(), 0, "targets")
+    digests = []
+    for weights in ("float32", "bfloat16"):
+        critic = make(
+            run=weights, compute_dtype="bfloat16", micro_batch_tokens=64, weights_dtype=weights
+        )
+        update(critic, batch)
+        digests.append(critic.digest())
+    assert digests[0] == digests[1]
+
+
+def test_values_of_rows_that_share_a_beginning_are_the_same(make: Make, tmp_path: Path) -> None:
+    batch = stored(tmp_path, [*tree_rows(6), *samples()])
+    found = []
+    for tree in (False, True):
+        critic = make(run=f"tree-{tree}", tree_training=tree)
+        torch.manual_seed(2)
+        with torch.no_grad():
+            local = critic._critic.value.weight.to_local()
+            local.copy_(torch.randn(local.shape))
+        found.append(values_of(critic, batch, f"tree-{tree}", tmp_path))
+    np.testing.assert_allclose(found[0], found[1], atol=2e-5)

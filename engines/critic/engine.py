@@ -1,0 +1,96 @@
+"""One rank of a critic: what it computes of a batch, and its update.
+
+The update is the policy's (engines/train/updater.py) with the value loss as objective. Sharding,
+weights and state are those of every train engine.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from configs.algorithm.algorithm import CriticConfig
+from engines.algorithms.aggregation import MetricSums, Normaliser
+from engines.algorithms.losses import value_loss
+from engines.critic.contract import CriticEngine
+from engines.critic.model import Critic
+from engines.train.batching.micro_batch import MicroBatch
+from engines.train.fsdp_engine import FSDPEngine
+from engines.train.policy_update import Forward
+from engines.train.spec import ColumnsResult, UpdateRequest
+from engines.train.updater import TrainRank, Updater
+from storage.batches.refs import BatchRef
+from storage.runs.weights import WeightsRef
+
+COLUMNS = ("returns", "values")  # what the value loss is made of
+
+
+class CriticUpdater(Updater):
+    """One update of a critic; made anew for each."""
+
+    def __init__(self, rank: TrainRank, critic: Critic, settings: CriticConfig) -> None:
+        super().__init__(rank)
+        self._critic = critic
+        self._settings = settings
+
+    def _columns(self, batch: BatchRef) -> list[str]:
+        missing = sorted(set(COLUMNS) - set(batch.names))
+        if missing:
+            raise ValueError(
+                f"The critic's update needs the columns {', '.join(missing)}; the batch has "
+                f"{', '.join(batch.names)}. Run the values and advantage tasks first."
+            )
+        return list(COLUMNS)
+
+    def _loss(
+        self, micro: MicroBatch, normaliser: Normaliser, selected: Tensor | None
+    ) -> tuple[Tensor, MetricSums]:
+        assert selected is None, "every token counts"
+        (values,) = self._critic(micro.packed, self._sequence)
+        loss, metrics = value_loss(
+            values,
+            micro.columns["returns"],
+            micro.columns["values"],
+            micro.mask,
+            micro.packed.rows,
+            normaliser,
+            clip=self._settings.clip,
+            aggregation=self._settings.aggregation,
+        )
+        return loss, MetricSums(means=metrics.means, sums={"loss": metrics.sums["value_loss"]})
+
+
+class CriticRank(FSDPEngine, CriticEngine):
+    """See the module's docstring."""
+
+    def _with_head(self, model: PreTrainedModel) -> Critic:
+        return Critic(model)
+
+    @property
+    def _critic(self) -> Critic:
+        critic = self._loaded()
+        assert isinstance(critic, Critic)
+        return critic
+
+    def values(self, batch: BatchRef, out_key: str) -> ColumnsResult:
+        self._joined()
+        critic = self._critic
+
+        def computed(micro: MicroBatch) -> dict[str, Tensor]:
+            return {"values": critic(micro.packed, self._shared())[0]}
+
+        return self._columns(batch, out_key, computed, ("values",))
+
+    def mismatch(self) -> str | None:
+        self._joined()
+        return None  # transformers has no values
+
+    def export_weights(self, version: int, dtype: str, whole: bool = False) -> WeightsRef:
+        self._joined()
+        raise ValueError("A critic is no policy, so it has no version to publish.")
+
+    def _updater(self, request: UpdateRequest) -> Updater:
+        return CriticUpdater(self._rank(), self._critic, request.algorithm.critic)
+
+    def _forward(self, temperature: float) -> Forward:
+        raise ValueError("A critic has no log-probs. Ask the actor or the reference.")
