@@ -19,12 +19,13 @@ from configs.resolving import (
 from configs.rules.batches import BATCHES
 from configs.rules.elastic import ELASTIC
 from configs.rules.episodes import EPISODES
-from configs.rules.evaluation import EVALUATION, PROMOTION
+from configs.rules.evaluation import EVALUATION
 from configs.rules.guards import GUARDS
 from configs.rules.images import IMAGES
 from configs.rules.logprobs import LOGPROBS, STALE_SAMPLES
 from configs.rules.lora import LORA
 from configs.rules.over_sampling import OVER_SAMPLING
+from configs.rules.promotion import PROMOTION
 from configs.rules.quarantine import QUARANTINE
 from configs.rules.retraining import RETRAINING
 from configs.rules.rewards import REWARDS

@@ -13,12 +13,8 @@ from configs.evaluation import EvaluationConfig
 from configs.guards import GuardConfig
 from configs.lora import LoraConfig
 from configs.model import Model
-from configs.retraining import (
-    CONTINUE_FROM,
-    ContinueData,
-    ContinueState,
-    PromotionConfig,
-)
+from configs.promotion import PromotionConfig
+from configs.retraining import CONTINUE_FROM, ContinueData, ContinueState
 from configs.rewards import RewardsConfig
 from configs.rollout import RolloutConfig
 from configs.storage import StoreConfig, TrackingConfig
@@ -217,6 +213,7 @@ class RunConfig(Settings):
             "over_sampling": self.over_samples,
             "quarantine": self.data.keeps_history,
             "guards": bool(self.guards),
+            "promotion": self.promotion is not None,
             "reward_models": any(one.on_engines for one in rewards),
         }
         return tuple(name for name, uses in used.items() if uses)
@@ -263,12 +260,6 @@ class RunConfig(Settings):
     def evaluates_aside(self) -> bool:
         """Whether evaluations have engines of their own, beside those of the steps."""
         return self.evaluation is not None and self.cluster.roles.evaluation is not None
-
-    @property
-    def promoting_suite(self) -> str:
-        """The suite by whose reward the last version is promoted."""
-        assert self.evaluation is not None and self.promotion is not None
-        return self.promotion.suite or next(iter(self.evaluation.suites))
 
     @property
     def longest_sequence(self) -> int:

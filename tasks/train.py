@@ -22,14 +22,13 @@ from storage.prompts.cursor import Exhausted
 from storage.runs.commit_log import Commit
 from tasks.commit import snapshot
 from tasks.evaluation.schedule import Evaluations, evaluations
-from tasks.promotion import judge_policy, judged_before
 from tasks.reporting.listeners import reporting_on
 from tasks.reporting.skipped import skipped
 from tasks.reporting.terminal import Terminal
 from tasks.results import RunSummary, Updated
 from tasks.run.continue_from import NothingNew
 from tasks.run.events import Note, SnapshotStored, StepBegan
-from tasks.run.features import take_up
+from tasks.run.features import features_of, take_up
 from tasks.run.findings import slow_here
 from tasks.run.flow_options import forget_results, result_of
 from tasks.run.life_cycle import BranchEnded, finish, shown, started
@@ -81,8 +80,8 @@ def train(
             start_engines(run)
             tests = stack.enter_context(evaluations(run))
         results = None if tests is None else tests.end()
-        if not judged_before(run):
-            judge_policy(run, results)
+        for feature in features_of(run.config):
+            feature.after_steps(run, results)
         return finish(run, data_over=made)
 
 

@@ -97,6 +97,22 @@ FEATURES = {
             "pyproject.toml": [r'  "tasks.guards.events",\n'],
         },
     ),
+    # So does `promotion`.
+    "promotion": Rooms(
+        rooms=("tasks/promotion", "configs/rules/promotion.py"),
+        tests=("tests/configs/test_promotion.py", "tests/flows/test_after_the_last_step.py"),
+        unfit=(
+            "tests/deploy/test_retraining.py",
+            "tests/flows/test_episodes.py::test_greedy_baselines_and_the_evaluation_are_episodes_too",
+            "tests/flows/test_players.py::test_greedy_baselines_and_the_evaluation_have_all_players",
+        ),
+        records={
+            **record("promotion"),
+            "configs/grpo.py": [r"from configs.rules.promotion .*\n", r"    \*PROMOTION,\n"],
+            "pyproject.toml": [r'  "tasks.promotion.events",\n'],
+            "infra/prefect.yaml": [deployment("nightly")],
+        },
+    ),
     "trees": Rooms(
         rooms=(
             "configs/tree.py",

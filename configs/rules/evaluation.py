@@ -1,9 +1,8 @@
-"""Suites that test a run, and the one by which its last version is promoted."""
+"""Suites that test a run."""
 
 from collections.abc import Iterable
 
 from configs.evaluation import EvaluationConfig
-from configs.retraining import PromotionConfig
 from configs.rules.rule import Rule, of_each
 from configs.run import RunConfig
 
@@ -54,41 +53,6 @@ EVALUATION: tuple[Rule[RunConfig], ...] = (
             f"cluster.roles.evaluation = {config.cluster.roles.evaluation} is the pool of the role "
             f"{role} too. Set it to a pool that no other engine has, or to null: evaluations then "
             "come between steps."
-        ),
-    ),
-)
-
-
-def _judged(config: RunConfig) -> Iterable[tuple[PromotionConfig, EvaluationConfig]]:
-    if config.promotion is None or config.evaluation is None:
-        return []
-    return [(config.promotion, config.evaluation)]
-
-
-# One suite to go by, on the last version.
-PROMOTION: tuple[Rule[RunConfig], ...] = (
-    of_each(
-        _judged,
-        needs=lambda config, both: both[0].suite is not None or len(both[1].suites) == 1,
-        says=lambda config, both: (
-            f"promotion goes by one suite, and evaluation.suites has {', '.join(both[1].suites)}. "
-            "Set promotion.suite to one of them."
-        ),
-    ),
-    of_each(
-        _judged,
-        needs=lambda config, both: both[0].suite is None or both[0].suite in both[1].suites,
-        says=lambda config, both: (
-            f"promotion.suite = {both[0].suite} is no suite of the run. Set it to one of "
-            f"{', '.join(both[1].suites)}."
-        ),
-    ),
-    of_each(
-        _judged,
-        needs=lambda config, both: both[1].at_end,
-        says=lambda config, both: (
-            "promotion judges the last version, and evaluation.at_end = false does not test it. "
-            "Set evaluation.at_end = true, or promotion = null."
         ),
     ),
 )

@@ -1,25 +1,9 @@
-"""Runs that go on from earlier ones and take over from them."""
+"""Runs that go on from earlier ones."""
 
-from collections.abc import Iterable
-
-from configs.retraining import PromotionConfig
-from configs.rules.rule import Rule, of_each
+from configs.rules.rule import Rule
 from configs.run import RunConfig
 
-
-def _promotion(config: RunConfig) -> Iterable[PromotionConfig]:
-    return [] if config.promotion is None else [config.promotion]
-
-
 RETRAINING: tuple[Rule[RunConfig], ...] = (
-    of_each(
-        _promotion,
-        needs=lambda config, promotion: config.evaluation is not None,
-        says=lambda config, promotion: (
-            f"promotion.alias = {promotion.alias} needs an evaluation to go by. "
-            "Set evaluation.suites, or evaluation.source to held-out rows."
-        ),
-    ),
     Rule(
         needs=lambda config: (
             config.continue_from is None

@@ -33,7 +33,6 @@ from tasks.reporting.cost_note import cost_lines
 from tasks.reporting.progress_line import untrained
 from tasks.run.events import (
     Listeners,
-    PolicyJudged,
     RunBegan,
     RunRolledBack,
     StepCommitted,
@@ -71,7 +70,6 @@ class Pages:
         listeners.on(RunBegan, lambda event: show_run(self._facts, event.head, event.fresh))
         listeners.later(StepCommitted, self.step_committed)
         listeners.on(StepsEnded, self.steps_ended)
-        listeners.on(PolicyJudged, lambda event: show_judgement(self._facts, event))
         listeners.on(RunRolledBack, lambda event: show_run(self._facts, event.step, event.fresh))
 
     def step_committed(self, event: StepCommitted) -> None:
@@ -384,25 +382,4 @@ def show_picture(run: RunFacts, name: str, what: str, image: bytes) -> None:
         key=key(run.name, name),
         markdown=f"![{what}](data:image/png;base64,{picture})",
         description=f"{what[0].upper()}{what[1:]} of {run.name}.",
-    )
-
-
-def show_judgement(run: RunFacts, event: PolicyJudged) -> None:
-    """The note of a promotion, or of why there was none."""
-    verdict = f"is now the {event.alias}" if event.promoted else f"did not become the {event.alias}"
-    create_markdown_artifact(
-        key=key(run.name, "promotion"),
-        markdown="\n".join(
-            [
-                f"### Version {event.version} of {escaped(run.name)} {verdict}",
-                "",
-                escaped(event.reason),
-                "",
-                "| held-out reward | standard error | samples | failed | truncated | registry |",
-                "|---|---|---|---|---|---|",
-                f"| {event.reward:.4f} | {event.error:.4f} | {event.samples} "
-                f"| {event.failed} | {event.truncated} | {escaped(event.model)} {event.number} |",
-            ]
-        ),
-        description=f"Promotion of {run.name}: {verdict}.",
     )

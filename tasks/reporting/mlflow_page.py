@@ -14,7 +14,6 @@ from storage.runs.run_store import RunStore
 from storage.runs.working_tree import working_tree
 from storage.tracking.connection import TrackingError
 from storage.tracking.cost import DEVICE_HOURS_SO_FAR, MONEY_SO_FAR, SO_FAR
-from storage.tracking.registry import PROMOTION_TAG
 from storage.tracking.tracked_run import TrackedData, TrackedRun
 from storage.tracking.tracker import Tracker
 from tasks.evaluation.summary import evaluation_metrics
@@ -25,7 +24,6 @@ from tasks.run.events import (
     Event,
     Listeners,
     Note,
-    PolicyJudged,
     RunClosed,
     RunFinished,
     RunRolledBack,
@@ -69,7 +67,6 @@ class RunTracker:
         listeners.later(SnapshotStored, lambda event: self.register(event.record))
         listeners.on(VersionEvaluated, self.version_evaluated)
         listeners.on(StepsEnded, lambda event: self._ready().log_file(PLOT, event.curves))
-        listeners.on(PolicyJudged, lambda event: self.tag(PROMOTION_TAG, event.reason))
         listeners.on(RunRolledBack, self.rolled_back)
         listeners.on(RunFinished, self.run_finished)
         listeners.on(RunClosed, lambda event: self.finish(event.error))

@@ -10,7 +10,6 @@ from prefect.events import emit_event
 from tasks.run.events import (
     AttemptFailed,
     Listeners,
-    PolicyJudged,
     RunBegan,
     RunEnded,
     RunRolledBack,
@@ -24,8 +23,6 @@ ATTEMPT_FAILED = "refrain.attempt.failed"
 NOT_FINITE = "refrain.guard.not-finite"  # an update was left out
 SCORING_FAILED = "refrain.guard.scoring-failed"  # samples without a reward
 ROLLED_BACK = "refrain.run.rolled-back"  # the run goes on from an earlier step, as another
-PROMOTED = "refrain.policy.promoted"
-NOT_PROMOTED = "refrain.policy.not-promoted"
 
 
 def emit(event: str, run: str, **facts: str | int | float) -> None:
@@ -48,7 +45,6 @@ class PrefectEvents:
         listeners.on(RunBegan, lambda event: self._emit(RUN_STARTED, steps=event.steps))
         listeners.on(AttemptFailed, self.attempt_failed)
         listeners.later(StepCommitted, self.step_committed)
-        listeners.on(PolicyJudged, self.policy_judged)
         listeners.on(RunRolledBack, self.rolled_back)
         listeners.on(RunEnded, lambda event: self._emit(RUN_ENDED, step=event.step))
 
@@ -73,11 +69,6 @@ class PrefectEvents:
             self._emit(NOT_FINITE, step=step, optimizer_steps=left_out)
         if failed := sum(shard.failures for shard in event.scored):
             self._emit(SCORING_FAILED, step=step, samples=failed)
-
-    def policy_judged(self, event: PolicyJudged) -> None:
-        """Whether it was promoted."""
-        what = PROMOTED if event.promoted else NOT_PROMOTED
-        self._emit(what, version=event.version, reason=event.reason)
 
     def rolled_back(self, event: RunRolledBack) -> None:
         """Where the run goes on."""

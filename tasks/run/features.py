@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # what a refused setting does not wait for
     from engines.data.results import ModelScores
     from engines.workers.cluster import Cluster
     from storage.batches.refs import BatchRef
+    from storage.evaluations.results import EvaluationResult
     from storage.objects.store import Store
     from storage.runs.commit_log import Commit, GuardRecord, Outline
     from storage.runs.run_store import RunStore
@@ -53,6 +54,7 @@ FEATURES: Mapping[str, str] = {
     "over_sampling": "tasks.over_sampling.feature:FEATURE",
     "quarantine": "tasks.quarantine.feature:FEATURE",
     "guards": "tasks.guards.feature:FEATURE",
+    "promotion": "tasks.promotion.feature:FEATURE",
     "reward_models": "tasks.reward_models.feature:FEATURE",
 }
 # Goes on with groups that the last commit hands on, whatever the settings: a fork has others.
@@ -171,6 +173,11 @@ class Feature:
     committed: Callable[[FeatureView, Outline], None] = lambda run, commit: None
     # Before the first step of a run that goes on: what its last commit says that is still to be done.
     take_up: Callable[[FeatureView], None] = lambda run: None
+    # After the last step, before the run's end is on record, with what the suites say of the last
+    # version; None: it is not evaluated.
+    after_steps: Callable[[FeatureView, Mapping[str, EvaluationResult] | None], object] = (
+        lambda run, results: None
+    )
     # Who shows what it tells; heard after the others.
     listen: Callable[[RunFacts, Reports], None] = lambda facts, reports: None
     page: Callable[[Commit], list[str]] = lambda commit: []  # Markdown lines of a step's note

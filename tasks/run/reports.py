@@ -26,6 +26,9 @@ class Tracking(Protocol):
     def link(self) -> str:
         """Where a person sees the run."""
 
+    def tag(self, name: str, value: str) -> None:
+        """Write a tag on the run's page."""
+
     def register(self, commit: Commit) -> str:
         """Put the policy version that a step made into the registry; its number there."""
 

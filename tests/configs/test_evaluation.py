@@ -99,12 +99,9 @@ def test_which_versions_are_due() -> None:
           "algorithm.correction=[{kind: truncate}]"], "Set cluster.roles.evaluation to a pool"),
         (["evaluation.suites=[gsm8k]", "cluster.roles.evaluation=train"],
          "is the pool of the role actor too"),
-        (["evaluation.suites=[gsm8k, math500]", "promotion.alias=a"], "Set promotion.suite"),
-        (["evaluation.suites=[gsm8k]", "promotion.suite=math500"], "is no suite of the run"),
         (["evaluation.suites={a b: {source: {kind: file, path: x.jsonl}}}"], "becomes part of names"),
         (["evaluation.suites.gsm8k.prompt.system_prompt=x",
           "evaluation.suites.gsm8k.prompt.template=plain"], "needs the chat template"),
-        (["promotion.alias=a"], "needs an evaluation to go by"),
         (["evaluation.source={kind: reasoning_gym, task: chain_sum, size: 64, seed: 3, params: "
           "{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}}"], "rows that are trained on"),
     ],

@@ -129,7 +129,7 @@ def test_a_gain_that_may_be_chance_does_not_move_the_alias_after_a_kill_either(
     champion = client.get_model_version_by_alias("last", "champion")
     store = Store(f"file://{tmp_path}/.refrain/store")
     (first,) = (name for name in store.children() if not name.startswith("_"))
-    kill = Fault(id="x", target="tasks.promotion:judge", action="kill")
+    kill = Fault(id="x", target="tasks.promotion.judging:judge", action="kill")
     faults = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [kill])
     night = ("continue_from=models:/last@champion", "evaluation.before=true")
     rule = "promotion.significance=0.05"

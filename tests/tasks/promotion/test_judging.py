@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from configs.retraining import PromotionConfig
+from configs.promotion import PromotionConfig
 from engines.algorithms.evaluation import PairedTest
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
 from storage.tracking.registry import Registered
-from tasks.promotion import Evaluation, evaluation_of, judge
+from tasks.promotion.judging import Evaluation, evaluation_of, judge
 from tests.storage.audit import small_run
 from tests.storage.evaluations.stored import stored_evaluation
 

@@ -11,7 +11,7 @@ from prefect.exceptions import FlowPauseTimeout
 from prefect.input import RunInput
 from pydantic import Field
 
-from configs.retraining import PromotionConfig
+from configs.promotion import PromotionConfig
 from engines.algorithms.evaluation import PairedTest
 from storage.evaluations.results import EvaluationResult, evaluations_of
 from storage.objects.errors import ObjectMissing
@@ -27,9 +27,9 @@ from storage.tracking.registry import (
 )
 from tasks.evaluation.summary import tested
 from tasks.markdown import code, escaped
-from tasks.run.events import PolicyJudged
+from tasks.promotion.events import PolicyJudged
+from tasks.run.feature_view import FeatureView
 from tasks.run.retries import OPTIONS
-from tasks.run.run import Run
 
 
 class Approval(RunInput):
@@ -75,23 +75,27 @@ class Evaluation:
         )
 
 
-def judge_policy(run: Run, results: Mapping[str, EvaluationResult] | None) -> Decision | None:
-    """Promote the last policy version by its results in the suites, if the settings ask for that."""
-    if run.config.promotion is None or results is None:
+def judge_policy(
+    run: FeatureView, results: Mapping[str, EvaluationResult] | None
+) -> Decision | None:
+    """Promote the last policy version by its results in the suites; None: it has none, or was judged.
+
+    It was where the run had come so far already when it died, and was resumed for what was left.
+    """
+    rule, evaluation = run.config.promotion, run.config.evaluation
+    if rule is None or evaluation is None or results is None or judged_before(run):
         return None
-    return promote(run, results[run.config.promoting_suite], run.config.promotion)
+    return promote(run, results[rule.suite or next(iter(evaluation.suites))], rule)
 
 
-def judged_before(run: Run) -> bool:
-    """Whether the run had come so far already when it died, and was resumed for what was left."""
-    if run.config.promotion is None:
-        return False
+def judged_before(run: FeatureView) -> bool:
+    """Whether the last policy version has been judged."""
     model = run.tracking.model_name  # of a resumed run the versions are known from here on
     number = run.tracking.registered.get(run.head)
     return number is not None and PROMOTION_TAG in Registry(run.config.tracking).tags(model, number)
 
 
-def promote(run: Run, result: EvaluationResult, rule: PromotionConfig) -> Decision:
+def promote(run: FeatureView, result: EvaluationResult, rule: PromotionConfig) -> Decision:
     """Decide by the rule, ask a person if that is wished, and move the alias or say why not."""
     run.listeners.drain()  # the version gets into the registry there
     evaluated = Evaluation.of(result, run.head)
@@ -168,7 +172,7 @@ def _tested(mine: str, name: str, rule: PromotionConfig, test: PairedTest | None
 
 
 @task(name="decide", task_run_name="decide", **OPTIONS)
-def decide(run: Run, result: EvaluationResult, rule: PromotionConfig) -> Decision:
+def decide(run: FeatureView, result: EvaluationResult, rule: PromotionConfig) -> Decision:
     """Compare with the version that has the alias now."""
     champion = Registry(run.config.tracking).by_alias(run.tracking.model_name, rule.alias)
     if champion is not None and (champion.run, champion.step) == (run.name, run.head):
@@ -202,7 +206,7 @@ def evaluation_of(champion: Registered, run: RunStore, on: str) -> EvaluationRes
 
 
 def asked(
-    run: Run, evaluated: Evaluation, rule: PromotionConfig, decision: Decision
+    run: FeatureView, evaluated: Evaluation, rule: PromotionConfig, decision: Decision
 ) -> Decision | None:
     """Pause the flow run until a person answers; the refusal, or None for a yes."""
     question = (
@@ -225,7 +229,9 @@ def asked(
 
 
 @task(name="promote", task_run_name="promote", **OPTIONS)
-def conclude(run: Run, evaluated: Evaluation, rule: PromotionConfig, decision: Decision) -> None:
+def conclude(
+    run: FeatureView, evaluated: Evaluation, rule: PromotionConfig, decision: Decision
+) -> None:
     """Record evaluation and decision with the version, and move the alias if that was decided."""
     registry, model = Registry(run.config.tracking), run.tracking.model_name
     number = run.tracking.registered.get(evaluated.version)

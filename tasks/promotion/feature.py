@@ -1,0 +1,9 @@
+"""What a promotion adds to a run: after its last step the policy is judged, and an alias may move."""
+
+from __future__ import annotations
+
+from tasks.promotion.events import listen
+from tasks.promotion.judging import judge_policy
+from tasks.run.features import Feature
+
+FEATURE = Feature(after_steps=judge_policy, listen=listen)
