@@ -59,7 +59,7 @@ def measure(
     from engines.train.sharded_model import DTYPES
     from storage.objects.node_cache import NodeCache
     from storage.objects.write_behind import WriteBehind
-    from storage.runs.weights import Base
+    from storage.runs.weights import BaseVersion
     from storage.runs.weights_writing import publish
 
     engine, update = _engine(options, store, folder)
@@ -92,7 +92,7 @@ def measure(
             row["changed"] = round(_changed(before, now, options.dtype), 4)
             last = publish(
                 store, "steps", step, _tensors(now, whole, store), {},
-                base=Base(key=f"whole/weights/v{step - 1:06d}", digest=rows[-1]["digest"]),
+                base=BaseVersion(key=f"whole/weights/v{step - 1:06d}", digest=rows[-1]["digest"]),
             )  # fmt: skip
             row["stored_against_the_step_before"] = round((last.stored or 0) / last.nbytes, 4)
         rows.append({**row, "digest": whole.digest})

@@ -59,7 +59,7 @@ class Settings(BaseModel):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Origin:
+class SettingsOrigin:
     """Where settings come from: the context in which they are validated."""
 
     folder: str  # of the recipe; what it names is looked for there first
@@ -69,7 +69,7 @@ class Origin:
 def _seen(path: str, info: ValidationInfo) -> str:
     """A file's absolute path: beside its recipe, if it is there, else from the working folder."""
     here, origin = os.path.abspath(os.path.expanduser(path)), info.context
-    if isinstance(origin, Origin):
+    if isinstance(origin, SettingsOrigin):
         beside = os.path.abspath(os.path.join(origin.folder, os.path.expanduser(path)))
         if os.path.exists(beside) and not (path in origin.words and os.path.exists(here)):
             return beside

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from configs.base import Origin
+from configs.base import SettingsOrigin
 from configs.cluster.cluster import ClusterConfig
 from configs.setting_paths import like, place_of
 from configs.yaml_text import KeyTwice, read_yaml
@@ -46,7 +46,7 @@ def change(
     if folder is None:
         return validate(model, raw)
     named = {path for word in words for path in _paths(_value(word.partition("=")[2]))}
-    return validate(model, raw, Origin(folder=str(folder), words=frozenset(named)))
+    return validate(model, raw, SettingsOrigin(folder=str(folder), words=frozenset(named)))
 
 
 def _paths(value: Any) -> Iterator[str]:
@@ -86,7 +86,9 @@ def _is_model(group: str) -> bool:
     return group.rpartition(".")[2] == "model"
 
 
-def validate(model: type[Config], raw: Mapping[str, Any], origin: Origin | None = None) -> Config:
+def validate(
+    model: type[Config], raw: Mapping[str, Any], origin: SettingsOrigin | None = None
+) -> Config:
     """Check plain settings against a model; ConfigError with one line for each mistake."""
     try:
         return model.model_validate(raw, context=origin)

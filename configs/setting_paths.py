@@ -14,7 +14,7 @@ from configs.settings_help import fields, groups_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class SettingPlace:
     """A setting, as `key=value` names it."""
 
     path: str  # dotted: rewards.functions.0.path
@@ -37,7 +37,7 @@ class Place:
         return [kind_of(one) for one in self.choices]
 
 
-def place_of(model: type[BaseModel], location: Sequence[int | str]) -> Place:
+def place_of(model: type[BaseModel], location: Sequence[int | str]) -> SettingPlace:
     """The setting at a location of pydantic's, in which the kind of a group is a part of its own.
 
     A part that is no setting, as the name of a type in a union, is left out.
@@ -68,7 +68,7 @@ def place_of(model: type[BaseModel], location: Sequence[int | str]) -> Place:
             parts.append(str(part))
     if _is_union_of_groups(here):
         choices, kind = tuple(groups_of(here)), None
-    return Place(path=".".join(parts), choices=choices, kind=kind)
+    return SettingPlace(path=".".join(parts), choices=choices, kind=kind)
 
 
 def like(model: type[BaseModel], path: str) -> str | None:

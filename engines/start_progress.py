@@ -19,7 +19,7 @@ TEXT = 200  # characters of a log's line in a phase
 _listener: ContextVar[Callable[[str], None] | None] = ContextVar("listener", default=None)
 
 
-class Progress:
+class StartProgress:
     """The progress of one start."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Progress:
 
 
 @contextlib.contextmanager
-def heard_by(progress: Progress) -> Iterator[None]:
+def heard_by(progress: StartProgress) -> Iterator[None]:
     """Have the reports of this thread's work reach `progress` in the body."""
     token = _listener.set(progress.heard)
     try:

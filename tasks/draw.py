@@ -58,7 +58,7 @@ def draw(run: Run, step: int) -> Prompts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Drawn:
+class DrawnPrompts:
     """Prompts that were drawn, as they were stored."""
 
     parts: list[BatchRef]  # perhaps none
@@ -75,7 +75,7 @@ class Drawn:
 
 def draw_groups(
     run: Run, step: int, cursor: Cursor, first_group: int, count: int, before: int = 0
-) -> Drawn:
+) -> DrawnPrompts:
     """Draw `count` prompts that fit, numbered from first_group; fewer where the data's epochs end.
 
     before: parts that the step has already, for the names of the new ones.
@@ -101,7 +101,7 @@ def draw_groups(
         if made.ref is not None:
             parts.append(made.ref)
             group += len(made.ref)
-    return Drawn(
+    return DrawnPrompts(
         parts=parts,
         cursor=cursor,
         drawn=drawn,

@@ -34,7 +34,7 @@ from engines.algorithms.losses import POLICY_LOSSES, PolicyLoss
 from engines.algorithms.objective import Objective
 from engines.algorithms.reward_shaping import Penalties, Shaped, shape
 from engines.algorithms.rollout_correction import CORRECTIONS, Step
-from engines.algorithms.sample_selection import SELECTIONS, Rule
+from engines.algorithms.sample_selection import SELECTIONS, SelectionRule
 
 
 def objective_of(algorithm: AlgorithmConfig) -> Objective:
@@ -175,10 +175,10 @@ def shaped_rewards(
     )
 
 
-def selection_of(algorithm: AlgorithmConfig) -> tuple[Rule, ...]:
+def selection_of(algorithm: AlgorithmConfig) -> tuple[SelectionRule, ...]:
     """The rules of selection, in order."""
     return tuple(
-        Rule(
+        SelectionRule(
             name=step.kind,
             function=_chosen(step, step.kind, SELECTIONS),
             params=step.arguments(),

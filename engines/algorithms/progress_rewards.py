@@ -16,7 +16,7 @@ SMALLEST_RANGE = 1e-6  # of the distances; below it all failures are equally far
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cluster:
+class SuccessCluster:
     """Successes of a task that are alike."""
 
     task: int  # its number
@@ -25,7 +25,7 @@ class Cluster:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class ProgressRewards:
     """The rewards of N episodes.
 
     One task, embeddings 1, 2, 3, 5 of which the first succeeded: one cluster with its centre at 1,
@@ -35,7 +35,7 @@ class Progress:
     rewards: NDArray[np.float64]  # [N]
     distances: NDArray[np.float64]  # [N] to the nearest centre; NaN of what was not measured
     nearest: NDArray[np.int64]  # [N] number of that cluster; -1 of what was not measured
-    clusters: tuple[Cluster, ...]
+    clusters: tuple[SuccessCluster, ...]
 
 
 def progress_rewards(
@@ -48,7 +48,7 @@ def progress_rewards(
     ceiling: float,
     steepness: float,
     middle: float,
-) -> Progress:
+) -> ProgressRewards:
     """1 for a success; ceiling * sigmoid(steepness (middle - d')) for a failure.
 
     d' = (d - min d) / (max d - min d) over the failures of the task, with d the Euclidean distance
@@ -69,13 +69,13 @@ def progress_rewards(
     rewards = success.astype(np.float64)
     distances = np.full(len(points), np.nan)
     nearest = np.full(len(points), -1, np.int64)
-    clusters: list[Cluster] = []
+    clusters: list[SuccessCluster] = []
     for task in np.unique(tasks).tolist():
         won, lost = (np.flatnonzero((tasks == task) & one) for one in (success, ~success))
         if not len(won):
             continue
         own = [
-            Cluster(task=task, members=won[members], centre=points[won[members]].mean(0))
+            SuccessCluster(task=task, members=won[members], centre=points[won[members]].mean(0))
             for members in success_clusters(points[won], eps, min_samples)
         ]
         if len(lost):
@@ -85,7 +85,9 @@ def progress_rewards(
             scaled = scaled_distances(distances[lost])
             rewards[lost] = ceiling * logistic(steepness * (middle - scaled))
         clusters += own
-    return Progress(rewards=rewards, distances=distances, nearest=nearest, clusters=tuple(clusters))
+    return ProgressRewards(
+        rewards=rewards, distances=distances, nearest=nearest, clusters=tuple(clusters)
+    )
 
 
 def success_clusters(

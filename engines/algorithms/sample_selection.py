@@ -98,7 +98,7 @@ SELECTIONS: Mapping[str, Callable[..., Tensor]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
+class SelectionRule:
     """A rule with its parameters."""
 
     name: str  # of its metric, <name>_left_out
@@ -117,7 +117,7 @@ class Selected:
 
 
 def select(
-    rewards: Tensor, groups: Tensor, rules: Sequence[Rule], given: Tensor | None = None
+    rewards: Tensor, groups: Tensor, rules: Sequence[SelectionRule], given: Tensor | None = None
 ) -> Selected:
     """Apply the rules in order; each sees what those before it kept.
 

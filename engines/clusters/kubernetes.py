@@ -15,7 +15,7 @@ from typing import Any
 from configs.cluster.cluster import ClusterConfig, PoolConfig
 from configs.cluster.kinds import KubernetesPool, TlsFiles
 from configs.environment import own_pod
-from engines.clusters.opening import Environments, Started
+from engines.clusters.opening import Environments, StartedCluster
 from engines.processes.certificates import Certificates
 from engines.processes.process_setup import C_LIBRARIES
 from engines.workers.cluster import Cluster
@@ -30,7 +30,9 @@ Resource = dict[str, Any]  # as Kubernetes' API takes it
 KINDS = {"DaskCluster": "daskclusters", "DaskWorkerGroup": "daskworkergroups"}
 
 
-def start(config: ClusterConfig, env: Environments, certificates: Certificates | None) -> Started:
+def start(
+    config: ClusterConfig, env: Environments, certificates: Certificates | None
+) -> StartedCluster:
     """Create the resources; the scheduler and the workers come up meanwhile."""
     name = f"refrain-{uuid.uuid4().hex[:8]}"
     pods = Pods()
@@ -41,7 +43,7 @@ def start(config: ClusterConfig, env: Environments, certificates: Certificates |
     except BaseException:
         pods.close()
         raise
-    return Started(address=scheduler_address(config, name), remote=pods)
+    return StartedCluster(address=scheduler_address(config, name), remote=pods)
 
 
 class Pods:

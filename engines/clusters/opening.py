@@ -32,7 +32,7 @@ Environments = Mapping[str, Mapping[str, str]]  # pool -> environment variables 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Started:
+class StartedCluster:
     """The processes of a cluster that we started."""
 
     address: str  # of the scheduler
@@ -41,7 +41,7 @@ class Started:
     logs: Path | None = None  # folder of the workers' log files, one for each name
 
 
-Start = Callable[[ClusterConfig, Environments, Certificates | None], Started]
+Start = Callable[[ClusterConfig, Environments, Certificates | None], StartedCluster]
 
 # The module of each kind of cluster, loaded when needed. It has a function `start` of type Start;
 # those of Slurm and SSH have a function `check` too.
@@ -123,7 +123,7 @@ def _start_local(
     certificates: Certificates | None,
     preload: Sequence[str],
     output: Path | None,
-) -> Started:
+) -> StartedCluster:
     """Start scheduler and workers on this machine."""
     check_shared_memory()
     plan = NodePlan(
@@ -142,11 +142,11 @@ def _start_local(
         preload=tuple(preload),
     )
     node = NodeProcess(plan, config.start_timeout, output=output)
-    return Started(address=node.address, node=node)
+    return StartedCluster(address=node.address, node=node)
 
 
 def _connected(
-    config: ClusterConfig, certificates: Certificates | None, started: Started
+    config: ClusterConfig, certificates: Certificates | None, started: StartedCluster
 ) -> Cluster:
     """Connect to the scheduler of a cluster that we started."""
     try:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from configs.cluster.cluster import ClusterConfig
 from engines.clusters.job_scripts import Wanted, job_scripts
-from engines.clusters.opening import Environments, Started, listening_address
+from engines.clusters.opening import Environments, StartedCluster, listening_address
 from engines.clusters.slurm_jobs import BusySlurm, Task, listed, slurm_says
 from engines.failures import ClusterLost
 from engines.processes.certificates import Certificates
@@ -36,7 +36,9 @@ END_TIMEOUT = 20.0  # seconds for cancelled jobs to leave the queue
 QUICK_DEATHS = 3  # times that all jobs of a pool may end in a row before one of them joined
 
 
-def start(config: ClusterConfig, env: Environments, certificates: Certificates | None) -> Started:
+def start(
+    config: ClusterConfig, env: Environments, certificates: Certificates | None
+) -> StartedCluster:
     """The scheduler in a node process here, and a job array for each pool."""
     _check_programs()
     prefix = config.slurm.name or f"refrain-{uuid.uuid4().hex[:8]}"
@@ -60,7 +62,7 @@ def start(config: ClusterConfig, env: Environments, certificates: Certificates |
         arrays.close()
         node.end()
         raise
-    return Started(address=node.address, node=node, remote=arrays, logs=folder)
+    return StartedCluster(address=node.address, node=node, remote=arrays, logs=folder)
 
 
 def _check_programs() -> None:

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from configs.cluster.cluster import ClusterConfig
 from configs.environment import given
 from engines.clusters.machine import versions
-from engines.clusters.opening import Environments, Started, listening_address
+from engines.clusters.opening import Environments, StartedCluster, listening_address
 from engines.failures import ClusterLost
 from engines.processes.certificates import Certificates
 from engines.processes.node import NodePlan, WorkerPlan
@@ -36,7 +36,9 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THRE
 VARIABLES = " ".join(f"{name}={value}" for name, value in (C_LIBRARIES | ONE_THREAD).items())
 
 
-def start(config: ClusterConfig, env: Environments, certificates: Certificates | None) -> Started:
+def start(
+    config: ClusterConfig, env: Environments, certificates: Certificates | None
+) -> StartedCluster:
     """The scheduler in a node process here, nannies in one on each machine."""
     hosts = config.ssh.hosts
     workers = workers_of(config, env, machines_of(config))
@@ -67,7 +69,7 @@ def start(config: ClusterConfig, env: Environments, certificates: Certificates |
         nodes.close()
         node.end()
         raise
-    return Started(address=node.address, node=node, remote=nodes)
+    return StartedCluster(address=node.address, node=node, remote=nodes)
 
 
 def check(config: ClusterConfig) -> None:

@@ -59,7 +59,7 @@ from engines.data.results import (
     SampleFailure,
 )
 from engines.data.tool_calls import Malformed, tool_calls
-from engines.environments.protocol import SECONDS, Outcome, Tokens, Told, ToolCall
+from engines.environments.protocol import SECONDS, Outcome, PlayersTurn, Tokens, ToolCall
 from engines.environments.sessions import (
     Environments,
     PastTurn,
@@ -155,7 +155,7 @@ class EnvironmentEngine(EnvironmentHost):
     ) -> tuple[TokenizedPrompts, list[dict[str, Any]]]:
         """The prompts of rows, of what their environments said first; those of several players."""
         if self._spec.episodes.players > 1:
-            told = [Told.of(one) for one in observations]
+            told = [PlayersTurn.of(one) for one in observations]
             longest = self._spec.data.max_prompt_tokens
             return players_prompts(self._conversation, rows, told, longest)
         if not self._code.chats:
@@ -341,7 +341,7 @@ class EnvironmentEngine(EnvironmentHost):
             return
         text, role = outcome.observation, self._answers_as
         if episode.others:
-            told = Told.of(text)
+            told = PlayersTurn.of(text)
             episode.waits_for(episode.rows[told.player])
             episode, (text,) = episode.rows[told.player], told.texts
         if len(episode.texts) >= self._spec.episodes.max_turns:

@@ -16,7 +16,7 @@ import numpy as np
 from engines.data.chat_template import EMPTY, TOO_LONG, TokenizedPrompts, state_number
 from engines.data.conversation import Conversation
 from engines.data.results import OpponentSeats
-from engines.environments.protocol import Told
+from engines.environments.protocol import PlayersTurn
 from storage.batches.columns import OPPONENTS_TURN, UNFINISHED, WAITING, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
@@ -25,7 +25,7 @@ from storage.objects.store import Store
 
 
 def players_prompts(
-    conversation: Conversation, rows: Sequence[Row], openings: Sequence[Told], longest: int
+    conversation: Conversation, rows: Sequence[Row], openings: Sequence[PlayersTurn], longest: int
 ) -> tuple[TokenizedPrompts, list[dict[str, Any]]]:
     """The prompts of those who begin, and the column `players` of the rows that are kept.
 

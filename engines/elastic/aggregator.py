@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from engines.elastic.contract import GradientAggregator
 from engines.elastic.gradients import Damaged, Summed, metric_sums
-from engines.elastic.spec import Applied, Counts, Offered, Unit
+from engines.elastic.spec import Applied, LossCounts, Offered, Unit
 from engines.train.batching.packing import MiniBatch
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.sharded_model import DTYPES
@@ -36,7 +36,7 @@ NO_INPUTS = {"deadline", "unit_lease"}
 
 
 @dataclass(kw_only=True, slots=True)
-class Open:
+class OpenUpdate:
     """An update under way."""
 
     request: UpdateRequest
@@ -52,7 +52,7 @@ class Open:
 class Aggregator(FSDPEngine, GradientAggregator):
     """The only rank of its gang; see the module's docstring."""
 
-    _open: Open | None = None
+    _open: OpenUpdate | None = None
 
     def offer_weights(self, under: int, version: int) -> WeightsRef:
         self._joined()
@@ -69,7 +69,7 @@ class Aggregator(FSDPEngine, GradientAggregator):
     def open_update(self, request: UpdateRequest) -> int:
         updater = self._begun(request)
         settings = self._spec.train.model_dump(mode="json", exclude=NO_INPUTS)
-        self._open = Open(
+        self._open = OpenUpdate(
             request=request,
             updater=updater,
             steps=updater.optimizer_steps(request) if len(request.batch) else [],
@@ -103,7 +103,7 @@ class Aggregator(FSDPEngine, GradientAggregator):
             of=of,
             folder=f"{gradients_key(self._files, under)}/{name}",
             weights=weights,
-            counts=Counts(tokens=counts.tokens, sequences=counts.sequences, rows=counts.rows),
+            counts=LossCounts(tokens=counts.tokens, sequences=counts.sequences, rows=counts.rows),
             units=tuple(Unit(number=n, rows=rows) for n, rows in enumerate(mini.ranks[0])),
         )
         open_folder(self._store, now.offered.folder, of)
@@ -147,7 +147,7 @@ class Aggregator(FSDPEngine, GradientAggregator):
             why = "it is of other rows"
         return found if why is None else f"{where} is refused: {why}."
 
-    def _step(self, now: Open, offered: Offered, gradients: list[Gradient]) -> int:
+    def _step(self, now: OpenUpdate, offered: Offered, gradients: list[Gradient]) -> int:
         """Make the optimizer step; returns the bytes read. Raises Damaged, with nothing changed."""
         tally = now.updater.tally
         finite = all(one.metrics.finite for one in gradients)
@@ -165,7 +165,7 @@ class Aggregator(FSDPEngine, GradientAggregator):
         now.made, now.offered = now.made + 1, None
         return summed.nbytes
 
-    def _now(self) -> Open:
+    def _now(self) -> OpenUpdate:
         if self._open is None:
             raise RuntimeError("No update is under way here. Call open_update first.")
         return self._open

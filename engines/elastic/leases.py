@@ -30,7 +30,7 @@ MOST_FAILURES = 4  # of a unit, by lost workers and the like, before its error i
 
 
 @dataclass(kw_only=True, slots=True)
-class Lease:
+class UnitLease:
     """A unit with a worker."""
 
     unit: int
@@ -45,7 +45,7 @@ class Round(Generic[Result]):
     """Units that have to be done, and how far they are."""
 
     waiting: list[int]  # numbers of units that nobody has, in order
-    leases: list[Lease] = field(default_factory=list)
+    leases: list[UnitLease] = field(default_factory=list)
     results: dict[int, Result] = field(default_factory=dict)
     given: Counter[int] = field(default_factory=Counter)  # how often each unit was
     failures: Counter[int] = field(default_factory=Counter)
@@ -54,7 +54,7 @@ class Round(Generic[Result]):
     taken_over: int = 0  # units given to a second worker, since the first was slow
 
 
-class Leases:
+class UnitLeases:
     """Has units done by workers that come and go; each does one at a time."""
 
     def __init__(
@@ -121,7 +121,7 @@ class Leases:
         self, now: Round[Result], number: int, unit: Unit[Result], worker: str, address: str
     ) -> None:
         now.given[number] += 1
-        lease = Lease(
+        lease = UnitLease(
             unit=number,
             worker=worker,
             since=self._clock(),
@@ -162,7 +162,7 @@ class Leases:
             now.waiting.insert(0, number)
 
 
-def _ended(lease: Lease, error: BaseException | None) -> UnitAttempt:
+def _ended(lease: UnitLease, error: BaseException | None) -> UnitAttempt:
     """How a lease ended, for the commit."""
     return UnitAttempt(
         unit=lease.unit + 1,

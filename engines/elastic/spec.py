@@ -18,7 +18,7 @@ class Unit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Counts:
+class LossCounts:
     """By what the loss of a mini-batch is divided: counts over all its units."""
 
     tokens: float  # with mask 1
@@ -33,7 +33,7 @@ class Offered:
     of: GradientsOf
     folder: str  # key, where they are left
     weights: WeightsRef  # with which they are computed
-    counts: Counts
+    counts: LossCounts
     units: tuple[Unit, ...]
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 import numpy as np
 
 from engines.elastic.contract import GradientAggregator, GradientWorker
-from engines.elastic.leases import Leases, Round, Unit
+from engines.elastic.leases import Round, Unit, UnitLeases
 from engines.elastic.spec import Offered, UnitDone
 from engines.train.batching.balancing import contiguous_cuts
 from engines.train.trainer import Trainer, TrainerSettings
@@ -46,7 +46,7 @@ MOST_OFFERS = 5  # of an optimizer step, whose gradients or weights were damaged
 
 
 @dataclass(kw_only=True, slots=True)
-class Told:
+class UnitCounts:
     """What an update's metrics say of its units."""
 
     units: int = 0
@@ -110,7 +110,7 @@ class ElasticTrainer(Trainer):
         self._pool = pool
         self._unit_tokens = unit_tokens
         self._numbers = itertools.count()
-        self._leases = Leases(pool.live, self._check, lease)
+        self._leases = UnitLeases(pool.live, self._check, lease)
 
     def _logprobs(self, version: int, request: LogprobRequest) -> BatchRef:
         """Parts of `unit_tokens` are spread over the workers."""
@@ -158,7 +158,7 @@ class ElasticTrainer(Trainer):
     def _update(self, request: UpdateRequest) -> UpdateResult:
         # Whatever breaks in here, the aggregator is formed anew: no half-applied update stays.
         self._version = None
-        told, step = Told(), request.step
+        told, step = UnitCounts(), request.step
         steps = self._ask(GradientAggregator.open_update, step, request=request)
         for _ in range(steps):
             self._optimizer_step(request, told)
@@ -167,7 +167,7 @@ class ElasticTrainer(Trainer):
         metrics = {**result.metrics, **told.metrics()} if steps else result.metrics
         return dataclasses.replace(result, metrics=metrics, units=tuple(told.tries))
 
-    def _optimizer_step(self, request: UpdateRequest, told: Told) -> None:
+    def _optimizer_step(self, request: UpdateRequest, told: UnitCounts) -> None:
         """Have the gradients of one optimizer step computed, until the aggregator has made it."""
         step = request.step
         for _ in range(MOST_OFFERS):
@@ -190,7 +190,7 @@ class ElasticTrainer(Trainer):
                 logger.warning("A gradient is computed again. %s", why)
         raise GradientsRefused(_given_up("gradients", step))
 
-    def _compute(self, request: UpdateRequest, offered: Offered, told: Told) -> None:
+    def _compute(self, request: UpdateRequest, offered: Offered, told: UnitCounts) -> None:
         """Have every unit's gradient left in the store."""
         # What a worker needs of both, which go to one for each unit.
         offered_alone = dataclasses.replace(offered, units=())

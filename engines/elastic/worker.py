@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from engines.algorithms.aggregation import Normaliser
 from engines.elastic.contract import GradientWorker
 from engines.elastic.gradients import unit_metrics, write_gradient
-from engines.elastic.spec import Counts, Offered, Unit, UnitDone
+from engines.elastic.spec import LossCounts, Offered, Unit, UnitDone
 from engines.train.batching.packing import plan_update, read_lengths
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model.fsdp import own_part
@@ -88,7 +88,7 @@ class GradientEngine(FSDPEngine, GradientWorker):
         return [[rows[place] for place in micro] for micro in mini.ranks[0]]
 
 
-def normaliser_of(counts: Counts, max_new_tokens: int) -> Normaliser:
+def normaliser_of(counts: LossCounts, max_new_tokens: int) -> Normaliser:
     """By what losses of a mini-batch are divided, where gradients are added up over units."""
     return Normaliser(
         tokens=counts.tokens,

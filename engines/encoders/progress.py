@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.srpo import ProgressConfig
-from engines.algorithms.progress_rewards import Progress, progress_rewards
+from engines.algorithms.progress_rewards import ProgressRewards, progress_rewards
 from engines.data.results import SampleFailure
 from engines.encoders.contract import ProgressResult, ProgressScorer
 from engines.workers.store_spec import StoreSpec
@@ -133,7 +133,7 @@ def tasks_of(
 
 
 def cluster_columns(
-    found: Progress, names: list[str], ids: NDArray[np.int64], encoder: str
+    found: ProgressRewards, names: list[str], ids: NDArray[np.int64], encoder: str
 ) -> dict[str, object]:
     """The clusters as columns; `ids`: sample_id of the episodes that were measured."""
     return {
@@ -144,7 +144,7 @@ def cluster_columns(
     }
 
 
-def metrics_of(found: Progress, success: NDArray[np.bool_]) -> dict[str, float]:
+def metrics_of(found: ProgressRewards, success: NDArray[np.bool_]) -> dict[str, float]:
     """Share of successes, clusters, and what failures got and how far they were."""
     metrics = {"progress/clusters": float(len(found.clusters))}
     if len(success):

@@ -23,12 +23,12 @@ from engines.environments.contract import (
 )
 from engines.environments.library_adapters import load_gymnasium, load_textarena
 from engines.environments.openenv_adapter import load_openenv
-from engines.environments.protocol import Ready, Start, ToolCall
+from engines.environments.protocol import EnvironmentReady, EnvironmentStart, ToolCall
 from engines.environments.tools import called, schema, tools_of
 from engines.processes.user_code import give_way, installed
 
 
-def load(start: Start) -> Loaded:
+def load(start: EnvironmentStart) -> Loaded:
     """The environment that is asked for; ValueError in one sentence, or what its own code raises."""
     if start.kind == "class":
         return load_class(start)
@@ -56,7 +56,7 @@ def user_code(path: str) -> Callable[..., Any]:
     return found
 
 
-def load_class(start: Start) -> Loaded:
+def load_class(start: EnvironmentStart) -> Loaded:
     """A user's class, of which one is made to see what it has."""
     factory = user_code(start.path)
 
@@ -69,7 +69,7 @@ def load_class(start: Start) -> Loaded:
     adapter = make()
     adapter.close()
     place = start.path.rpartition(":")[0]
-    ready = Ready(
+    ready = EnvironmentReady(
         digest=digest_of([factory, type(adapter.environment)]),
         packages=installed([] if is_file(place) else [place.partition(".")[0]]),
         tools=[schema(name, tool) for name, tool in adapter.tools.items()],
@@ -77,7 +77,7 @@ def load_class(start: Start) -> Loaded:
     return Loaded(make=make, ready=ready)
 
 
-def load_tools(start: Start) -> Loaded:
+def load_tools(start: EnvironmentStart) -> Loaded:
     """A user's functions as tools, by their names."""
     names = [path.rpartition(":")[2].rpartition(".")[2] for path in start.functions]
     found = [user_code(path) for path in start.functions]
@@ -86,7 +86,7 @@ def load_tools(start: Start) -> Loaded:
         raise ValueError(f"two of the tools {', '.join(names)} have one name. Rename a function")
     places = [path.rpartition(":")[0] for path in start.functions]
     packages = [place.partition(".")[0] for place in places if not is_file(place)]
-    ready = Ready(
+    ready = EnvironmentReady(
         digest=digest_of(found),
         packages=installed(packages),
         tools=[schema(name, tool) for name, tool in tools.items()],

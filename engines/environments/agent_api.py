@@ -59,7 +59,7 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class AgentRequest:
     """A request that waits for its answer."""
 
     route: str
@@ -128,7 +128,7 @@ class Session(Protocol):
 
     over: Answer | None  # what every request is answered from now on
 
-    def ask(self, request: Request) -> Answer:
+    def ask(self, request: AgentRequest) -> Answer:
         """Wait for the model's turn."""
 
 
@@ -149,7 +149,7 @@ class Server:
                 found = session
         return found
 
-    def answered(self, session: Session, request: Request) -> Answer:
+    def answered(self, session: Session, request: AgentRequest) -> Answer:
         """The answer to a request; waits for the model's turn."""
         if session.over is not None:
             return session.over
@@ -158,7 +158,7 @@ class Server:
         return session.ask(request)
 
 
-def _wrong(request: Request) -> str | None:
+def _wrong(request: AgentRequest) -> str | None:
     """What keeps a request from being answered, in a sentence."""
     body = request.body
     if request.route == _CHAT:
@@ -287,7 +287,9 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
             # OpenAI's clients count how often they have sent a request.
             again = self.headers.get("x-stainless-retry-count", "0") != "0"
             body = body if isinstance(body, dict) else {}
-            status, answer = server.answered(session, Request(route=route, body=body, again=again))
+            status, answer = server.answered(
+                session, AgentRequest(route=route, body=body, again=again)
+            )
             if status == 200 and body.get("stream"):
                 self._stream(answer)
             else:

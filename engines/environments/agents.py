@@ -24,22 +24,22 @@ from typing import Any
 from configs.imports import described
 from engines.environments.agent_api import (
     MODEL,
+    AgentRequest,
     Answer,
     Message,
-    Request,
     Server,
     Written,
     refused,
 )
 from engines.environments.contract import Given, Loaded, NotAllowed, digest_of
-from engines.environments.protocol import Ready, Start, Tokens, ToolCall
+from engines.environments.protocol import EnvironmentReady, EnvironmentStart, Tokens, ToolCall
 from engines.processes.user_code import shortened
 
 BLOCKED_SECONDS = 5.0  # in which the event loop of agents takes up another, or is blocked
 _STACK = 2**21  # bytes of the stack of a thread, of which each episode has two
 
 
-def load_agent(start: Start, agent: Callable[..., Any]) -> Loaded:
+def load_agent(start: EnvironmentStart, agent: Callable[..., Any]) -> Loaded:
     """A user's function as an agent; ValueError where it cannot be given the API."""
     names = _parameters(agent)
     if names is not None and "base_url" not in names:
@@ -49,7 +49,7 @@ def load_agent(start: Start, agent: Callable[..., Any]) -> Loaded:
         )
     threading.stack_size(_STACK)
     server = Server()
-    ready = Ready(digest=digest_of([agent]), packages={}, tools=[], chats=True)
+    ready = EnvironmentReady(digest=digest_of([agent]), packages={}, tools=[], chats=True)
     return Loaded(make=lambda: AgentAdapter(server, agent, start.params), ready=ready)
 
 
@@ -73,10 +73,10 @@ class _End:
 class _Session:
     """What goes on between an agent, the server's threads and the adapter."""
 
-    events: SimpleQueue[Request | _End] = field(default_factory=SimpleQueue)
+    events: SimpleQueue[AgentRequest | _End] = field(default_factory=SimpleQueue)
     over: Answer | None = None  # what every request is answered from now on
 
-    def ask(self, request: Request) -> Answer:
+    def ask(self, request: AgentRequest) -> Answer:
         """Wait for the model's turn."""
         self.events.put(request)
         return request.answer.get()
@@ -98,7 +98,7 @@ class AgentAdapter:
         self._tokens: list[int] = []  # all of the conversation before the turn
         self._turn: Tokens = {}  # tokens of the turn that comes
         self._answered: dict[str, Any] = {}  # the last answer
-        self._waits: Request | None = None  # for the model's turn
+        self._waits: AgentRequest | None = None  # for the model's turn
         self._turns = 0
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Given:
@@ -143,7 +143,7 @@ class AgentAdapter:
             )
         return self._new_ids(event.ids) if event.ids is not None else self._new(event, message)
 
-    def _new(self, event: Request, message: Message) -> Given:
+    def _new(self, event: AgentRequest, message: Message) -> Given:
         """The messages of a request that were not there; `message`: the model's last turn."""
         chat = _messages(event.body)
         before = [*self._chat, message]
@@ -187,7 +187,7 @@ class AgentAdapter:
         if self._waits is not None:
             self._waits.answer.put(_LET_GO)
 
-    def _next(self) -> Request | _End:
+    def _next(self) -> AgentRequest | _End:
         """What the agent does next; a request that was sent again gets its answer again."""
         while True:
             event = self._session.events.get()

@@ -31,18 +31,18 @@ from engines.environments import (
     tools,
 )
 from engines.environments.adapters import load
-from engines.environments.contract import Adapter, Given, Lost, NotAllowed, checked
+from engines.environments.contract import EnvironmentAdapter, Given, Lost, NotAllowed, checked
 from engines.environments.protocol import (
     Act,
     Call,
     Close,
     Closed,
+    EnvironmentStart,
     Finish,
     NoSession,
-    Open,
+    OpenSession,
     Outcome,
     Reply,
-    Start,
     unpacked,
 )
 from engines.processes.child_messages import Broken, packed
@@ -70,7 +70,7 @@ def main(socket: int, owner: int, dump: int) -> None:
     begin(owner, dump, "refrain environment")
     with Connection(socket) as connection:
         start = unpacked(connection.recv())
-        assert isinstance(start, Start)
+        assert isinstance(start, EnvironmentStart)
         limit_memory(start.memory)
         try:
             loaded = load(start)
@@ -84,7 +84,7 @@ def main(socket: int, owner: int, dump: int) -> None:
 
         def answered(message: Any) -> object:
             call = unpacked(message)
-            assert isinstance(call, (Open, Act, Finish, Close))
+            assert isinstance(call, (OpenSession, Act, Finish, Close))
             return packed(sessions.answer(call))
 
         answer_calls(connection, answered)
@@ -140,9 +140,9 @@ def _numpy_random() -> Any:
 class Sessions:
     """The environments of this process that play episodes."""
 
-    def __init__(self, make: Callable[[], Adapter]) -> None:
+    def __init__(self, make: Callable[[], EnvironmentAdapter]) -> None:
         self._make = make
-        self._open: dict[str, tuple[Adapter, Randomness]] = {}
+        self._open: dict[str, tuple[EnvironmentAdapter, Randomness]] = {}
 
     def answer(self, call: Call) -> Reply:
         """The answer to a call. An error of the user's code is an Outcome that has failed."""
@@ -150,10 +150,12 @@ class Sessions:
             for session in call.sessions:
                 self._close(session)
             return Closed()
-        if not isinstance(call, Open) and call.session not in self._open:
+        if not isinstance(call, OpenSession) and call.session not in self._open:
             return NoSession()
         try:
-            return checked(self._open_one(call) if isinstance(call, Open) else self._go_on(call))
+            return checked(
+                self._open_one(call) if isinstance(call, OpenSession) else self._go_on(call)
+            )
         except NotAllowed as error:
             return Outcome(failed=str(error))
         except Lost as error:
@@ -168,7 +170,7 @@ class Sessions:
             trace = traceback_of(error, OURS)
             return Outcome(failed=f"the environment raised {described(error, ours=OURS)}\n{trace}")
 
-    def _open_one(self, call: Open) -> Given:
+    def _open_one(self, call: OpenSession) -> Given:
         self._close(call.session)
         randomness = Randomness(call.seed)
         with randomness.in_place():

@@ -14,7 +14,7 @@ from numbers import Real
 from types import ModuleType
 from typing import Any, Protocol
 
-from engines.environments.protocol import Frame, Outcome, Ready, Told, ToolCall
+from engines.environments.protocol import EnvironmentReady, Frame, Outcome, PlayersTurn, ToolCall
 from engines.processes.user_code import shortened, source_digests
 
 OBSERVATION_BYTES = 65536  # of UTF-8: the longest observation
@@ -43,7 +43,7 @@ class Given:
     used: int | None = None  # as in Outcome
 
 
-class Adapter(Protocol):
+class EnvironmentAdapter(Protocol):
     """One environment that plays one episode."""
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Given:
@@ -63,8 +63,8 @@ class Adapter(Protocol):
 class Loaded:
     """An environment that was found to load."""
 
-    make: Callable[[], Adapter]
-    ready: Ready
+    make: Callable[[], EnvironmentAdapter]
+    ready: EnvironmentReady
 
 
 def library(name: str) -> ModuleType:
@@ -131,7 +131,7 @@ def told(player: Any, texts: Iterable[Any], players: int) -> str:
             f"the environment gave {_shown(player)} as the player who is next; they are 0 to "
             f"{players - 1}"
         )
-    return Told(player=player, texts=tuple(map(_text, texts))).to_json()
+    return PlayersTurn(player=player, texts=tuple(map(_text, texts))).to_json()
 
 
 def of_players(rewards: Any, players: int) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from engines.environments.contract import Given, Loaded, digest_of, library, of_players, told
-from engines.environments.protocol import Ready, Start, Tokens, ToolCall
+from engines.environments.protocol import EnvironmentReady, EnvironmentStart, Tokens, ToolCall
 from engines.processes.user_code import installed
 
 # What gymnasium's text games call their actions, which their spaces do not say, by the class's name.
@@ -24,7 +24,7 @@ ACTIONS = {
 _WORD = re.compile(r"[a-z_]\w*|-?\d+", re.IGNORECASE)
 
 
-def load_gymnasium(start: Start, codec: Callable[..., Any] | None) -> Loaded:
+def load_gymnasium(start: EnvironmentStart, codec: Callable[..., Any] | None) -> Loaded:
     """An environment of gymnasium's registry, of which one is made to see what it is."""
     gymnasium = library("gymnasium")
 
@@ -43,7 +43,7 @@ def load_gymnasium(start: Start, codec: Callable[..., Any] | None) -> Loaded:
     plain, in_part, tokens = type(first.environment.unwrapped), first.several, first.by_tokens
     first.close()
     package = plain.__module__.partition(".")[0]
-    ready = Ready(
+    ready = EnvironmentReady(
         digest=digest_of([plain, *([codec] if codec else [])]),
         packages=installed(dict.fromkeys(("gymnasium", "numpy", package))),
         tools=[],
@@ -53,7 +53,7 @@ def load_gymnasium(start: Start, codec: Callable[..., Any] | None) -> Loaded:
     return Loaded(make=make, ready=ready)
 
 
-def load_textarena(start: Start, codec: Callable[..., Any] | None) -> Loaded:
+def load_textarena(start: EnvironmentStart, codec: Callable[..., Any] | None) -> Loaded:
     """A game of TextArena, of which one is begun to see that so many players can play it."""
     textarena = library("textarena")
 
@@ -62,7 +62,7 @@ def load_textarena(start: Start, codec: Callable[..., Any] | None) -> Loaded:
 
     first = make()
     first.reset({}, 0)
-    ready = Ready(
+    ready = EnvironmentReady(
         digest=digest_of(type(layer) for layer in _layers(first.game)),
         packages=installed(["textarena"]),
         tools=[],

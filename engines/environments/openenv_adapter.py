@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from engines.environments.contract import Given, Loaded, Lost, NotAllowed, library
-from engines.environments.protocol import Ready, Start, ToolCall
+from engines.environments.protocol import EnvironmentReady, EnvironmentStart, ToolCall
 
 CONNECT_SECONDS = 10.0
 ROOM_SECONDS = 2.0  # that a session is waited for where the server has no more of them
@@ -29,7 +29,7 @@ _NUMBER = re.compile(r"-?\d+")
 _OURS = ("metadata", "done", "reward")  # fields that are no part of an action or an observation
 
 
-def load_openenv(start: Start, codec: Callable[..., Any] | None) -> Loaded:
+def load_openenv(start: EnvironmentStart, codec: Callable[..., Any] | None) -> Loaded:
     """A server's environment, after a look at what it says of itself."""
     url = start.id.rstrip("/")
     connect = library("websockets.sync.client").connect
@@ -41,7 +41,7 @@ def load_openenv(start: Start, codec: Callable[..., Any] | None) -> Loaded:
 
     def make() -> OpenEnvAdapter:
         socket = f"ws{url.removeprefix('http')}/ws"
-        connection = Connection(lambda: connect(socket, open_timeout=CONNECT_SECONDS), url)
+        connection = OpenEnvSession(lambda: connect(socket, open_timeout=CONNECT_SECONDS), url)
         if has_tools:
             return OpenEnvAdapter(connection, ToolCodec(), start.params)
         made = codec() if codec is not None else FieldCodec(action)
@@ -57,7 +57,7 @@ def load_openenv(start: Start, codec: Callable[..., Any] | None) -> Loaded:
             first.close()
     said = {"schema": schema, "metadata": _fetched(f"{url}/metadata"), "tools": tools}
     digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
-    ready = Ready(digest=f"sha256:{digest}", packages={}, tools=tools)
+    ready = EnvironmentReady(digest=f"sha256:{digest}", packages={}, tools=tools)
     return Loaded(make=make, ready=ready)
 
 
@@ -74,7 +74,7 @@ def _fetched(url: str) -> dict[str, Any]:
     return found
 
 
-class Refused(Exception):
+class ServerRefused(Exception):
     """The server answers with an error: its code, and what it says."""
 
     def __init__(self, code: str, text: str) -> None:
@@ -82,7 +82,7 @@ class Refused(Exception):
         self.code = code
 
 
-class Connection:
+class OpenEnvSession:
     """A session of a server. Raises Lost where the server has gone."""
 
     def __init__(self, connect: Callable[[], Any], url: str) -> None:
@@ -97,7 +97,7 @@ class Connection:
             self.close()
             try:
                 return self.asked("reset", data)
-            except Refused as error:
+            except ServerRefused as error:
                 if error.code != "CAPACITY_REACHED":
                     raise
                 if time.monotonic() > end:
@@ -123,7 +123,7 @@ class Connection:
             text = str(found.get("message") or "it says nothing of it")
             for one in found.get("errors") or ():
                 text += f"; {'.'.join(map(str, one.get('loc', ())))}: {one.get('msg')}"
-            raise Refused(str(found.get("code")), text)
+            raise ServerRefused(str(found.get("code")), text)
         return dict(found)
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ class Connection:
 class OpenEnvAdapter:
     """One session, whose turns a codec makes actions of."""
 
-    def __init__(self, connection: Connection, codec: Any, params: Mapping[str, Any]) -> None:
+    def __init__(self, connection: OpenEnvSession, codec: Any, params: Mapping[str, Any]) -> None:
         self._connection = connection
         self._codec = codec
         self._params = params
@@ -153,7 +153,7 @@ class OpenEnvAdapter:
             answer = self._connection.asked("step", self._codec.action(text))
         except ValueError as error:
             return Given(observation=f"That is no action: {error}")
-        except Refused as error:
+        except ServerRefused as error:
             if error.code != "VALIDATION_ERROR":
                 raise
             return Given(observation=f"That is no action: {error}")

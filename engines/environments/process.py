@@ -12,14 +12,14 @@ from configs.episodes import (
     OpenEnvEnvironment,
     ToolsEnvironment,
 )
-from engines.environments.protocol import Call, Ready, Reply, Start, unpacked
+from engines.environments.protocol import Call, EnvironmentReady, EnvironmentStart, Reply, unpacked
 from engines.processes.child_messages import packed
 from engines.processes.child_process import ChildProcess, Program
 
 GIB = 2**30
 
 
-class EnvironmentProcess(ChildProcess[Ready, Call, Reply]):
+class EnvironmentProcess(ChildProcess[EnvironmentReady, Call, Reply]):
     """A process that loads one environment, and holds sessions of it."""
 
     def __init__(self, config: EpisodesConfig, frames: bool = False) -> None:
@@ -34,7 +34,7 @@ class EnvironmentProcess(ChildProcess[Ready, Call, Reply]):
         super().__init__(f"environment {start.name}", program, packed(start), unpacked)
 
 
-def start_message(config: EpisodesConfig, frames: bool = False) -> Start:
+def start_message(config: EpisodesConfig, frames: bool = False) -> EnvironmentStart:
     """What such a process is told to load; `frames`: whether they go with its answers."""
     environment = config.environment
     path, id = "", ""
@@ -56,7 +56,7 @@ def start_message(config: EpisodesConfig, frames: bool = False) -> Start:
             path = environment.codec or ""
         case _:
             name = id = environment.id
-    return Start(
+    return EnvironmentStart(
         name=name,
         kind=environment.kind,
         path=path,

@@ -28,7 +28,7 @@ SECONDS = "seconds"  # episodes.timeout, of all turns together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class EnvironmentStart:
     """The first message: which environment to hold sessions of."""
 
     name: str  # what messages call the environment
@@ -43,7 +43,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
+class EnvironmentReady:
     """The environment is loaded, and what it is."""
 
     digest: str  # sha256 of its code, as far as that can be read
@@ -57,7 +57,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Open:
+class OpenSession:
     """Begin a session with a new environment, and reset it; answered by its Outcome."""
 
     session: str
@@ -128,7 +128,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class PlayersTurn:
     """What an environment of several players says: whose turn it is, and what they are told.
 
     When it is reset it tells all players something, player 0 first; after a turn only the one who
@@ -143,19 +143,31 @@ class Told:
         return json.dumps({"player": self.player, "texts": self.texts}, ensure_ascii=False)
 
     @classmethod
-    def of(cls, observation: str) -> Told:
+    def of(cls, observation: str) -> PlayersTurn:
         """What `to_json` wrote."""
         found = json.loads(observation)
         return cls(player=found["player"], texts=tuple(found["texts"]))
 
 
 Message: TypeAlias = (
-    "Start | Ready | Broken | Open | Act | Finish | Close | Closed | NoSession | Outcome"
+    "EnvironmentStart | EnvironmentReady | Broken | OpenSession | Act | Finish | Close | Closed | "
+    "NoSession | Outcome"
 )
-Call: TypeAlias = "Open | Act | Finish | Close"
+Call: TypeAlias = "OpenSession | Act | Finish | Close"
 Reply: TypeAlias = "Outcome | Closed | NoSession"
 
-_MESSAGES = by_name(Start, Ready, Broken, Open, Act, Finish, Close, Closed, NoSession, Outcome)
+_MESSAGES = by_name(
+    EnvironmentStart,
+    EnvironmentReady,
+    Broken,
+    OpenSession,
+    Act,
+    Finish,
+    Close,
+    Closed,
+    NoSession,
+    Outcome,
+)
 
 
 def unpacked(message: Packed) -> Message:

@@ -25,10 +25,10 @@ from engines.environments.protocol import (
     TURN_SECONDS,
     Act,
     Close,
+    EnvironmentReady,
     Finish,
-    Open,
+    OpenSession,
     Outcome,
-    Ready,
     Reply,
     Tokens,
     ToolCall,
@@ -113,7 +113,7 @@ class Environments:
         """`sessions`: how many each process holds at most. `frames`: whether answers have them."""
         self._players = [_Player(config, sessions, frames) for _ in range(config.processes)]
 
-    def start(self) -> Ready:
+    def start(self) -> EnvironmentReady:
         """Load the environment in every process now, all at once.
 
         ValueError, one sentence, when it cannot be loaded; NotStarted when a process fails.
@@ -198,7 +198,7 @@ class _Player:
         """How many episodes it has."""
         return len(self._open.keys() | self._due.keys())
 
-    def start(self) -> Future[Ready]:
+    def start(self) -> Future[EnvironmentReady]:
         self.process.check_open()
         return self._queue.submit(self.process.start)
 
@@ -280,7 +280,7 @@ class _Player:
             _compare(outcome, one.digest, f"turn {number}", finish and number == len(turn.past))
 
     def _open_one(self, session: _Session, name: str, row: Row, seed: int) -> Outcome:
-        reply = self._call(session, Open(session=name, row=dict(row), seed=seed))
+        reply = self._call(session, OpenSession(session=name, row=dict(row), seed=seed))
         assert isinstance(reply, Outcome)
         return reply
 
@@ -292,7 +292,7 @@ class _Player:
         reply = self._call(session, call)
         return reply if isinstance(reply, Outcome) else None
 
-    def _call(self, session: _Session, call: Open | Act | Finish) -> Reply:
+    def _call(self, session: _Session, call: OpenSession | Act | Finish) -> Reply:
         """The answer of the process; _Failed where it does not come in time, or at all.
 
         An answer after which the episode has no seconds left has the limit SECONDS. Only its driver

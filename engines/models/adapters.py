@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from engines.failures import WeightMismatch
 from storage.objects.store import Store
-from storage.runs.weights import Base, Manifest, TensorEntry, WeightsRef, open_manifest
+from storage.runs.weights import BaseVersion, Manifest, TensorEntry, WeightsRef, open_manifest
 from storage.runs.weights_reading import stream
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def merge(
 
 
 def whole_entries(
-    store: Store | NodeCache, weights: WeightsRef | Base
+    store: Store | NodeCache, weights: WeightsRef | BaseVersion
 ) -> Mapping[str, TensorEntry]:
     """What is known of each whole tensor that a version means, in order; an adapter's are its base's.
 

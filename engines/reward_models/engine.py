@@ -53,7 +53,7 @@ class RewardModels(Engine):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
+class ScoresOfModel:
     """What one model makes of N samples."""
 
     name: str
@@ -100,7 +100,7 @@ class RewardModelEngine(RewardModels):
             metrics=metrics,
         )
 
-    def scored(self, texts: SampleTexts, samples: BatchRef) -> Iterator[Scored]:
+    def scored(self, texts: SampleTexts, samples: BatchRef) -> Iterator[ScoresOfModel]:
         """What each of the models makes of samples; `texts`: their texts."""
         for reward in self._spec.reward_models:
             with self._lock:
@@ -109,7 +109,7 @@ class RewardModelEngine(RewardModels):
                     scores = model.scores(texts.prompts, texts.completions)
                 else:
                     scores = compared(self._store, model, texts, samples)
-            yield Scored(name=reward.label, scores=scores)
+            yield ScoresOfModel(name=reward.label, scores=scores)
 
     @property
     def code(self) -> tuple[RewardCode, ...]:

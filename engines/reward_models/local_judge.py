@@ -23,12 +23,12 @@ from engines.data.sample_texts import SampleTexts
 from engines.models import checkpoints
 from engines.models.file_digests import WEIGHTS, WORDS, digest_of
 from engines.processes.user_code import installed
-from engines.reward_models.engine import RewardModelEngine, RewardModelSpec, Scored
+from engines.reward_models.engine import RewardModelEngine, RewardModelSpec, ScoresOfModel
 from engines.reward_models.model import named
 from engines.rewards.failing_samples import LoggedMetric
-from engines.rewards.judge import KEPT_CHARACTERS, Verdict, Vote, verdict_on
+from engines.rewards.judge import KEPT_CHARACTERS, JudgeVerdict, Vote, verdict_on
 from engines.rewards.judge_answers import JudgeAnswers
-from engines.rewards.judge_endpoint import Counts
+from engines.rewards.judge_endpoint import EndpointCounts
 from engines.rewards.judge_rubric import read_rubric, score_of
 from engines.rewards.protocol import Unscored
 from engines.rewards.runner import RewardCode
@@ -84,10 +84,10 @@ class LocalJudge:
         self._engine: RolloutEngine | None = self._built()
         self._building = threading.Lock()
 
-    def scored(self, texts: SampleTexts) -> Scored:
+    def scored(self, texts: SampleTexts) -> ScoresOfModel:
         """Scores in [0, 1], with the columns `votes` and `answers` of each sample."""
         questions: list[str | None] = []
-        verdicts: dict[int, Verdict] = {}
+        verdicts: dict[int, JudgeVerdict] = {}
         samples = zip(texts.prompts, texts.completions, texts.rows, strict=True)
         for number, (prompt, completion, row) in enumerate(samples):
             try:
@@ -96,14 +96,14 @@ class LocalJudge:
                 questions.append(None)
                 verdicts[number] = _none(str(error))
         began = time.monotonic()
-        asked = Counts()
+        asked = EndpointCounts()
         judged = self.judged([one for one in dict.fromkeys(questions) if one is not None], asked)
         seconds = time.monotonic() - began
         found = [
             verdicts[number] if question is None else judged[question]
             for number, question in enumerate(questions)
         ]
-        return Scored(
+        return ScoresOfModel(
             name=self._reward.label,
             scores=[
                 Unscored(reason=one.error or "") if one.score is None else one.score
@@ -118,10 +118,10 @@ class LocalJudge:
             metrics=_metrics(found, asked, seconds),
         )
 
-    def judged(self, questions: Sequence[str], counts: Counts) -> dict[str, Verdict]:
+    def judged(self, questions: Sequence[str], counts: EndpointCounts) -> dict[str, JudgeVerdict]:
         """What the judge makes of different questions; adds to `counts`. EngineDead."""
         reward = self._reward
-        verdicts: dict[str, Verdict] = {}
+        verdicts: dict[str, JudgeVerdict] = {}
         for question in questions:
             length = len(self.tokens(question))
             if length + reward.max_tokens > reward.max_length:
@@ -177,7 +177,7 @@ class LocalJudge:
         return score_of(answer, self._reward.score, self._reward.scale)
 
     def _asked(
-        self, questions: Sequence[str], again: bool, until: float, counts: Counts
+        self, questions: Sequence[str], again: bool, until: float, counts: EndpointCounts
     ) -> dict[str, list[str] | None]:
         """The answers to each question, one a vote, stored ones first; None: not in time."""
         reward = self._reward
@@ -306,7 +306,7 @@ class JudgingEngine(RewardModelEngine):
         super().__init__(spec)
         self._judges = [LocalJudge(one, spec) for one in spec.judges]
 
-    def scored(self, texts: SampleTexts, samples: BatchRef) -> Iterator[Scored]:
+    def scored(self, texts: SampleTexts, samples: BatchRef) -> Iterator[ScoresOfModel]:
         """What each of the models and judges makes of samples."""
         yield from super().scored(texts, samples)
         for judge in self._judges:
@@ -331,11 +331,13 @@ class JudgingEngine(RewardModelEngine):
             judge.close()
 
 
-def _none(error: str) -> Verdict:
-    return Verdict(votes=(), score=None, error=error)
+def _none(error: str) -> JudgeVerdict:
+    return JudgeVerdict(votes=(), score=None, error=error)
 
 
-def _metrics(verdicts: Sequence[Verdict], asked: Counts, seconds: float) -> dict[str, LoggedMetric]:
+def _metrics(
+    verdicts: Sequence[JudgeVerdict], asked: EndpointCounts, seconds: float
+) -> dict[str, LoggedMetric]:
     """Of a call's verdicts, one a sample; `seconds`: that judging them all took."""
     found = {}
     if verdicts:

@@ -20,7 +20,7 @@ from engines.rewards.failing_samples import score_column
 from engines.rewards.judge import check_judge
 from engines.rewards.judge_rubric import read_rubric
 from engines.rewards.process import RewardProcess
-from engines.rewards.protocol import TRL_HIDDEN_COLUMNS, RewardCall, Start
+from engines.rewards.protocol import TRL_HIDDEN_COLUMNS, RewardCall, RewardStart
 from engines.rewards.row_tests import tests_of
 from engines.rewards.runner import RewardRunner
 from engines.rewards.unit_tests import NO_JUDGE, UnitTestScorer
@@ -164,7 +164,7 @@ def unread_references(
 def _unread(reward: MathReward | ChoiceReward, rows: Sequence[Row]) -> list[int]:
     """Numbers of the rows whose reference is not what the reward takes for one."""
     process = RewardProcess(
-        Start(
+        RewardStart(
             name=f"{reward.label}, references",
             path="engines.rewards.builtin:reference_reader",
             built_in=True,

@@ -37,12 +37,12 @@ from engines.rewards.protocol import (
     TRL_ARGUMENTS,
     TRL_HIDDEN_COLUMNS,
     BatchScorer,
-    Ready,
     Reply,
     RewardCall,
+    RewardReady,
+    RewardStart,
     SampleScore,
     SampleTookTooLong,
-    Start,
     TrainerState,
     Unscored,
     unpacked,
@@ -62,7 +62,7 @@ def main(socket: int, owner: int, dump: int) -> None:
     """
     begin(owner, dump, "refrain reward")
     with Connection(socket) as connection:
-        start: Start = connection.recv()
+        start: RewardStart = connection.recv()
         try:
             answer, ready = _load(start)
         except Exception as error:
@@ -78,7 +78,7 @@ def main(socket: int, owner: int, dump: int) -> None:
         answer_calls(connection, answered)
 
 
-def _load(start: Start) -> tuple[Callable[[RewardCall], Reply], Ready]:
+def _load(start: RewardStart) -> tuple[Callable[[RewardCall], Reply], RewardReady]:
     place = start.path.rpartition(":")[0]
     if not start.built_in and is_file(place):
         give_way(place)
@@ -98,13 +98,13 @@ def _load(start: Start) -> tuple[Callable[[RewardCall], Reply], Ready]:
 
 def ready_of(
     function: Callable[..., Any], columns: tuple[str, ...], packages: tuple[str, ...]
-) -> Ready:
+) -> RewardReady:
     """With digests of the lines that were loaded, and versions of packages that are installed."""
     source, module = source_digests(function)
-    return Ready(columns=columns, source=source, module=module, packages=installed(packages))
+    return RewardReady(columns=columns, source=source, module=module, packages=installed(packages))
 
 
-def _refusal(start: Start, error: Exception) -> str:
+def _refusal(start: RewardStart, error: Exception) -> str:
     said = str(error) if isinstance(error, ValueError) else _describe(error)
     if start.built_in and isinstance(error, ValueError):  # a sentence about the user's settings
         return said

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from configs.judge import JudgeReward, Judging
 from engines.rewards.judge_answers import JudgeAnswers
 from engines.rewards.judge_endpoint import (
-    Counts,
     Endpoint,
+    EndpointCounts,
     Pace,
     RequestFailed,
     key_of_judge,
@@ -39,7 +39,7 @@ class Vote:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class JudgeVerdict:
     """What became of one sample's votes."""
 
     votes: tuple[Vote | None, ...]  # None: its request failed
@@ -53,7 +53,7 @@ class Verdict:
         return statistics.pstdev(scores) if len(scores) > 1 else None
 
 
-def verdict_on(reward: Judging, votes: Sequence[Vote | None], twice: bool = True) -> Verdict:
+def verdict_on(reward: Judging, votes: Sequence[Vote | None], twice: bool = True) -> JudgeVerdict:
     """What a sample's votes come to, none of which failed; `twice`: those without a score had two."""
     scores = [vote.score for vote in votes if vote is not None and vote.score is not None]
     if 2 * len(scores) <= reward.votes:
@@ -62,9 +62,9 @@ def verdict_on(reward: Judging, votes: Sequence[Vote | None], twice: bool = True
             f"{reward.votes - len(scores)} of {reward.votes} votes gave no score between {low:g} "
             f"and {high:g}{', though asked twice' if twice else ''}"
         )
-        return Verdict(votes=tuple(votes), score=None, error=reason)
+        return JudgeVerdict(votes=tuple(votes), score=None, error=reason)
     combined = statistics.median(scores) if reward.combine == "median" else _mean(scores)
-    return Verdict(votes=tuple(votes), score=combined, error=None)
+    return JudgeVerdict(votes=tuple(votes), score=combined, error=None)
 
 
 def judge_scorer(
@@ -113,7 +113,7 @@ class JudgeScorer(BatchScorer):
             Unscored(reason=one.error or "") if one.score is None else one.score for one in verdicts
         ]
 
-    async def _judged(self, call: RewardCall) -> tuple[list[Verdict], Counts]:
+    async def _judged(self, call: RewardCall) -> tuple[list[JudgeVerdict], EndpointCounts]:
         until = time.monotonic() + self._reward.deadline
         async with Endpoint(self._reward, self._key, self._pace, self._at_once) as endpoint:
             asking = _Asking(self, endpoint, until)
@@ -121,21 +121,21 @@ class JudgeScorer(BatchScorer):
                 asyncio.create_task(asking.verdict(call, number))
                 for number in range(len(call.completions))
             ]
-            late: set[asyncio.Task[Verdict]] = set()
+            late: set[asyncio.Task[JudgeVerdict]] = set()
             if tasks:
                 _, late = await asyncio.wait(tasks, timeout=self._reward.deadline)
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
             await asking.end()
-            none = Verdict(
+            none = JudgeVerdict(
                 votes=(),
                 score=None,
                 error=f"not judged within rewards.functions[].deadline = {self._reward.deadline:g} s",
             )
             return [none if task in late else task.result() for task in tasks], endpoint.counts
 
-    def _log(self, verdicts: Sequence[Verdict], counts: Counts, logs: Logs) -> None:
+    def _log(self, verdicts: Sequence[JudgeVerdict], counts: EndpointCounts, logs: Logs) -> None:
         if not verdicts:
             return
         logs.log_extra(
@@ -172,7 +172,7 @@ class _Asking:
         self._until = until
         self._asked: dict[tuple[str, int], asyncio.Task[str]] = {}
 
-    async def verdict(self, call: RewardCall, number: int) -> Verdict:
+    async def verdict(self, call: RewardCall, number: int) -> JudgeVerdict:
         """What becomes of sample `number`."""
         reward = self._reward
         try:
@@ -180,7 +180,7 @@ class _Asking:
                 call.prompts[number], call.completions[number], call.rows[number]
             )
         except ValueError as error:
-            return Verdict(votes=(), score=None, error=str(error))
+            return JudgeVerdict(votes=(), score=None, error=str(error))
         results = await asyncio.gather(
             *(self._vote(text, vote) for vote in range(reward.votes)), return_exceptions=True
         )
@@ -190,7 +190,7 @@ class _Asking:
                 raise one
         votes = tuple(None if isinstance(one, BaseException) else one for one in results)
         if failures:
-            return Verdict(votes=votes, score=None, error=str(failures[0]))
+            return JudgeVerdict(votes=votes, score=None, error=str(failures[0]))
         return verdict_on(reward, votes)
 
     async def _vote(self, text: str, number: int) -> Vote:

@@ -35,7 +35,7 @@ class RequestFailed(RuntimeError):
 
 
 @dataclass(slots=True, kw_only=True)
-class Counts:
+class EndpointCounts:
     """What a scoring call asked of the endpoint."""
 
     votes: int = 0  # answers that were needed
@@ -88,7 +88,7 @@ class Endpoint:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         limits = httpx.Limits(max_connections=at_once, max_keepalive_connections=at_once)
         self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=None)
-        self.counts = Counts()
+        self.counts = EndpointCounts()
 
     async def answer(self, text: str, seed: int, until: float) -> str:
         """What the judge says to a text. RequestFailed.

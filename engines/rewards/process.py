@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from engines.processes.child_process import ChildProcess, Program
-from engines.rewards.protocol import Ready, Reply, RewardCall, Start, unpacked
+from engines.rewards.protocol import Reply, RewardCall, RewardReady, RewardStart, unpacked
 
 PROGRAM = Program(main="engines.rewards.child:main")
 
 
-class RewardProcess(ChildProcess[Ready, RewardCall, Reply]):
+class RewardProcess(ChildProcess[RewardReady, RewardCall, Reply]):
     """A process that loads one function, and scores samples by it."""
 
-    def __init__(self, start: Start, start_seconds: float = 180.0) -> None:
+    def __init__(self, start: RewardStart, start_seconds: float = 180.0) -> None:
         super().__init__(f"reward function {start.name}", PROGRAM, start, unpacked, start_seconds)
         self.name = start.name

@@ -56,7 +56,7 @@ class TrainerState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class RewardStart:
     """The first message: which function to become, a user's or a built-in scorer."""
 
     name: str  # what messages call the function
@@ -71,7 +71,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
+class RewardReady:
     """The function is loaded, and what it is: its lines, its file, the packages around it."""
 
     columns: tuple[str, ...]  # columns that it cannot be called without
@@ -161,9 +161,9 @@ class BatchScorer(ABC):
         """A score, None or the reason of a failure for each sample. What it raises fails them all."""
 
 
-Message: TypeAlias = "Ready | Broken | RewardCall | Reply"
+Message: TypeAlias = "RewardReady | Broken | RewardCall | Reply"
 
-_MESSAGES = by_name(Ready, Broken, RewardCall, Reply)
+_MESSAGES = by_name(RewardReady, Broken, RewardCall, Reply)
 
 
 def unpacked(message: Packed) -> Message:

@@ -35,7 +35,7 @@ from engines.meanings import meaning_of
 from engines.rewards.failing_samples import Column, LoggedMetric, pooled, score_column
 from engines.rewards.judge_answers import JudgeAnswers
 from engines.rewards.process import RewardProcess
-from engines.rewards.protocol import Prompt, RewardCall, Start, TrainerState
+from engines.rewards.protocol import Prompt, RewardCall, RewardStart, TrainerState
 from storage.objects.digests import key_of
 from storage.objects.json_values import JsonValue, Row
 from storage.prompts.datasets import open_source
@@ -300,7 +300,7 @@ def _start_message(
     data: DataConfig,
     answers: JudgeAnswers | None,
     sharers: int,
-) -> Start:
+) -> RewardStart:
     params: dict[str, Any]
     packages: tuple[str, ...]
     match reward:
@@ -328,7 +328,7 @@ def _start_message(
             path = "engines.rewards.builtin:reasoning_gym_scorer"
             packages = ("refrain-rl", "reasoning-gym")
             params = {"reward": reward, "source": data.source}
-    return Start(
+    return RewardStart(
         name=reward.path if isinstance(reward, FunctionReward) else reward.label,
         path=path,
         built_in=not isinstance(reward, FunctionReward),

@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
-class Outcome(BaseException):
+class TestOutcome(BaseException):
     """A test said itself that it has not passed; no test's own handlers catch it."""
 
 
-class _Skipped(Outcome):
+class _Skipped(TestOutcome):
     pass
 
 
@@ -81,7 +81,7 @@ def _skip(*arguments: Any, **named: Any) -> Any:
 
 
 def _fail(reason: str = "", **named: Any) -> Any:
-    raise Outcome(f"failed: {reason}")
+    raise TestOutcome(f"failed: {reason}")
 
 
 def _importorskip(name: str, **named: Any) -> Any:
@@ -115,7 +115,7 @@ class _Raises:
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> bool:
         if kind is None:
-            raise Outcome(f"did not raise {self._expected}")
+            raise TestOutcome(f"did not raise {self._expected}")
         if not issubclass(kind, self._expected):
             return False
         self.type, self.value = kind, value
@@ -224,7 +224,7 @@ def run(names: dict[str, Any], test: Mapping[str, Any], candidate: Callable[[], 
         for rows in itertools.product(*(rows for _, rows in marks))
     ]
     if not cases:
-        raise Outcome("it has no cases")
+        raise TestOutcome("it has no cases")
     for number, case in enumerate(cases):
         if test["case"] in (None, number):
             _Case(names, group, test["function"], case, candidate).run()
@@ -356,4 +356,4 @@ def _by_unittest(unittest: Any, group: Any, method: str) -> None:
         raise first[0]
     passed = result.testsRun == 1 and not result.skipped
     if not passed or result.expectedFailures or result.unexpectedSuccesses:
-        raise Outcome("it did not run to its end")
+        raise TestOutcome("it did not run to its end")

@@ -105,7 +105,7 @@ class TestFailed(Exception):
 class Thing:
     """A function, class or object of the program, which stays where it is."""
 
-    def __init__(self, program: Program, number: int) -> None:
+    def __init__(self, program: TestedProgram, number: int) -> None:
         vars(self).update(_Thing__program=program, _Thing__number=number)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -167,7 +167,7 @@ class Thing:
     def __setstate__(self, state: Any) -> NoReturn:
         raise pickle.UnpicklingError("the program writes what a Thing is")
 
-    def number_of(self, program: Program) -> int | None:
+    def number_of(self, program: TestedProgram) -> int | None:
         """Its number in a program; None if it is another's."""
         return self.__number if program is self.__program else None
 
@@ -179,7 +179,7 @@ class _Sealed(type):
         raise AttributeError(name)
 
 
-class Program:
+class TestedProgram:
     """A process of the program; `loader` is the text of engines/rewards/tested_program.py."""
 
     def __init__(self, loader: str, deadline: float) -> None:
@@ -359,7 +359,7 @@ class _Reference:
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, program: Program, *arguments: Any) -> None:
+    def __init__(self, program: TestedProgram, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._program = program
 
@@ -381,7 +381,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, program: Program, *arguments: Any) -> None:
+    def __init__(self, program: TestedProgram, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._program = program
 
@@ -447,7 +447,7 @@ def by_calls(
 ) -> None:
     """One test that calls the program: statements, or a function or method of theirs."""
     text = test["setup"] + "\n" + test["code"]
-    program = Program(loader, time.monotonic() + seconds)
+    program = TestedProgram(loader, time.monotonic() + seconds)
     try:
         program.load(source)
         names = _namespace(program, text, aliases, "tests" if test["function"] else "__main__")
@@ -463,7 +463,7 @@ def by_calls(
         program.close()
 
 
-def _named(program: Program, name: str) -> Any:
+def _named(program: TestedProgram, name: str) -> Any:
     """What a row names as tested: a function, a method of Solution, or Solution().method."""
     if name.isidentifier() and name not in program.names and "Solution" in program.names:
         return getattr(program.names["Solution"](), name)
@@ -472,7 +472,7 @@ def _named(program: Program, name: str) -> Any:
     return eval(name, {"__builtins__": {}, **program.names})
 
 
-def _namespace(program: Program, text: str, aliases: set[str], name: str) -> dict[str, Any]:
+def _namespace(program: TestedProgram, text: str, aliases: set[str], name: str) -> dict[str, Any]:
     """Where a test runs: it has the program's names, and finds them by import too.
 
     A program's own `len` or `sorted` must not judge what it returns, nor what it calls like one of

@@ -36,7 +36,7 @@ from engines.rollout.samples import (
     read_prompts,
     write_samples,
 )
-from engines.rollout.weight_reader import Held, LoadReport, check_manifest
+from engines.rollout.weight_reader import HeldVersion, LoadReport, check_manifest
 from engines.workers.engine import Memory
 from engines.workers.messages import Moved
 from storage.objects.node_cache import open_node_cache
@@ -50,7 +50,7 @@ class Asleep:
     """How an engine went to sleep."""
 
     level: int  # 1: the weights are on the host, 2: they are gone
-    held: Held | None  # the policy version that they were
+    held: HeldVersion | None  # the policy version that they were
     checksum: str  # of their bits, at level 1; empty: of none
 
 
@@ -70,7 +70,7 @@ class RolloutEngine(Sampler):
         self._store = Store(spec.store_uri, spec.store_options)
         self._node_cache = open_node_cache(self._store, spec.node_cache_bytes)
         self._shapes = shapes
-        self._held: Held | None = None
+        self._held: HeldVersion | None = None
         self._digests: dict[int, str] = {}  # of every version that was held
         self._paused = False
         self._asleep: Asleep | None = None
@@ -269,9 +269,9 @@ class RolloutEngine(Sampler):
 
     # -- the weights held --------------------------------------------------------------------------
 
-    def _hold(self, weights: WeightsRef, *found: Held) -> Held:
+    def _hold(self, weights: WeightsRef, *found: HeldVersion) -> HeldVersion:
         """Sample under `weights` from now on; WeightMismatch where what was loaded is not that."""
-        wanted = Held(version=weights.version, digest=weights.digest)
+        wanted = HeldVersion(version=weights.version, digest=weights.digest)
         for held in found:
             if held != wanted:
                 raise WeightMismatch(
@@ -286,7 +286,7 @@ class RolloutEngine(Sampler):
         """Refuse to sample: the model's weights are no version, or not a whole one."""
         self._held = self.version = None
 
-    def _holding(self) -> Held:
+    def _holding(self) -> HeldVersion:
         """What the engine samples under; NoWeights."""
         if self._held is None:
             raise NoWeights(f"{self._label} holds no policy version: sync first")

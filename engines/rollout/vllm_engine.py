@@ -26,7 +26,7 @@ from engines.rollout.engine import RolloutEngine
 from engines.rollout.samples import Completion, PromptTokens
 from engines.rollout.vllm_arguments import ScoredTokens
 from engines.rollout.vllm_process import VllmProcess
-from engines.rollout.weight_reader import Held, LoadReport
+from engines.rollout.weight_reader import HeldVersion, LoadReport
 from engines.workers.messages import Moved
 from storage.objects.errors import ObjectDamaged, ObjectMissing, StoreUnavailable
 from storage.objects.usage import COUNTER
@@ -387,7 +387,7 @@ class VllmEngine(RolloutEngine):
         version = await llm.get_weight_version()
         if version != str(weights.version):
             raise WeightMismatch(f"vLLM reports policy version {version}, not {weights.version}.")
-        loaded = [Held(version=one["version"], digest=one["digest"]) for one in reports]
+        loaded = [HeldVersion(version=one["version"], digest=one["digest"]) for one in reports]
         COUNTER.add(bytes_read=reports[0]["bytes_read"])  # by vLLM's own process
         return LoadReport(
             held=self._hold(weights, *loaded),

@@ -11,7 +11,7 @@ from engines.models.adapters import adapted_weights, merge, whole_entries
 from storage.objects.node_cache import NodeCache
 from storage.objects.store import Store
 from storage.runs.weights import (
-    Base,
+    BaseVersion,
     Manifest,
     WeightsRef,
     adapter_digest,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
+class HeldVersion:
     """The policy version that an engine holds."""
 
     version: int
@@ -36,7 +36,7 @@ class Held:
 class LoadReport:
     """What a load of a policy version took."""
 
-    held: Held
+    held: HeldVersion
     tensors: int
     nbytes: int
     seconds: float  # reading and loading alone
@@ -105,16 +105,16 @@ class LoadedWeights:
             self._whole.take(name)
 
     def _stream(
-        self, version: WeightsRef | Base, names: frozenset[str] | None = None
+        self, version: WeightsRef | BaseVersion, names: frozenset[str] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         return stream(self._store, version, names, self._cache, self._share)
 
-    def held(self) -> Held:
+    def held(self) -> HeldVersion:
         """The version with the digest of the tensors that were taken, not of those offered."""
         adapter, digest = self._manifest.adapter, self._whole.digest()
         if adapter is not None:
             digest = adapter_digest(self._factors.digest(), adapter, digest)
-        return Held(version=self._weights.version, digest=digest)
+        return HeldVersion(version=self._weights.version, digest=digest)
 
 
 class _Taken:

@@ -10,7 +10,16 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
 from engines.processes.key_guard import App, KeyGuard
-from engines.teachers.messages import Facts, Lease, Probe, Question, Refused, Status, Taught, Tokens
+from engines.teachers.messages import (
+    Facts,
+    PlaceLease,
+    Question,
+    ServiceProbe,
+    ServiceRefused,
+    Status,
+    Taught,
+    Tokens,
+)
 from engines.teachers.service import TeacherService
 
 POLL = 2.0  # seconds that a request waits for its answer before it is told to ask again
@@ -22,8 +31,8 @@ def app(service: TeacherService, key: str) -> App:
     """The application; requests that do not show the key are answered 401, their bodies unread."""
     made = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
-    @made.exception_handler(Refused)
-    async def refused(request: Request, error: Refused) -> JSONResponse:
+    @made.exception_handler(ServiceRefused)
+    async def refused(request: Request, error: ServiceRefused) -> JSONResponse:
         return JSONResponse({"detail": str(error)}, status_code=error.status)
 
     @made.exception_handler(RequestValidationError)
@@ -35,7 +44,7 @@ def app(service: TeacherService, key: str) -> App:
         return JSONResponse({"detail": text}, status_code=NO_MESSAGE)
 
     @made.post("/v1/probe")
-    def probe(probe: Probe) -> Facts:
+    def probe(probe: ServiceProbe) -> Facts:
         return service.probe(probe)
 
     @made.get("/v1/tokens")
@@ -48,11 +57,11 @@ def app(service: TeacherService, key: str) -> App:
         return service.status()
 
     @made.put("/v1/lease")
-    def renew(lease: Lease) -> None:
+    def renew(lease: PlaceLease) -> None:
         service.renew(lease)
 
     @made.delete("/v1/lease")
-    def release(lease: Lease) -> None:
+    def release(lease: PlaceLease) -> None:
         service.release(lease)
 
     @made.post("/v1/teach", response_model=Taught)
@@ -63,7 +72,7 @@ def app(service: TeacherService, key: str) -> App:
             taught = await asyncio.wait_for(asyncio.shield(answer), POLL)
         except TimeoutError:
             return JSONResponse({}, status_code=STILL_WAITING)
-        except Refused:
+        except ServiceRefused:
             service.told(question)
             raise
         service.told(question)

@@ -17,7 +17,16 @@ import httpx
 
 from engines.failures import InfrastructureError, StaleCall
 from engines.models.tokens import ModelTokens, check_same_tokens
-from engines.teachers.messages import Facts, Lease, Message, Probe, Question, Status, Taught, Tokens
+from engines.teachers.messages import (
+    Facts,
+    Message,
+    PlaceLease,
+    Question,
+    ServiceProbe,
+    Status,
+    Taught,
+    Tokens,
+)
 from engines.workers.cluster import raise_if_set
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
@@ -124,7 +133,7 @@ def probed(address: Address, store: Store, dtype: str) -> Facts:
     key, text = f".teacher-probe-{uuid.uuid4().hex}", uuid.uuid4().hex
     store.write(key, text.encode())
     try:
-        probe = Probe(store=store.uri, key=key, text=text, dtype=dtype)
+        probe = ServiceProbe(store=store.uri, key=key, text=text, dtype=dtype)
         facts = connection.answer(Facts, "POST", "/v1/probe", probe, DIGEST_TIMEOUT)
     finally:
         store.delete([key])
@@ -178,7 +187,7 @@ class TeacherClient:
         self._digest = digest
         self._patience = patience
         self._cancel = cancel
-        self._lease: Lease | None = None
+        self._lease: PlaceLease | None = None
         self._seconds = 0.0  # of a lease
         self._over = threading.Event()
         self._renewing: threading.Thread | None = None
@@ -200,7 +209,7 @@ class TeacherClient:
         check_digest(self._address, facts, self._digest, self._dtype)
         self._digest = facts.digest
         self._seconds = facts.lease_seconds
-        self._lease = Lease(
+        self._lease = PlaceLease(
             run=self._run,
             store=self._store.uri,
             epoch=self._epoch,

@@ -6,16 +6,16 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from engines.teachers.messages import Lease, Refused
+from engines.teachers.messages import PlaceLease, ServiceRefused
 
 GONE, CONFLICT, FULL = 410, 409, 429  # HTTP statuses: no lease; another flow has it; no place
 
 
 @dataclass(slots=True, kw_only=True)
-class Held:
+class TakenPlace:
     """A place that a run has."""
 
-    lease: Lease
+    lease: PlaceLease
     until: float  # by the clock
     # What has been done for the run since it took the place.
     calls: int = 0
@@ -24,7 +24,7 @@ class Held:
     seconds: float = 0.0  # of the engine
 
 
-class Leases:
+class Places:
     """Places by run; not safe to use from several threads at once."""
 
     def __init__(
@@ -34,9 +34,9 @@ class Leases:
         self._places = places
         self._seconds = seconds
         self._clock = clock
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, TakenPlace] = {}
 
-    def renew(self, lease: Lease) -> bool:
+    def renew(self, lease: PlaceLease) -> bool:
         """Give a run its place, or let it keep it; whether it is a new one.
 
         Refused where a newer flow of the run has it, and where there is no place.
@@ -44,7 +44,7 @@ class Leases:
         held = self._held.get(lease.address)
         if held is None and len(self._held) >= self._places:
             runs = ", ".join(sorted(one.lease.run for one in self._held.values()))
-            raise Refused(
+            raise ServiceRefused(
                 FULL,
                 f"it has places = {self._places}, all taken by other runs ({runs}); wait for one of "
                 "them to end, or start it with more places",
@@ -53,15 +53,15 @@ class Leases:
             self._check(held, lease.epoch)
         fresh = held is None or lease.epoch > held.lease.epoch
         if held is None or fresh:
-            held = self._held[lease.address] = Held(lease=lease, until=0.0)
+            held = self._held[lease.address] = TakenPlace(lease=lease, until=0.0)
         held.until = self._clock() + self._seconds
         return fresh
 
-    def held(self, address: str, epoch: int) -> Held:
+    def held(self, address: str, epoch: int) -> TakenPlace:
         """The place from which a flow of a run asks. Refused where it has none."""
         held = self._held.get(address)
         if held is None or epoch > held.lease.epoch:
-            raise Refused(GONE, "the run has no lease there")
+            raise ServiceRefused(GONE, "the run has no lease there")
         self._check(held, epoch)
         held.until = self._clock() + self._seconds
         return held
@@ -83,14 +83,14 @@ class Leases:
         return over
 
     @property
-    def all(self) -> Mapping[str, Held]:
+    def all(self) -> Mapping[str, TakenPlace]:
         """The places that are taken, by the run's address."""
         return dict(self._held)
 
     @staticmethod
-    def _check(held: Held, epoch: int) -> None:
+    def _check(held: TakenPlace, epoch: int) -> None:
         if epoch < held.lease.epoch:
-            raise Refused(
+            raise ServiceRefused(
                 CONFLICT,
                 f"a flow with epoch {held.lease.epoch} has taken the run {held.lease.run} over, and "
                 f"this one has epoch {epoch}",

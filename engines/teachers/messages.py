@@ -18,7 +18,7 @@ Name = Annotated[str, Field(max_length=1024)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-class Refused(Exception):
+class ServiceRefused(Exception):
     """A service does not do what it was asked; the text goes on "the teacher at ADDRESS: "."""
 
     def __init__(self, status: int, text: str) -> None:
@@ -46,7 +46,7 @@ class Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class Probe(Message):
+class ServiceProbe(Message):
     """A question before a run: what is there, and does it see the run's store?"""
 
     store: Name  # address
@@ -77,7 +77,7 @@ class Tokens(Message):
     rows: int | None
 
 
-class Lease(Message):
+class PlaceLease(Message):
     """By what right a run asks: a place, renewed by sending it again."""
 
     run: Name

@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 from engines.failures import CallCancelled, ClusterLost, InfrastructureError
 from engines.models.tokens import ModelTokens
 from engines.teachers.fair_queue import FairQueue
-from engines.teachers.leases import GONE, Leases
+from engines.teachers.leases import GONE, Places
 from engines.teachers.messages import (
     MOST_NUMBERS,
     Facts,
-    Lease,
-    Probe,
+    PlaceLease,
     Question,
-    Refused,
     RunUse,
+    ServiceProbe,
+    ServiceRefused,
     Status,
     Taught,
 )
@@ -87,7 +87,7 @@ class TeacherService:
         self._clock = clock
         self._began = clock()
         self._queue: FairQueue[_Waiting] = FairQueue(limits.tokens_per_minute, clock)
-        self._leases = Leases(limits.places, limits.lease_seconds, clock)
+        self._leases = Places(limits.places, limits.lease_seconds, clock)
         self._asked: dict[tuple[str, str], _Waiting] = {}  # by run and out_key
         self._digests: dict[str, str] = {}  # by number format, of the gang as it is formed
         self._tokens: ModelTokens | None = None
@@ -121,7 +121,7 @@ class TeacherService:
         assert self._tokens is not None, "the service has not started"
         return self._tokens
 
-    def probe(self, probe: Probe) -> Facts:
+    def probe(self, probe: ServiceProbe) -> Facts:
         """What is taught by, for a run that can be served. Refused, in a sentence."""
         found = self._store(probe.store)
         try:  # of another size it is not read: it may be anything in the store
@@ -130,7 +130,7 @@ class TeacherService:
         except (StoreError, ValueError):
             seen = ""
         if seen != probe.text:
-            raise Refused(
+            raise ServiceRefused(
                 BAD_REQUEST,
                 f"it does not see what this run has just written to {probe.store}; set store.uri to "
                 "an address that means the same place on both machines",
@@ -153,13 +153,13 @@ class TeacherService:
             tokens_per_minute=self._limits.tokens_per_minute,
         )
 
-    def renew(self, lease: Lease) -> None:
+    def renew(self, lease: PlaceLease) -> None:
         """Give a run its place, or let it keep it. Refused, in a sentence."""
         self._store(lease.store)
         rows = self.tokens.rows
         fewer = lease.rows is not None and rows is not None and rows < lease.rows
         if lease.tokenizer != self.tokens.digest or fewer:
-            raise Refused(
+            raise ServiceRefused(
                 FAILED,
                 f"its tokenizer is another than the student's ({self.tokens.digest} of "
                 f"{rows} ids, and {lease.tokenizer} of {lease.rows})",
@@ -169,7 +169,7 @@ class TeacherService:
             if self._leases.renew(lease):
                 self._drop(lease.address)
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: PlaceLease) -> None:
         """Give a run's place to others; what it asked is forgotten."""
         with self._changed:
             if self._leases.release(lease.address, lease.epoch):
@@ -191,7 +191,7 @@ class TeacherService:
                 return known.answer
             self._leases.held(question.address, question.epoch)  # still
             if self._queue.waiting(question.address)[0] >= MOST_WAITING:
-                raise Refused(LATER, f"{MOST_WAITING} questions of the run wait already")
+                raise ServiceRefused(LATER, f"{MOST_WAITING} questions of the run wait already")
             self._asked[key] = waiting
             self._queue.put(question.address, tokens, waiting)
             self._changed.notify_all()
@@ -231,7 +231,7 @@ class TeacherService:
     def _store(self, uri: str) -> Store:
         found = self._stores.get(uri)
         if found is None:
-            raise Refused(
+            raise ServiceRefused(
                 BAD_REQUEST,
                 f"it serves runs of the stores {', '.join(self._stores)}, and this run's is {uri}; "
                 f"start it with other_stores=[{uri}], or set store.uri",
@@ -241,26 +241,28 @@ class TeacherService:
     def _checked(self, question: Question) -> int:
         """The tokens of a question that the gang can answer, so that a bad one does not break it."""
         if not question.out_key.startswith(f"{question.run}/"):
-            raise Refused(BAD_REQUEST, f"{question.out_key} is no key of the run {question.run}")
+            raise ServiceRefused(
+                BAD_REQUEST, f"{question.out_key} is no key of the run {question.run}"
+            )
         rows = self.tokens.rows or len(self.tokens.words)
         if question.top_k >= rows:
-            raise Refused(BAD_REQUEST, f"top_k = {question.top_k}, and it has {rows} words")
+            raise ServiceRefused(BAD_REQUEST, f"top_k = {question.top_k}, and it has {rows} words")
         try:
             store = self._store(question.store)
             for key in question.batch.objects:
                 store.size(key)
             lengths = read_lengths(store, question.batch)
         except (StoreError, ValueError) as error:
-            raise Refused(FAILED, f"the samples cannot be read: {error}") from error
+            raise ServiceRefused(FAILED, f"the samples cannot be read: {error}") from error
         each = lengths.prompts + lengths.responses
         longest = int(each.max(initial=0))
         if self._positions is not None and longest > self._positions:
-            raise Refused(
+            raise ServiceRefused(
                 BAD_REQUEST, f"a sample has {longest} tokens, and it reads {self._positions}"
             )
         tokens = int(each.sum())
         if tokens * question.top_k > MOST_NUMBERS:
-            raise Refused(
+            raise ServiceRefused(
                 BAD_REQUEST,
                 f"{tokens} tokens with top_k = {question.top_k} are {tokens * question.top_k} "
                 f"numbers, and one question may have {MOST_NUMBERS}",
@@ -270,7 +272,7 @@ class TeacherService:
     def _drop(self, address: str) -> None:
         """Forget what a run has asked."""
         for waiting in self._queue.drop(address):
-            waiting.answer.set_exception(Refused(GONE, "the run's place was given away"))
+            waiting.answer.set_exception(ServiceRefused(GONE, "the run's place was given away"))
         for key in [key for key in self._asked if key[0] == address]:
             del self._asked[key]
 
@@ -294,17 +296,17 @@ class TeacherService:
         question, began = waiting.question, self._clock()
         try:
             batch = self._taught(question, waiting.readable)
-        except Refused as refusal:
+        except ServiceRefused as refusal:
             waiting.answer.set_exception(refusal)
             return
         except (CallCancelled, ClusterLost) as error:
-            waiting.answer.set_exception(Refused(ENDING, f"it is ending: {error}"))
+            waiting.answer.set_exception(ServiceRefused(ENDING, f"it is ending: {error}"))
             return
         except (InfrastructureError, StoreUnavailable) as error:
-            waiting.answer.set_exception(Refused(LATER, str(error)))
+            waiting.answer.set_exception(ServiceRefused(LATER, str(error)))
             return
         except Exception as error:
-            waiting.answer.set_exception(Refused(FAILED, f"{type(error).__name__}: {error}"))
+            waiting.answer.set_exception(ServiceRefused(FAILED, f"{type(error).__name__}: {error}"))
             return
         ended = self._clock()
         taught = Taught(
@@ -325,7 +327,7 @@ class TeacherService:
     def _taught(self, question: Question, readable: int | None) -> BatchRef:
         digest = self._digest(question.dtype)
         if digest != question.digest:
-            raise Refused(
+            raise ServiceRefused(
                 OTHER_WEIGHTS,
                 f"it holds the weights {digest}, and this run is taught by {question.digest}; start "
                 "it with that model, or begin a new run",

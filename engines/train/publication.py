@@ -30,9 +30,9 @@ from storage.runs.run_store import RunStore
 from storage.runs.weight_changes import base_for, changes_name, write_changes
 from storage.runs.weights import (
     Adapter,
-    Base,
-    Outline,
-    Part,
+    BaseVersion,
+    TensorOutline,
+    WeightFile,
     WeightsRef,
     adapter_digest,
     find_manifest,
@@ -71,7 +71,7 @@ def publish_together(
     shard_bytes: int = SHARD_BYTES,
     *,
     key: str | None = None,
-    adapter: tuple[Adapter, Base] | None = None,
+    adapter: tuple[Adapter, BaseVersion] | None = None,
 ) -> Publication:
     """Write a (sharded) module's weights as a policy version, each rank some shards; a collective.
 
@@ -140,14 +140,14 @@ class _Parts:
     store: Store
     key: str  # folder of the version
     token: str  # of the attempt
-    base: Base | None  # from which the version is stored as the difference
+    base: BaseVersion | None  # from which the version is stored as the difference
     behind: Behind | None
 
     def write(
         self,
-        shards: Mapping[int, Mapping[str, Outline]],
+        shards: Mapping[int, Mapping[str, TensorOutline]],
         tensors: Callable[[int], Iterator[tuple[str, Tensor]]],
-    ) -> dict[int, Part]:
+    ) -> dict[int, WeightFile]:
         """Write shards by number. `tensors` gives the next so many."""
         store, key = self.store, self.key
         if self.base is None:
@@ -169,16 +169,16 @@ class _Parts:
 
     def write_by_lanes(
         self,
-        shards: Mapping[int, Mapping[str, Outline]],
+        shards: Mapping[int, Mapping[str, TensorOutline]],
         state: Mapping[str, Tensor],
         dtype: torch.dtype | None,
         device: torch.device,
-    ) -> dict[int, Part]:
+    ) -> dict[int, WeightFile]:
         """Write the shards of a lone rank, several at once, each on a lane of its device."""
         base = None if self.base is None else BaseTensors(self.store, self.base)
         own = {name: own_part(tensor)[0] for name, tensor in state.items()}
 
-        def write(number: int, lane: Lane) -> Part:
+        def write(number: int, lane: Lane) -> WeightFile:
             outlines = shards[number]
             tensors = ((name, own[name]) for name in outlines)
             if base is None:
@@ -229,7 +229,7 @@ class _Writer:
         shards: list[list[str]],
         rank: int,
         ranks: int,
-        outlines: Mapping[str, Outline],
+        outlines: Mapping[str, TensorOutline],
     ) -> None:
         self._parts = parts
         mine = range(rank, len(shards), ranks)
@@ -246,7 +246,7 @@ class _Writer:
 
     def __enter__(self) -> _Writer:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="publish")
-        self._written: Future[dict[int, Part]] = self._pool.submit(self._write)
+        self._written: Future[dict[int, WeightFile]] = self._pool.submit(self._write)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -272,11 +272,11 @@ class _Writer:
             self._held += tensor.nbytes
             self._changed.notify_all()
 
-    def parts(self) -> dict[int, Part]:
+    def parts(self) -> dict[int, WeightFile]:
         """Number and file of every shard of this rank; waits until they are written."""
         return self._written.result()
 
-    def _write(self) -> dict[int, Part]:
+    def _write(self) -> dict[int, WeightFile]:
         try:
             return self._parts.write(self._shards, self._next)
         finally:
@@ -312,7 +312,7 @@ def digest_together(
 
 def compare_together(
     store: Store,
-    weights: WeightsRef | Base,
+    weights: WeightsRef | BaseVersion,
     state: Mapping[str, Tensor],
     dtype: torch.dtype | None,
     group: dist.ProcessGroup,

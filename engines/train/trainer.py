@@ -31,7 +31,7 @@ from storage.batches.refs import BatchRef
 from storage.runs.commit_log import head, read_commit
 from storage.runs.origins import origin_of, start_of
 from storage.runs.run_store import RunStore
-from storage.runs.snapshots import Base, base_of
+from storage.runs.snapshots import ReplayStart, base_of
 from storage.runs.weights import WeightsRef
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ class Trainer:
         assert self._version is not None
         return self._version
 
-    def _go_to(self, base: Base | None) -> None:
+    def _go_to(self, base: ReplayStart | None) -> None:
         """Bring the gang to a stored state, or to the beginning.
 
         Updates that follow are made again, not looked up.

@@ -48,7 +48,7 @@ class TrainRank:
     cost: CostModel
 
 
-class Work(Protocol):
+class UpdateWork(Protocol):
     """What was computed, as a tally counts it."""
 
     @property
@@ -98,7 +98,7 @@ class Tally:
         self.marks.clear()
         return self.seconds
 
-    def add(self, sums: MetricSums, work: Work) -> None:
+    def add(self, sums: MetricSums, work: UpdateWork) -> None:
         """Add what was computed elsewhere."""
         self.sums += sums
         self.tokens += work.tokens

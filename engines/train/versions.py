@@ -33,7 +33,7 @@ from storage.objects.node_cache import NodeCache
 from storage.objects.write_behind import open_behind
 from storage.runs.adapters import base_key, find_base
 from storage.runs.run_store import RunStore
-from storage.runs.weights import Adapter, Base, WeightsRef, adapter_digest, open_manifest
+from storage.runs.weights import Adapter, BaseVersion, WeightsRef, adapter_digest, open_manifest
 
 
 class Versions:
@@ -190,13 +190,13 @@ class AdapterVersions(Versions):
             self._base_digests[dtype] = digest_together(self._weights(dtype), dtype, self._group)
         return self._base_digests[dtype]
 
-    def _published_base(self, dtype: torch.dtype) -> Base:
+    def _published_base(self, dtype: torch.dtype) -> BaseVersion:
         """The base in the store, put there unless it is; it must be the one that is held."""
         name = str(dtype).removeprefix("torch.")
         base = on_first(self._group, lambda: find_base(self._files, name))
         if base is None:
             made = self._publish_whole(0, dtype, key=base_key(self._files, name)).settle()
-            base = Base(key=made.key, digest=made.digest)
+            base = BaseVersion(key=made.key, digest=made.digest)
             self._base_digests[dtype] = base.digest
         if self._base_digest(dtype) != base.digest:
             raise WeightMismatch(

@@ -25,7 +25,7 @@ from engines.rollout.samples import (
     token_columns,
 )
 from engines.trees.contract import GrownTrees, Growth, TreeGrower, TreeSpec
-from engines.trees.plan import Branch, Node, Noise, branches, leaves, path_of, settled
+from engines.trees.plan import Branch, Noise, TreeNode, branches, leaves, path_of, settled
 from storage.batches.columns import SEGMENT, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
@@ -43,7 +43,7 @@ class PromptTree:
     """The tree of a prompt as it stands; lists by the number of the node, less one."""
 
     group: int
-    nodes: list[Node]
+    nodes: list[TreeNode]
     segments: list[Completion]
     workers: list[str]
     attempts: list[int]
@@ -129,7 +129,7 @@ def read_trees(store: Store, prompts: BatchRef, nodes: BatchRef | None) -> list[
     workers = nodes.fetch_list(store, "worker")
     rows = zip(*columns, segments, workers, strict=True)
     for group, number, parent, depth, share, attempt, segment, worker in rows:
-        node = Node(
+        node = TreeNode(
             number=number,
             parent=parent,
             depth=depth,
@@ -141,7 +141,7 @@ def read_trees(store: Store, prompts: BatchRef, nodes: BatchRef | None) -> list[
     return list(trees.values())
 
 
-def add(tree: PromptTree, node: Node, segment: Completion, worker: str, attempt: int) -> None:
+def add(tree: PromptTree, node: TreeNode, segment: Completion, worker: str, attempt: int) -> None:
     """A further node of a tree; they come in the order of their numbers."""
     assert node.number == len(tree.nodes) + 1
     tree.nodes.append(node)
@@ -167,12 +167,12 @@ def write_level(
     columns = [asked.fetch_numpy(store, name)[0].tolist() for name in names]
     attempts = level.fetch_numpy(store, "attempt")[0].tolist()
     workers = level.fetch_list(store, "worker")
-    sampled: dict[int, list[tuple[Node, Completion, str, int]]] = {}
+    sampled: dict[int, list[tuple[TreeNode, Completion, str, int]]] = {}
     rows = zip(*columns, begun, paths, workers, attempts, strict=True)
     for group, number, parent, depth, share, start, path, worker, attempt in rows:
         why = ended_by(path, growth.tree, tokenizer) if path.finish_reason == SEGMENT else ""
         segment = after(path, start, why or path.finish_reason)
-        node = Node(
+        node = TreeNode(
             number=number,
             parent=parent,
             depth=depth,

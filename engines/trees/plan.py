@@ -37,7 +37,7 @@ class Branch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Node:
+class TreeNode:
     """A segment that was sampled."""
 
     number: int
@@ -60,7 +60,7 @@ class Noise:
         return random.Random(None if self._begin is None else f"{self._begin}/{what}")
 
 
-def settled(level: Sequence[Node], tree: TreeSettings) -> list[Node]:
+def settled(level: Sequence[TreeNode], tree: TreeSettings) -> list[TreeNode]:
     """The nodes of a level with the shares that they have now.
 
     Args:
@@ -102,7 +102,7 @@ def by_weight(total: int, logarithms: Sequence[float]) -> list[int]:
     return parts
 
 
-def branches(nodes: Sequence[Node], n: int, tree: TreeSettings, noise: Noise) -> list[Branch]:
+def branches(nodes: Sequence[TreeNode], n: int, tree: TreeSettings, noise: Noise) -> list[Branch]:
     """What is sampled next of a prompt; nothing once its tree has n leaves.
 
     Args:
@@ -153,7 +153,7 @@ def split(
 
 
 def fallen_back(
-    nodes: Sequence[Node], missing: int, tree: TreeSettings, noise: Noise
+    nodes: Sequence[TreeNode], missing: int, tree: TreeSettings, noise: Noise
 ) -> list[tuple[int, int, int]]:
     """Branches for leaves that are missing where no path goes on: after earlier nodes, drawn.
 
@@ -173,7 +173,7 @@ def fallen_back(
     return [(number, depth + 1, 1) for number, depth in sorted(drawn)]
 
 
-def path_of(nodes: Sequence[Node], number: int) -> list[int]:
+def path_of(nodes: Sequence[TreeNode], number: int) -> list[int]:
     """Numbers of the nodes from the prompt, which is left out, to a node."""
     path = []
     while number != PROMPT:
@@ -182,6 +182,6 @@ def path_of(nodes: Sequence[Node], number: int) -> list[int]:
     return path[::-1]
 
 
-def leaves(nodes: Sequence[Node]) -> list[int]:
+def leaves(nodes: Sequence[TreeNode]) -> list[int]:
     """The node of each leaf of a tree that has all of them; one comes as often as it stands for."""
     return [node.number for node in nodes if node.over for _ in range(node.share)]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class HeldSeconds:
     """What the calls of an attempt held, the failed ones too; it grows while they run."""
 
     seconds: dict[str, float] = field(default_factory=dict)  # worker-seconds by pool
@@ -22,7 +22,7 @@ class Held:
 
 @dataclass(slots=True)
 class _Worker:
-    holders: list[Held] = field(default_factory=list)  # one entry for each call that runs
+    holders: list[HeldSeconds] = field(default_factory=list)  # one entry for each call that runs
     since: float = 0.0  # when the holders last changed, on the clock
 
 
@@ -38,7 +38,7 @@ class DeviceTime:
         self._workers: dict[tuple[str, str], _Worker] = {}  # by pool and name; those that are held
 
     @contextlib.contextmanager
-    def held(self, pool: str, workers: Iterable[str], holder: Held) -> Iterator[None]:
+    def held(self, pool: str, workers: Iterable[str], holder: HeldSeconds) -> Iterator[None]:
         """During the body a call of `holder` holds these workers of a pool."""
         names = [(pool, worker) for worker in workers]
         with self._lock:

@@ -18,7 +18,7 @@ from engines.workers.messages import Moved
 SLICE = 0.2  # seconds between looks at whether the run is cancelled
 
 
-class Holder(Protocol):
+class DeviceHolder(Protocol):
     """The engines of one role on one pool. Both may be called again after a failure."""
 
     pool: str
@@ -42,7 +42,7 @@ class DeviceTurns:
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def held(self, holder: Holder, cancel: threading.Event | None = None) -> Iterator[None]:
+    def held(self, holder: DeviceHolder, cancel: threading.Event | None = None) -> Iterator[None]:
         """Have the turn for the body, beside other calls of the same holder.
 
         Raises CallCancelled, and what a holder's `sleep` or `wake` raises: nobody has the turn then.
@@ -85,14 +85,14 @@ class _PoolTurn:
     """The turn of one pool."""
 
     def __init__(self, told: Callable[[str], None]) -> None:
-        self.holder: Holder | None = None
+        self.holder: DeviceHolder | None = None
         self._told = told
         self._using = 0  # calls of the holder that are under way
         self._changing = False
         self._changed = threading.Condition()
         self._moves: list[Move] = []
 
-    def take(self, holder: Holder, cancel: threading.Event | None) -> None:
+    def take(self, holder: DeviceHolder, cancel: threading.Event | None) -> None:
         """Return once `holder` has the turn."""
         with self._changed:
             while self._changing or (self._using and self.holder is not holder):
@@ -111,7 +111,7 @@ class _PoolTurn:
                 self._using = int(self.holder is holder)
                 self._changed.notify_all()
 
-    def _hand_over(self, holder: Holder, cancel: threading.Event | None) -> None:
+    def _hand_over(self, holder: DeviceHolder, cancel: threading.Event | None) -> None:
         before = self.holder
         if before is not None:
             self._moved("sleep", before.role, before.sleep(cancel))

@@ -31,7 +31,7 @@ from engines.failures import (
 )
 from engines.processes.parent_death import die_with_parent
 from engines.processes.process_tree import kill_tree
-from engines.start_progress import Progress, heard_by
+from engines.start_progress import StartProgress, heard_by
 from engines.workers.engine import Call, Engine, EngineSpec, Ranked
 from engines.workers.messages import (
     BuildReport,
@@ -69,7 +69,7 @@ class Running(NamedTuple):
     method: str
     token: str
     call: str
-    progress: Progress
+    progress: StartProgress
 
 
 class EngineHost(WorkerPlugin):
@@ -259,7 +259,7 @@ class EngineHost(WorkerPlugin):
 
         That of an engine which starts counts from its last progress.
         """
-        entry = Running(time.monotonic(), role, method, token, call, Progress())
+        entry = Running(time.monotonic(), role, method, token, call, StartProgress())
         with self.lock:
             self.counter += 1
             number = self.counter

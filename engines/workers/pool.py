@@ -17,7 +17,7 @@ from engines.failures import CallDeadline, InfrastructureError, WorkerLost
 from engines.workers.broadcast import submit_to_all
 from engines.workers.calls import build, stop, submit
 from engines.workers.cluster import Cluster, raise_if_set
-from engines.workers.device_time import DeviceTime, Held
+from engines.workers.device_time import DeviceTime, HeldSeconds
 from engines.workers.engine import Call, Engine, EngineSpec
 from engines.workers.membership import SCAN_AGE
 from engines.workers.messages import CallId
@@ -36,7 +36,7 @@ class Assignment:
         ""  # name, such as rollout-0; before the call, of the one that it would rather have
     )
     time: DeviceTime = field(default_factory=DeviceTime)  # that shares the workers' seconds
-    held: Held = field(default_factory=Held)  # what the calls had of them
+    held: HeldSeconds = field(default_factory=HeldSeconds)  # what the calls had of them
 
 
 class EnginePool(Generic[E]):

@@ -9,7 +9,7 @@ from typing import cast
 from pydantic import JsonValue
 
 from storage.batches.refs import BatchRef
-from storage.evaluations.results import EvaluationResult, Interval, newest_evaluations
+from storage.evaluations.results import ConfidenceInterval, EvaluationResult, newest_evaluations
 from storage.objects.digests import Digester
 from storage.objects.errors import ObjectMissing
 from storage.objects.store import Store
@@ -229,6 +229,6 @@ def matched(
     return [(one, others[name]) for one, name in names if name in others]
 
 
-def bounds(interval: Interval | None) -> tuple[float, float] | None:
+def bounds(interval: ConfidenceInterval | None) -> tuple[float, float] | None:
     """Low and high."""
     return None if interval is None else (interval.low, interval.high)

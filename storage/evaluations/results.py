@@ -20,7 +20,7 @@ FORMAT = "refrain.evaluation/1"
 NOTE_FORMAT = "refrain.evaluation-note/1"
 
 
-class Interval(Record):
+class ConfidenceInterval(Record):
     """A 95 % interval."""
 
     low: float
@@ -37,7 +37,7 @@ class EvaluationResult(Record):
     engine: str  # rollout.engine
     on: str  # digest of rows and manner: only evaluations with the same one can be compared
     metrics: dict[str, float]  # docs/evaluation.md; those that have a value
-    intervals: dict[str, Interval] = Field(default_factory=dict)  # by metric
+    intervals: dict[str, ConfidenceInterval] = Field(default_factory=dict)  # by metric
     asked: int  # prompts
     dropped: dict[str, list[int]] = Field(default_factory=dict)  # rows without a prompt, by reason
     samples: BatchRef  # completions with scores, in the order of the prompts
@@ -67,7 +67,7 @@ class EvaluationResult(Record):
         weights = self.weights.model_copy(update={"version": version})
         return self.model_copy(update={"suite": suite, "weights": weights})
 
-    def interval(self, metric: str = "reward") -> Interval | None:
+    def interval(self, metric: str = "reward") -> ConfidenceInterval | None:
         """That of a metric, where there is one."""
         return self.intervals.get(metric)
 

@@ -14,24 +14,24 @@ from storage.tracking.cost import DEVICE_HOURS_SO_FAR, MONEY_SO_FAR
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Spent:
+class DeviceCost:
     """Devices, and money where a pool has a price."""
 
     device_hours: float
     money: float | None  # in cluster.currency
 
-    def __sub__(self, other: Spent) -> Spent:
+    def __sub__(self, other: DeviceCost) -> DeviceCost:
         money = None if self.money is None else self.money - (other.money or 0.0)
-        return Spent(device_hours=self.device_hours - other.device_hours, money=money)
+        return DeviceCost(device_hours=self.device_hours - other.device_hours, money=money)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunCost:
     """The parts of a run's cost."""
 
-    steps: Spent  # up to the last commit; of a fork its parent's steps too
-    after: Spent  # what followed it, up to the run's end: the last evaluation, the promotion
-    back_fills: Spent  # calls of evaluations that were made afterwards on this run's behalf
+    steps: DeviceCost  # up to the last commit; of a fork its parent's steps too
+    after: DeviceCost  # what followed it, up to the run's end: the last evaluation, the promotion
+    back_fills: DeviceCost  # calls of evaluations that were made afterwards on this run's behalf
 
     @property
     def device_hours(self) -> float:
@@ -66,12 +66,12 @@ def cost_of_run(run: RunStore) -> RunCost | None:
     hours = sum(cost.get("device_hours", 0.0) for cost in later)
     money = total(cost.get("money") for cost in later)
     return RunCost(
-        steps=steps, after=whole - steps, back_fills=Spent(device_hours=hours, money=money)
+        steps=steps, after=whole - steps, back_fills=DeviceCost(device_hours=hours, money=money)
     )
 
 
-def _so_far(metrics: Mapping[str, float | None]) -> Spent:
-    return Spent(
+def _so_far(metrics: Mapping[str, float | None]) -> DeviceCost:
+    return DeviceCost(
         device_hours=metrics.get(DEVICE_HOURS_SO_FAR) or 0.0, money=metrics.get(MONEY_SO_FAR)
     )
 

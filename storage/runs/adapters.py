@@ -10,7 +10,7 @@ from __future__ import annotations
 from storage.objects.errors import ObjectMissing
 from storage.runs.origins import origin_of, parent_of
 from storage.runs.run_store import RunStore
-from storage.runs.weights import Base, WeightsRef, open_manifest_at
+from storage.runs.weights import BaseVersion, WeightsRef, open_manifest_at
 
 FOLDER = "base-"  # how the name of a base's folder begins
 
@@ -26,7 +26,7 @@ def base_keys(run: RunStore) -> list[str]:
     return [f"{run.run}/weights/{name}" for name in sorted(names) if name.startswith(FOLDER)]
 
 
-def find_base(run: RunStore, dtype: str) -> Base | None:
+def find_base(run: RunStore, dtype: str) -> BaseVersion | None:
     """The published base of a run's adapters in a number format, its own or shared; or None."""
     key = base_key(run, dtype)
     try:
@@ -36,7 +36,7 @@ def find_base(run: RunStore, dtype: str) -> Base | None:
         if origin is None or not origin.trainer_state:
             return None
         return find_base(parent_of(run, origin), dtype)
-    return Base(key=key, digest=manifest.digest)
+    return BaseVersion(key=key, digest=manifest.digest)
 
 
 def trained_base(run: RunStore) -> WeightsRef | None:

@@ -33,13 +33,13 @@ class GradientsRefused(RuntimeError):
     """A gradient that is not wanted: of another step, of other weights, or too late. Names it."""
 
 
-class Record(BaseModel):
+class GradientRecord(BaseModel):
     """A record that is read back from a store; fields of later versions are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class GradientsOf(Record):
+class GradientsOf(GradientRecord):
     """What the gradients of an optimizer step are of; they add up where all this is the same."""
 
     run: str
@@ -57,7 +57,7 @@ class GradientsOf(Record):
         return None
 
 
-class UnitMetrics(Record):
+class UnitMetrics(GradientRecord):
     """What a unit adds to the metrics of an update; floats that may be infinite as `float.hex`."""
 
     means: dict[str, tuple[str, str]]  # name -> sum and count
@@ -80,7 +80,7 @@ class UnitMetrics(Record):
         return self
 
 
-class Gradient(Record):
+class Gradient(GradientRecord):
     """The marker of a unit: the sum of its tokens' gradients is there."""
 
     of: GradientsOf

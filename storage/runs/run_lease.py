@@ -36,7 +36,7 @@ class LeaseLost(StoreError):
     """This process's lease was taken over, or ran out before it could be renewed."""
 
 
-class Holder(BaseModel):
+class LeaseHolder(BaseModel):
     """What the store says about who holds the run."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -72,7 +72,7 @@ class RunLease:
     """A lease that this process holds. `acquire` makes one; as a context it renews itself."""
 
     def __init__(
-        self, run: RunStore, holder: Holder, data: bytes, clock: Callable[[], float]
+        self, run: RunStore, holder: LeaseHolder, data: bytes, clock: Callable[[], float]
     ) -> None:
         self._run = run
         self._holder = holder
@@ -82,7 +82,9 @@ class RunLease:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._lost: str | None = None
-        self.died: Holder | None = None  # the holder before, where it did not release the lease
+        self.died: LeaseHolder | None = (
+            None  # the holder before, where it did not release the lease
+        )
 
     @classmethod
     def acquire(
@@ -99,7 +101,7 @@ class RunLease:
                     f"{holder.host}) for the next {holder.expires - now:.0f} s. Stop it, or choose "
                     "another run name."
                 )
-            mine = Holder(
+            mine = LeaseHolder(
                 owner=owner,
                 host=_host(),
                 pid=os.getpid(),
@@ -204,27 +206,27 @@ class RunLease:
         self.release()
 
 
-def holder_of(run: RunStore, clock: Callable[[], float] = time.time) -> Holder | None:
+def holder_of(run: RunStore, clock: Callable[[], float] = time.time) -> LeaseHolder | None:
     """Who writes the run now; None when nobody does."""
     current = _read(run)
     return None if current is None or current[0].gone(clock()) else current[0]
 
 
-def _taken(holder: Holder) -> str:
+def _taken(holder: LeaseHolder) -> str:
     return f"was taken over by {holder.owner} (epoch {holder.epoch})"
 
 
-def _encode(holder: Holder) -> bytes:
+def _encode(holder: LeaseHolder) -> bytes:
     return documents.encode(FORMAT, holder.model_dump(mode="json"))
 
 
-def _read(run: RunStore) -> tuple[Holder, bytes] | None:
+def _read(run: RunStore) -> tuple[LeaseHolder, bytes] | None:
     try:
         data = run.store.read(run.lease_key)
     except ObjectMissing:
         return None
     body = documents.decode(FORMAT, run.lease_key, data)
-    return documents.validated(Holder, run.lease_key, body), data
+    return documents.validated(LeaseHolder, run.lease_key, body), data
 
 
 def _host() -> str:

@@ -140,7 +140,7 @@ def snapshots(run: RunStore) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Base:
+class ReplayStart:
     """The nearest point at or below a version from which the trainer's state can be rebuilt."""
 
     version: int  # in the run that asks
@@ -149,7 +149,7 @@ class Base:
     weights: WeightsRef | None = None  # load these, with a fresh optimizer, instead of a snapshot
 
 
-def base_of(run: RunStore, version: int) -> Base | None:
+def base_of(run: RunStore, version: int) -> ReplayStart | None:
     """Where to begin for the state of a version; None: at the model's own weights, version 0.
 
     Raises ObjectMissing for a run that goes on with its parent's state while that is stored only
@@ -157,17 +157,17 @@ def base_of(run: RunStore, version: int) -> Base | None:
     """
     own = [step for step in snapshots(run) if step <= version]
     if own:
-        return Base(version=own[-1], run=run.run, step=own[-1])
+        return ReplayStart(version=own[-1], run=run.run, step=own[-1])
     origin = origin_of(run)
     if origin is None:
         return None
     if not origin.trainer_state:  # the weights are the policy's: others begin anew
         anew = run.role != "actor"
-        return None if anew else Base(version=origin.at, weights=origin.weights)
+        return None if anew else ReplayStart(version=origin.at, weights=origin.weights)
     found = base_of(parent_of(run, origin), origin.step)
     if found is None or found.version != origin.step:
         raise ObjectMissing(f"There is no snapshot of {origin}, at which run {run.run} begins.")
-    return Base(version=origin.at, run=found.run, step=found.step)
+    return ReplayStart(version=origin.at, run=found.run, step=found.step)
 
 
 def has_base(run: RunStore, version: int) -> bool:

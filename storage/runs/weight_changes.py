@@ -13,7 +13,15 @@ from storage.batches.format import DTYPES
 from storage.objects.digests import Digester, digest
 from storage.runs.run_store import RunStore
 from storage.runs.tensor_changes import encode
-from storage.runs.weights import Base, FileEntry, Form, Outline, Part, TensorEntry, find_manifest
+from storage.runs.weights import (
+    BaseVersion,
+    FileEntry,
+    Form,
+    TensorEntry,
+    TensorOutline,
+    WeightFile,
+    find_manifest,
+)
 from storage.runs.weights_reading import BaseTensors
 
 if TYPE_CHECKING:
@@ -27,8 +35,8 @@ WORTHWHILE = 0.5  # of a tensor's bytes; a larger difference takes long to make 
 
 
 def base_for(
-    run: RunStore, version: int, outlines: Mapping[str, Outline], every: int
-) -> Base | None:
+    run: RunStore, version: int, outlines: Mapping[str, TensorOutline], every: int
+) -> BaseVersion | None:
     """The version from which the next one is to be stored as the difference; None: store it whole.
 
     It is the run's last whole one, so that two versions at most are read for one. Whole are every
@@ -43,7 +51,7 @@ def base_for(
     stored = sum(file.nbytes for file in before.files.values())
     if before.base is not None and stored > WORTHWHILE * before.nbytes:
         return None
-    base = before.base or Base(key=run.weights_key(version - 1), digest=before.digest)
+    base = before.base or BaseVersion(key=run.weights_key(version - 1), digest=before.digest)
     whole = find_manifest(run.store, base.key)
     if whole is None or whole.base is not None or version - whole.version >= every:
         return None
@@ -62,10 +70,10 @@ def write_changes(
     store: Store,
     key: str,
     file: str,
-    outlines: Mapping[str, Outline],
+    outlines: Mapping[str, TensorOutline],
     tensors: Iterable[tuple[str, torch.Tensor]],
     base: BaseTensors,
-) -> Part:
+) -> WeightFile:
     """`write_shard` of a version that is stored as the difference from its base."""
     total, entries, place = Digester(), {}, 0
     with store.write_stream(f"{key}/{file}") as out:
@@ -92,7 +100,7 @@ def write_changes(
                 form=form,
             )
     entry = FileEntry(nbytes=place, digest=total.digest())
-    return Part(name=file, file=entry, tensors=entries)
+    return WeightFile(name=file, file=entry, tensors=entries)
 
 
 def _changes(new: np.ndarray, old: np.ndarray, itemsize: int) -> tuple[Form, list[Buffer]]:

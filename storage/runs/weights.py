@@ -51,7 +51,7 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class Base(Frozen):
+class BaseVersion(Frozen):
     """The version without which another one cannot be read."""
 
     key: StoredKey  # folder, relative to the store
@@ -65,7 +65,7 @@ class WeightsRef(Frozen):
     key: StoredKey  # folder, relative to the store
     digest: str  # of the tensors: names, types, shapes, bytes (see `weights_digest`)
     nbytes: int  # of the tensors
-    base: Base | None = None  # None: the version is whole
+    base: BaseVersion | None = None  # None: the version is whole
     stored: int | None = None  # bytes of its files; None: this was not yet said when it was made
 
 
@@ -149,7 +149,7 @@ class Manifest(Frozen):
     nbytes: int
     tensors: dict[str, TensorEntry]  # in the order in which they were published
     files: dict[StoredKey, FileEntry]
-    base: Base | None = None  # None: the version is whole
+    base: BaseVersion | None = None  # None: the version is whole
     adapter: Adapter | None = None  # on the base; None: the tensors are the weights
 
     @model_validator(mode="after")
@@ -172,7 +172,7 @@ class Manifest(Frozen):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outline:
+class TensorOutline:
     """What a tensor will be when it is written."""
 
     dtype: str  # safetensors code
@@ -184,7 +184,7 @@ class Outline:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class WeightFile:
     """A file that was written, and the tensors in it."""
 
     name: str  # of the file, within the version's folder
@@ -218,7 +218,7 @@ def open_manifest_at(store: Store | NodeCache, key: str) -> Manifest:
     return documents.validated(Manifest, manifest, body)
 
 
-def open_manifest(store: Store | NodeCache, ref: WeightsRef | Base) -> Manifest:
+def open_manifest(store: Store | NodeCache, ref: WeightsRef | BaseVersion) -> Manifest:
     """The manifest of the version that `ref` means. Raises ObjectMissing, ObjectDamaged.
 
     That of a local store may still be on its way to the disk.
@@ -247,13 +247,15 @@ def _announced(store: Store | NodeCache, key: str) -> Manifest:
     )
 
 
-def open_chain(store: Store | NodeCache, ref: WeightsRef | Base) -> list[tuple[str, Manifest]]:
+def open_chain(
+    store: Store | NodeCache, ref: WeightsRef | BaseVersion
+) -> list[tuple[str, Manifest]]:
     """Folder and manifest of a version, of its base, of that one's base, and so on.
 
     All that must be there for the version to be read. Raises ObjectMissing, ObjectDamaged.
     """
     found: list[tuple[str, Manifest]] = []
-    wanted: WeightsRef | Base | None = ref
+    wanted: WeightsRef | BaseVersion | None = ref
     while wanted is not None:
         if any(key == wanted.key for key, _ in found):
             raise ObjectDamaged(

@@ -21,7 +21,7 @@ from storage.objects.errors import ObjectDamaged, ObjectMissing
 from storage.runs.tensor_changes import decode
 from storage.runs.weights import (
     MANIFEST,
-    Base,
+    BaseVersion,
     Manifest,
     TensorEntry,
     WeightsRef,
@@ -83,7 +83,7 @@ def _is_here(cache: NodeCache, ref: WeightsRef) -> bool:
 class BaseTensors:
     """The tensors of a whole version, from which others are stored as the difference."""
 
-    def __init__(self, store: Store, base: Base, cache: NodeCache | None = None) -> None:
+    def __init__(self, store: Store, base: BaseVersion, cache: NodeCache | None = None) -> None:
         self.base = base
         self._source = cache or store
         self.entries = open_manifest(self._source, base).tensors
@@ -98,7 +98,7 @@ class BaseTensors:
 
 def stream(
     store: Store,
-    ref: WeightsRef | Base,
+    ref: WeightsRef | BaseVersion,
     names: Container[str] | None = None,
     cache: NodeCache | None = None,
     share: Share = ALL,
@@ -125,7 +125,7 @@ class _Version:
     """A version with what it takes to read its tensors."""
 
     def __init__(
-        self, store: Store, ref: WeightsRef | Base, cache: NodeCache | None, share: Share
+        self, store: Store, ref: WeightsRef | BaseVersion, cache: NodeCache | None, share: Share
     ) -> None:
         self.key = ref.key
         chain = open_chain(cache or store, ref)

@@ -28,12 +28,12 @@ from storage.runs.weights import (
     FORMAT,
     MANIFEST,
     Adapter,
-    Base,
+    BaseVersion,
     FileEntry,
     Manifest,
-    Outline,
-    Part,
     TensorEntry,
+    TensorOutline,
+    WeightFile,
     WeightsRef,
     adapter_digest,
     find_manifest,
@@ -58,14 +58,16 @@ CHUNK = (
 )  # bytes hashed for tensor and file, and written, while a core has them in its cache
 
 
-def outline_of(tensor: torch.Tensor, dtype: torch.dtype | None) -> Outline:
+def outline_of(tensor: torch.Tensor, dtype: torch.dtype | None) -> TensorOutline:
     """Of a tensor that is cast to `dtype` (None: as it is), which only floating-point ones are."""
     cast = dtype is not None and tensor.is_floating_point()
     code = torch_bytes.code_of(dtype if cast and dtype is not None else tensor.dtype)
-    return Outline(dtype=code, shape=tuple(tensor.shape))
+    return TensorOutline(dtype=code, shape=tuple(tensor.shape))
 
 
-def cut(outlines: Mapping[str, Outline], writers: int, limit: int = SHARD_BYTES) -> list[list[str]]:
+def cut(
+    outlines: Mapping[str, TensorOutline], writers: int, limit: int = SHARD_BYTES
+) -> list[list[str]]:
     """Names of the tensors of each shard, in order; enough shards for so many writers.
 
     A shard ends before the tensor with which it would have more than `limit` bytes.
@@ -99,11 +101,11 @@ def write_shard(
     store: Store,
     key: str,
     file: str,
-    outlines: Mapping[str, Outline],
+    outlines: Mapping[str, TensorOutline],
     tensors: Iterable[tuple[str, torch.Tensor]],
     behind: Behind | None = None,
     pieces: Callable[[torch.Tensor], Iterable[memoryview]] = _bytes_of,
-) -> Part:
+) -> WeightFile:
     """Write a safetensors file into the folder `key`, tensor by tensor as they come.
 
     tensors: those of `outlines`, in that order, each as its outline says. behind: by way of which the
@@ -146,7 +148,7 @@ def write_shard(
                 digest=own.digest(),
             )
     entry = FileEntry(nbytes=len(head) + edges[-1], digest=total.digest())
-    return Part(name=file, file=entry, tensors=entries)
+    return WeightFile(name=file, file=entry, tensors=entries)
 
 
 def _straight(
@@ -176,9 +178,9 @@ class Contents:
 def contents(
     key: str,
     version: int,
-    parts: Sequence[Part],
+    parts: Sequence[WeightFile],
     files: Mapping[str, bytes],
-    base: Base | None = None,
+    base: BaseVersion | None = None,
     adapter: Adapter | None = None,
 ) -> Contents:
     """What a version is made of.
@@ -230,7 +232,7 @@ def publish(
     files: Mapping[str, bytes],
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
-    base: Base | None = None,
+    base: BaseVersion | None = None,
     *,
     adapter: Adapter | None = None,
     key: str | None = None,
@@ -276,7 +278,7 @@ def _publish_at(
     files: Mapping[str, bytes],
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
-    base: Base | None = None,
+    base: BaseVersion | None = None,
     adapter: Adapter | None = None,
 ) -> WeightsRef:
     named = _distinct(tensors)

@@ -29,7 +29,7 @@ class TrackingError(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class TrackingAddress:
     """An address of MLflow's."""
 
     uri: str  # as MLflow takes it; a file's path is absolute

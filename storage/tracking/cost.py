@@ -60,7 +60,7 @@ class Window:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class AttemptCost:
     """An attempt as far as it costs something."""
 
     stage: str
@@ -69,7 +69,7 @@ class Call:
     worker_seconds: Mapping[str, float] = field(default_factory=dict)  # by pool
 
     @classmethod
-    def of(cls, attempt: Mapping[str, JsonValue]) -> Call:
+    def of(cls, attempt: Mapping[str, JsonValue]) -> AttemptCost:
         """As a commit has it; an older Refrain did not count worker-seconds."""
         held = cast("Mapping[str, float]", attempt.get("worker_seconds") or {})
         return cls(
@@ -100,7 +100,7 @@ def window_of(
     return Window(begin=begin, end=now, launched=fresh, died=went_on)
 
 
-def device_seconds(calls: Iterable[Call], pools: Mapping[str, Pool]) -> dict[str, Metrics]:
+def device_seconds(calls: Iterable[AttemptCost], pools: Mapping[str, Pool]) -> dict[str, Metrics]:
     """Pool -> stage -> device-seconds of the calls; those of failed calls together under LOST."""
     found: dict[str, Metrics] = {name: {} for name in pools}
     for call in calls:
@@ -132,7 +132,7 @@ def calls_cost(worker_seconds: Mapping[str, float], pools: Mapping[str, Pool]) -
 
 
 def step_cost(
-    calls: Sequence[Call],
+    calls: Sequence[AttemptCost],
     window: Window,
     pools: Mapping[str, Pool],
     used: Mapping[str, Used],

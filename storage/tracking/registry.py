@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from storage.tracking.connection import Place
+from storage.tracking.connection import TrackingAddress
 from storage.tracking.tracked_run import RUN_TAG, STORE_TAG
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Registry:
     """The model registry at a tracking address. Imports MLflow when it is opened."""
 
     def __init__(self, config: TrackingConfig) -> None:
-        self._client: MlflowClient = Place.of(config.uri).connect()
+        self._client: MlflowClient = TrackingAddress.of(config.uri).connect()
 
     def by_alias(self, model: str, alias: str) -> Registered | None:
         """The version that has an alias; None when none has."""

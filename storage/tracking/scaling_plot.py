@@ -15,7 +15,7 @@ AHEAD = 10.0  # how far the curves are drawn beyond the last point, as a factor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Drawn:
+class PlottedRun:
     """A run in the picture."""
 
     name: str
@@ -24,7 +24,7 @@ class Drawn:
     fit: Fit | None  # None: the points did not say
 
 
-def scaling_png(runs: Sequence[Drawn], unit: str, what: str) -> bytes:
+def scaling_png(runs: Sequence[PlottedRun], unit: str, what: str) -> bytes:
     """A PNG: points, curves to AHEAD times the last compute, their 95 % region, asymptotes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

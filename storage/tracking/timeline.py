@@ -12,7 +12,7 @@ MOST_ROWS = 64  # engines in a picture
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class TimelineCall:
     """A call that an engine carried out, its failed tries too."""
 
     engine: str  # name of the worker
@@ -27,7 +27,7 @@ class Work:
         return self.start + self.seconds
 
 
-def idle_shares(work: Sequence[Work]) -> dict[str, float]:
+def idle_shares(work: Sequence[TimelineCall]) -> dict[str, float]:
     """Engine -> share of the time, from the first call of any engine to the last, without a call.
 
     Two calls at once count once: of rollout-0 with calls at 0 to 6 s and 4 to 8 s, and train with
@@ -53,7 +53,7 @@ def shown_engines(shares: Mapping[str, float]) -> list[str]:
     return [engine for engine in shares if engine in chosen]
 
 
-def timeline_png(work: Sequence[Work], title: str = "") -> bytes:
+def timeline_png(work: Sequence[TimelineCall], title: str = "") -> bytes:
     """A PNG with a row for each engine (see `shown_engines`) and a bar for each call, by stage."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.collections import PolyCollection
@@ -105,6 +105,6 @@ def timeline_png(work: Sequence[Work], title: str = "") -> bytes:
     return image.getvalue()
 
 
-def _rectangle(one: Work, row: int, begin: float) -> list[tuple[float, float]]:
+def _rectangle(one: TimelineCall, row: int, begin: float) -> list[tuple[float, float]]:
     left, right = one.start - begin, one.end - begin
     return [(left, row - 0.36), (right, row - 0.36), (right, row + 0.36), (left, row + 0.36)]

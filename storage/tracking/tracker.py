@@ -19,7 +19,12 @@ import yaml
 from configs.optional_packages import pip_install
 from configs.storage import TrackingConfig
 from storage.objects.json_values import JsonValue
-from storage.tracking.connection import Place, TrackingError, as_tracking_errors, has_pages
+from storage.tracking.connection import (
+    TrackingAddress,
+    TrackingError,
+    as_tracking_errors,
+    has_pages,
+)
 from storage.tracking.mlflow_entities import logged_model, shown_metrics, watched_machine
 from storage.tracking.tracked_run import (
     RUN_TAG,
@@ -55,7 +60,7 @@ class Tracker:
     def __init__(self, config: TrackingConfig) -> None:
         """ValueError when the address is none that MLflow can use. Imports and opens nothing."""
         self._config = config
-        self._place = Place.of(config.uri)
+        self._place = TrackingAddress.of(config.uri)
         self._lock = Lock()
         self._client: MlflowClient | None = None
         self._run: Run | None = None

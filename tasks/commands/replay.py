@@ -26,7 +26,7 @@ from storage.runs.forks import check_state
 from storage.runs.origins import committer, numbered, start_of
 from storage.runs.run_store import RunStore
 from tasks.commands.command import Answer, Request, heading, table, text
-from tasks.commands.replay_demand import TOLERANCE, Demand, demand_of, share_of_way
+from tasks.commands.replay_demand import TOLERANCE, ReplayDemand, demand_of, share_of_way
 from tasks.commands.replay_episodes import replayed_episodes
 from tasks.run.engines import ENGINE_MODULES
 from tasks.run.recorded_flow import settings_of
@@ -48,7 +48,7 @@ class Replayed:
     comparison: WeightsComparison | None  # None where the committed version's weights are gone
     replayed_from: int  # version of the stored state that it was rebuilt from
     metrics: dict[str, float]
-    demand: Demand
+    demand: ReplayDemand
     equal: bool  # to the bit
     share: float | None  # of the way; None where bits are equal or demanded, or weights are gone
 
@@ -140,7 +140,7 @@ def replay(files: RunStore, commit: Commit, config: GRPOConfig) -> Replayed:
     )
 
 
-def _demand(files: RunStore, steps: range, config: GRPOConfig, now: MadeOn) -> Demand:
+def _demand(files: RunStore, steps: range, config: GRPOConfig, now: MadeOn) -> ReplayDemand:
     """What is demanded after these steps, which were all made again: bits, if of each of them."""
     pool = config.cluster.pools[config.cluster.roles.actor]
     ranks = 1 if config.train.engine == "elastic" else pool.workers

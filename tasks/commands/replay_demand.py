@@ -24,14 +24,16 @@ TOLERANCE = 0.1  # share of the way
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Demand:
+class ReplayDemand:
     """What is demanded of a replay."""
 
     bits: bool  # equal weights; else within the tolerance
     why: str  # a clause, for people
 
 
-def demand_of(update: Mapping[str, JsonValue], now: MadeOn, ranks: int, threads: int) -> Demand:
+def demand_of(
+    update: Mapping[str, JsonValue], now: MadeOn, ranks: int, threads: int
+) -> ReplayDemand:
     """What a replay must give.
 
     Args:
@@ -42,7 +44,7 @@ def demand_of(update: Mapping[str, JsonValue], now: MadeOn, ranks: int, threads:
     """
     record = update.get("made_on")
     if not isinstance(record, Mapping):
-        return Demand(bits=True, why="the commit does not say on what it was made")
+        return ReplayDemand(bits=True, why="the commit does not say on what it was made")
     was = MadeOn.of(record)
     reasons = (
         None if was.fixed else _open(update, was),
@@ -55,8 +57,10 @@ def demand_of(update: Mapping[str, JsonValue], now: MadeOn, ranks: int, threads:
     )
     for reason in reasons:
         if reason is not None:
-            return Demand(bits=False, why=reason)
-    return Demand(bits=True, why=f"both were made on a {was.device} with a fixed order of sums")
+            return ReplayDemand(bits=False, why=reason)
+    return ReplayDemand(
+        bits=True, why=f"both were made on a {was.device} with a fixed order of sums"
+    )
 
 
 def share_of_way(apart: WeightsComparison, way: WeightsComparison) -> float:

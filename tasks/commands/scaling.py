@@ -18,7 +18,7 @@ from storage.runs.commit_log import Outline, head
 from storage.runs.run_store import RunStore
 from storage.tracking.cost import DEVICE_HOURS_SO_FAR, HOUR, Pool, counted
 from storage.tracking.scaling_law import Fit, Floats, Interval, NotIdentified, fit
-from storage.tracking.scaling_plot import Drawn, scaling_png
+from storage.tracking.scaling_plot import PlottedRun, scaling_png
 from tasks.commands.command import Answer, Request, find_run, heading, table, text
 from tasks.run.recorded_flow import settings_of
 
@@ -53,7 +53,9 @@ def answer(request: Request) -> Answer:
             "kind. Name runs of one kind."
         )
     if asked.picture is not None:
-        drawn = [Drawn(name=x.run, compute=x.compute, reward=x.reward, fit=x.fit) for x in laws]
+        drawn = [
+            PlottedRun(name=x.run, compute=x.compute, reward=x.reward, fit=x.fit) for x in laws
+        ]
         Path(asked.picture).expanduser().write_bytes(scaling_png(drawn, laws[0].unit, asked.of))
     shown: list[RenderableType] = [heading(f"{asked.of} over {laws[0].unit}, intervals at 95 %")]
     shown += [part for law in laws for part in told(law)]

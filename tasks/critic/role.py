@@ -8,7 +8,7 @@ from configs.grpo import GRPOConfig
 from engines.critic.trainer import CriticTrainer, critic_trainer
 from engines.workers.cluster import Cluster
 from storage.runs.run_store import RunStore
-from tasks.run.roles.role import EngineRole, Started
+from tasks.run.roles.role import EngineRole, StartingEngines
 from tasks.run.roles.training import bring_to_head, trainer_by
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ def _trainer(run: RunView, cluster: Cluster, files: RunStore, config: GRPOConfig
     return trainer_by(critic_trainer, run, cluster, "critic", files, config)
 
 
-def _start(engines: Started, trainer: CriticTrainer) -> None:
+def _start(engines: StartingEngines, trainer: CriticTrainer) -> None:
     def critic(files: RunStore, config: GRPOConfig) -> CriticTrainer:
         return _trainer(engines.run, engines.cluster, files, config)
 

@@ -30,7 +30,7 @@ from storage.runs.opponents import opponent_of
 from storage.runs.origins import numbered, start_of
 from storage.runs.run_store import RunStore
 from storage.runs.weights import WeightsRef, open_chain
-from tasks.evaluation.engines import Place
+from tasks.evaluation.engines import EvaluationPlace
 from tasks.evaluation.evaluate import Evaluator, evaluation
 from tasks.evaluation.summary import Compared, tested
 from tasks.run.attempt_log import AttemptLog
@@ -257,7 +257,7 @@ def _evaluator(caller: BackFill, cluster: Cluster) -> Evaluator:
     if any(suite.config.opponent is not None for suite in suites.values()):
         opponents = rollouts_of(caller, cluster, "opponent")
         opponents.use(opponent_of(caller.files).weights)
-    place = Place(
+    place = EvaluationPlace(
         cluster=cluster,
         rollouts=rollouts_of(caller, cluster, "evaluation" if aside else "rollout"),
         opponents=opponents,

@@ -20,7 +20,7 @@ from tasks.run.suite import Suite
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class EvaluationPlace:
     """Where evaluations are made."""
 
     cluster: Cluster

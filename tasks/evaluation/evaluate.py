@@ -29,7 +29,7 @@ from storage.objects.digests import key_of
 from storage.runs.weights import WeightsRef
 from storage.tracking.cost import calls_cost
 from tasks.episodes import complete
-from tasks.evaluation.engines import Place
+from tasks.evaluation.engines import EvaluationPlace
 from tasks.evaluation.summary import counts_of, metrics_of, scores_of
 from tasks.results import Sampled
 from tasks.reward import score
@@ -52,7 +52,7 @@ STEP_NUMBER = 0  # of every call and seed: the same questions are asked alike of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class SuitePrompts:
     """The questions of a suite, and what scores the answers."""
 
     prompts: BatchRef
@@ -79,7 +79,7 @@ class Evaluator:
     def __init__(
         self,
         caller: Caller,
-        place: Place,
+        place: EvaluationPlace,
         suites: Mapping[str, Suite],
         back_fill: bool = False,
     ) -> None:
@@ -146,7 +146,7 @@ class Questioning:
             name="evaluate", sampling=self.suite.sampling, source=self.suite.settings.source
         )
 
-    def key_of(self, asked: Asked) -> str:
+    def key_of(self, asked: SuitePrompts) -> str:
         """Of version, questions, sampling and scoring code."""
         models = [one.model_dump(mode="json") for one in self.config.rewards.on_engines]
         return key_of(
@@ -202,7 +202,7 @@ def _evaluated(run: Questioning) -> EvaluationResult:
 
 
 @task(name="evaluation prompts", task_run_name="evaluation prompts", **OPTIONS)
-def ask(run: Questioning) -> Asked:
+def ask(run: Questioning) -> SuitePrompts:
     """The suite's rows as prompts, and the functions that will score, as they are loaded now."""
     suite, rows = run.suite, run.suite.rows
     out_key = prompts_key(suite.prompts_key)
@@ -232,7 +232,7 @@ def ask(run: Questioning) -> Asked:
         called = run.engines[SCORER].call(
             Scorer.reward_code, run.call_id(STEP_NUMBER, f"code-{suite.name}")
         )
-    return Asked(
+    return SuitePrompts(
         prompts=BatchRef.from_json(record["ref"]),
         dropped={str(why): list(gone) for why, gone in dict(record["dropped"]).items()},  # type: ignore[call-overload]
         code=tuple(called.values()),
@@ -240,7 +240,9 @@ def ask(run: Questioning) -> Asked:
 
 
 @task(name="evaluate", task_run_name="evaluate {shards}", **OPTIONS)
-def evaluate_shards(run: Questioning, asked: Asked, shards: ShardRange) -> list[EvaluatedShard]:
+def evaluate_shards(
+    run: Questioning, asked: SuitePrompts, shards: ShardRange
+) -> list[EvaluatedShard]:
     """Answers to some shards of the questions, with their scores."""
     return run.shards.drive(
         STEP_NUMBER,
@@ -296,7 +298,7 @@ def of_record(record: Mapping[str, object]) -> EvaluatedShard:
 
 @task(name="sum up", task_run_name="sum up", **OPTIONS)
 def summarize(
-    run: Questioning, asked: Asked, evaluated: list[list[EvaluatedShard]], began: float
+    run: Questioning, asked: SuitePrompts, evaluated: list[list[EvaluatedShard]], began: float
 ) -> EvaluationResult:
     """Metrics and intervals of all shards, as one stored result."""
     shards = [shard for part in evaluated for shard in part]

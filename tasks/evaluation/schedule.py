@@ -15,7 +15,7 @@ from configs.evaluation import EvaluationConfig
 from storage.evaluations.results import EvaluationResult, evaluations_of, notes_of
 from storage.runs.commit_log import version_weights
 from storage.runs.weights import MANIFEST, WeightsRef
-from tasks.evaluation.engines import Place
+from tasks.evaluation.engines import EvaluationPlace
 from tasks.evaluation.evaluate import Evaluator, evaluation
 from tasks.evaluation.summary import evaluation_metrics
 from tasks.run.events import VersionEvaluated
@@ -120,10 +120,10 @@ class Evaluations:
         self._run.measured |= evaluation_metrics(event.result)
 
 
-def _place(run: Run) -> Place:
+def _place(run: Run) -> EvaluationPlace:
     """The engines of the run that evaluate."""
     engines, aside = run.engines, run.config.evaluates_aside
-    return Place(
+    return EvaluationPlace(
         cluster=engines.cluster,
         rollouts=engines[EVALUATION if aside else ROLLOUT],
         opponents=engines.get(OPPONENT),

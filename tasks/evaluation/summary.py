@@ -12,13 +12,13 @@ from configs.evaluation import SuiteConfig
 from engines.algorithms.evaluation import PairedTest, bootstrap, paired_test, pass_at_k, wilson
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
-from storage.evaluations.results import EvaluationResult, Interval
+from storage.evaluations.results import ConfidenceInterval, EvaluationResult
 from storage.objects.store import Store
 from tasks.results import Metrics
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Scores:
+class PromptScores:
     """The scored samples of an evaluation by prompt; P prompts of which one could be scored."""
 
     groups: NDArray[np.int64]  # [P] rows of the prompts, ascending
@@ -38,7 +38,7 @@ class Compared:
     found: PairedTest
 
 
-def scores_of(store: Store, samples: BatchRef, right_from: float) -> Scores:
+def scores_of(store: Store, samples: BatchRef, right_from: float) -> PromptScores:
     """Read what was scored: of an episode's players those that the policy played."""
     ref = samples.of_policy(store)
     rewards = ref.fetch_numpy(store, "reward")[0].astype(np.float64)
@@ -49,13 +49,13 @@ def scores_of(store: Store, samples: BatchRef, right_from: float) -> Scores:
 
 def _by_prompt(
     rewards: NDArray[np.float64], groups: NDArray[np.int64], right_from: float
-) -> Scores:
+) -> PromptScores:
     """rewards, groups: [N] of the scored samples."""
     numbers, place = np.unique(groups, return_inverse=True)
     counts = np.bincount(place, minlength=len(numbers))
     right = np.bincount(place[rewards >= right_from], minlength=len(numbers))
     sums = np.bincount(place, weights=rewards, minlength=len(numbers))
-    return Scores(
+    return PromptScores(
         groups=numbers,
         means=sums / np.maximum(counts, 1),
         samples=counts,
@@ -77,7 +77,9 @@ def counts_of(store: Store, samples: BatchRef) -> dict[str, float]:
     }
 
 
-def metrics_of(scores: Scores, suite: SuiteConfig) -> tuple[dict[str, float], dict[str, Interval]]:
+def metrics_of(
+    scores: PromptScores, suite: SuiteConfig
+) -> tuple[dict[str, float], dict[str, ConfidenceInterval]]:
     """The metrics of docs/evaluation.md that come from scores, and intervals; none without scores."""
     prompts = len(scores.means)
     if not prompts:
@@ -103,16 +105,18 @@ def evaluation_metrics(result: EvaluationResult) -> Metrics:
     return {f"eval/{result.suite}/{name}": value for name, value in (result.metrics | cost).items()}
 
 
-def interval_of(scores: Scores) -> Interval:
+def interval_of(scores: PromptScores) -> ConfidenceInterval:
     """That of the mean reward: of a proportion where each prompt has one sample, right or wrong."""
     if scores.binary and (scores.samples == 1).all():
         low, high = wilson(int(scores.means.sum()), len(scores.means))
-        return Interval(low=low, high=high, kind="wilson")
+        return ConfidenceInterval(low=low, high=high, kind="wilson")
     low, high = bootstrap(scores.means)
-    return Interval(low=low, high=high, kind="bootstrap")
+    return ConfidenceInterval(low=low, high=high, kind="bootstrap")
 
 
-def paired(first: Scores, second: Scores) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def paired(
+    first: PromptScores, second: PromptScores
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Mean rewards of the prompts that both have scores of, [P] each, in the same order."""
     _, a, b = np.intersect1d(first.groups, second.groups, return_indices=True)
     return first.means[a], second.means[b]

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from configs.grpo import GRPOConfig
 from engines.models.facts import model_facts
 from engines.workers.out_of_memory import size_of
-from tasks.memory.holders import Demand, HoldersOf, Ranks, Vllm, plan_of
+from tasks.memory.holders import HoldersOf, MemoryDemand, Ranks, Vllm, plan_of
 from tasks.memory.places import gpu_limit, places
 from tasks.memory.remedies import too_large
 from tasks.memory.vllm_shares import no_room
@@ -27,7 +27,7 @@ def check_memory(config: GRPOConfig, of_features: tuple[HoldersOf, ...] = ()) ->
     shape = None if facts is None else facts.shape
     if shape is None:
         return ["no plan: the model's files do not say its sizes, or not as Llama's do"]
-    demand = Demand(config=config, shape=shape, of_features=of_features)
+    demand = MemoryDemand(config=config, shape=shape, of_features=of_features)
     found = list(places(demand))
     for place in found:
         if not place.fits:

@@ -90,14 +90,14 @@ HoldersOf: TypeAlias = Callable[[GRPOConfig, ModelShape], Iterable[Holder]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Demand:
+class MemoryDemand:
     """All that the engines of a run hold."""
 
     config: GRPOConfig
     shape: ModelShape  # of the policy
     of_features: tuple[HoldersOf, ...] = ()
 
-    def under(self, config: GRPOConfig) -> Demand:
+    def under(self, config: GRPOConfig) -> MemoryDemand:
         """The same under other settings."""
         return replace(self, config=config)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from configs.grpo import GRPOConfig
 from engines.rollout.memory_plan import GIB
 from engines.train.resident_memory import LIBRARIES
-from tasks.memory.holders import Demand, plan_of
+from tasks.memory.holders import MemoryDemand, plan_of
 from tasks.memory.machine_memory import gpu_memory, host_memory
 
 
@@ -37,7 +37,7 @@ class Place:
         return self.limit is None or self.planned <= self.limit
 
 
-def places(demand: Demand) -> Iterator[Place]:
+def places(demand: MemoryDemand) -> Iterator[Place]:
     """Every GPU of another pool, and the machine or the workers' jobs."""
     config = demand.config
     machine: dict[str, int] = {}  # of this machine, by holder
@@ -70,7 +70,7 @@ def places(demand: Demand) -> Iterator[Place]:
         yield Place(what="this machine", limit=limit, limited_by=source, taken=machine)
 
 
-def _of_worker(demand: Demand, name: str) -> tuple[dict[str, int], dict[str, int]]:
+def _of_worker(demand: MemoryDemand, name: str) -> tuple[dict[str, int], dict[str, int]]:
     """What a worker of a pool takes of its GPU, but for vLLM's share, and of the host, by holder.
 
     Roles that share a process take turns: of what they need in passing the largest counts.

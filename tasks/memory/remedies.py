@@ -15,7 +15,7 @@ from configs.grpo import GRPOConfig
 from configs.lora import LoraConfig
 from engines.models.facts import ModelShape
 from engines.workers.out_of_memory import size_of
-from tasks.memory.holders import Demand, Vllm, WorkerEngine, episode_tokens
+from tasks.memory.holders import MemoryDemand, Vllm, WorkerEngine, episode_tokens
 from tasks.memory.places import Place, places
 from tasks.memory.vllm_shares import smaller_share
 
@@ -24,7 +24,7 @@ FEW_LOGITS = 256  # tokens, for train.logit_chunk_tokens
 Settings: TypeAlias = Mapping[str, object]  # of the train engine, by name
 
 
-def too_large(demand: Demand, place: Place) -> str:
+def too_large(demand: MemoryDemand, place: Place) -> str:
     """What such a place has to hold, has, and what to set."""
     assert place.limit is not None
     said = (
@@ -45,7 +45,7 @@ def too_large(demand: Demand, place: Place) -> str:
     return f"{said} {_of_train_engine(demand, place)}"
 
 
-def _of_train_engine(demand: Demand, place: Place) -> str:
+def _of_train_engine(demand: MemoryDemand, place: Place) -> str:
     """The settings of the train engine that are enough, and where those are ranks an adapter too."""
     config, shape = demand.config, demand.shape
     fitting = {one.what for one in places(demand) if one.fits} | {place.what}

@@ -6,14 +6,14 @@ import math
 from dataclasses import replace
 
 from engines.workers.out_of_memory import size_of
-from tasks.memory.holders import Demand, Vllm
+from tasks.memory.holders import MemoryDemand, Vllm
 from tasks.memory.places import Place, gpu_limit, places
 
 MOST = 0.95  # of a GPU: no share above it is named
 PARTS = (2, 4, 8, 16)  # GPUs of an engine
 
 
-def no_room(demand: Demand) -> str | None:
+def no_room(demand: MemoryDemand) -> str | None:
     """Of a vLLM whose share leaves no room for one longest sample, which could not start."""
     for vllm in demand.vllms():
         gpu, _ = gpu_limit(demand.config, vllm.pool)
@@ -36,7 +36,7 @@ def _utilization(vllm: Vllm) -> str:
     return f"{vllm.named}.gpu_memory_utilization{of}"
 
 
-def _larger_share(demand: Demand, vllm: Vllm, gpu: int) -> str:
+def _larger_share(demand: MemoryDemand, vllm: Vllm, gpu: int) -> str:
     """The smallest share with which a longest sample fits, of as few GPUs as there must be."""
     config, beside = demand.config, 0
     for place in () if config.cluster.share_devices else places(demand):
@@ -72,7 +72,7 @@ def _least(vllm: Vllm, gpu: int) -> float:
     return math.ceil(100 * share.least / gpu) / 100
 
 
-def smaller_share(demand: Demand, place: Place) -> str:
+def smaller_share(demand: MemoryDemand, place: Place) -> str:
     """What to set where vLLMs that sample take most of a GPU that cannot hold all."""
     config, gpu = demand.config, place.limit
     assert gpu is not None

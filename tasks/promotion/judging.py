@@ -40,7 +40,7 @@ class Approval(RunInput):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
+class PromotionDecision:
     """What became of a policy version, and why."""
 
     promote: bool
@@ -77,7 +77,7 @@ class Evaluation:
 
 def judge_policy(
     run: FeatureView, results: Mapping[str, EvaluationResult] | None
-) -> Decision | None:
+) -> PromotionDecision | None:
     """Promote the last policy version by its results in the suites; None: it has none, or was judged.
 
     It was where the run had come so far already when it died, and was resumed for what was left.
@@ -95,7 +95,7 @@ def judged_before(run: FeatureView) -> bool:
     return number is not None and PROMOTION_TAG in Registry(run.config.tracking).tags(model, number)
 
 
-def promote(run: FeatureView, result: EvaluationResult, rule: PromotionConfig) -> Decision:
+def promote(run: FeatureView, result: EvaluationResult, rule: PromotionConfig) -> PromotionDecision:
     """Decide by the rule, ask a person if that is wished, and move the alias or say why not."""
     run.listeners.drain()  # the version gets into the registry there
     evaluated = Evaluation.of(result, run.head)
@@ -115,7 +115,7 @@ def judge(
     champion: Registered | None,
     rule: PromotionConfig,
     test: PairedTest | None = None,
-) -> Decision:
+) -> PromotionDecision:
     """The rule: better than the champion's evaluation by at least the margin, and not by chance.
 
     test: prompt by prompt against the champion's stored evaluation, where rule.significance asks for
@@ -123,18 +123,18 @@ def judge(
     """
     mine = f"version {evaluated.version} has a held-out reward of {evaluated.reward:.4f}"
     if evaluated.failed or math.isnan(evaluated.reward):
-        return Decision(
+        return PromotionDecision(
             promote=False,
             reason=f"{evaluated.failed} of {evaluated.samples} held-out samples could not be scored.",
         )
     if champion is None:
-        return Decision(promote=True, reason=f"There is no {rule.alias} yet; {mine}.")
+        return PromotionDecision(promote=True, reason=f"There is no {rule.alias} yet; {mine}.")
     name = f"the {rule.alias} {champion.run}@{champion.step}"
     if rule.significance is not None:
         return _tested(mine, name, rule, test)
     if champion.evaluation is None or champion.evaluated_on != evaluated.on:
         known = "none" if champion.evaluation is None else "one on other rows or in another manner"
-        return Decision(
+        return PromotionDecision(
             promote=False,
             reason=f"It cannot be compared: of {name} there is {known}, and {mine}. Move the alias "
             "by hand, or remove it.",
@@ -142,18 +142,20 @@ def judge(
     gain = evaluated.reward - champion.evaluation
     better = gain > 0 and gain >= rule.margin
     relation = "at least" if better else "not more than 0, or less than"
-    return Decision(
+    return PromotionDecision(
         promote=better,
         reason=f"{mine[0].upper()}{mine[1:]}, {name} {champion.evaluation:.4f}: "
         f"a gain of {gain:+.4f}, {relation} the margin of {rule.margin:g}.",
     )
 
 
-def _tested(mine: str, name: str, rule: PromotionConfig, test: PairedTest | None) -> Decision:
+def _tested(
+    mine: str, name: str, rule: PromotionConfig, test: PairedTest | None
+) -> PromotionDecision:
     """Where a gain has to be significant. mine, name: what to say of the two versions."""
     assert rule.significance is not None
     if test is None:
-        return Decision(
+        return PromotionDecision(
             promote=False,
             reason=f"It cannot be compared: of {name} no evaluation on the same rows and in the same "
             f"manner is stored, and {mine}. Set evaluation.before = true in runs that go on from it, "
@@ -161,7 +163,7 @@ def _tested(mine: str, name: str, rule: PromotionConfig, test: PairedTest | None
         )
     enough = test.difference > 0 and test.difference >= rule.margin
     sure = test.p_value <= rule.significance
-    return Decision(
+    return PromotionDecision(
         promote=enough and sure,
         reason=f"{mine[0].upper()}{mine[1:]}; over {test.prompts} prompts that is "
         f"{test.difference:+.4f} ({test.low:+.4f} to {test.high:+.4f}) against {name}, "
@@ -172,12 +174,12 @@ def _tested(mine: str, name: str, rule: PromotionConfig, test: PairedTest | None
 
 
 @task(name="decide", task_run_name="decide", **OPTIONS)
-def decide(run: FeatureView, result: EvaluationResult, rule: PromotionConfig) -> Decision:
+def decide(run: FeatureView, result: EvaluationResult, rule: PromotionConfig) -> PromotionDecision:
     """Compare with the version that has the alias now."""
     champion = Registry(run.config.tracking).by_alias(run.tracking.model_name, rule.alias)
     if champion is not None and (champion.run, champion.step) == (run.name, run.head):
         reason = f"It became the {rule.alias} before the run was broken and resumed."
-        return Decision(promote=True, reason=reason, given=True)
+        return PromotionDecision(promote=True, reason=reason, given=True)
     test = None
     if champion is not None and rule.significance is not None:
         against = evaluation_of(champion, run.files, result.on)
@@ -206,8 +208,8 @@ def evaluation_of(champion: Registered, run: RunStore, on: str) -> EvaluationRes
 
 
 def asked(
-    run: FeatureView, evaluated: Evaluation, rule: PromotionConfig, decision: Decision
-) -> Decision | None:
+    run: FeatureView, evaluated: Evaluation, rule: PromotionConfig, decision: PromotionDecision
+) -> PromotionDecision | None:
     """Pause the flow run until a person answers; the refusal, or None for a yes."""
     question = (
         f"**Shall version {evaluated.version} of {escaped(run.name)} become the {rule.alias}?**\n\n"
@@ -222,15 +224,15 @@ def asked(
         )
     except FlowPauseTimeout:
         waited = f"Nobody answered within {rule.approval_hours:g} hours."
-        return Decision(promote=False, reason=f"{waited} {decision.reason}")
+        return PromotionDecision(promote=False, reason=f"{waited} {decision.reason}")
     if answer.approve:
         return None
-    return Decision(promote=False, reason=f"A person said no. {answer.note}".strip())
+    return PromotionDecision(promote=False, reason=f"A person said no. {answer.note}".strip())
 
 
 @task(name="promote", task_run_name="promote", **OPTIONS)
 def conclude(
-    run: FeatureView, evaluated: Evaluation, rule: PromotionConfig, decision: Decision
+    run: FeatureView, evaluated: Evaluation, rule: PromotionConfig, decision: PromotionDecision
 ) -> None:
     """Record evaluation and decision with the version, and move the alias if that was decided."""
     registry, model = Registry(run.config.tracking), run.tracking.model_name

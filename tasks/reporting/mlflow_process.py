@@ -24,7 +24,7 @@ from configs.storage import TrackingConfig
 from engines.processes.child_messages import Packed, by_name, packed, unpacked
 from engines.processes.child_process import CallLost, ChildProcess, NotStarted, Program
 from engines.processes.user_code import answer_calls, begin
-from storage.tracking.connection import Place, TrackingError
+from storage.tracking.connection import TrackingAddress, TrackingError
 from storage.tracking.tracked_run import TrackedRun
 from storage.tracking.tracker import Tracker
 
@@ -35,12 +35,12 @@ START = "start"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
+class PagesReady:
     """The process listens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class PageCall:
     """A call of a method of a page's Tracker."""
 
     page: str
@@ -51,7 +51,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class PageAnswer:
     """What it returned, or why it did not; and, of a page that has started, what is known of it."""
 
     value: Any = None
@@ -62,7 +62,7 @@ class Answer:
     model_name: str = ""
 
 
-_MESSAGES = by_name(Ready, Asked, Answer)
+_MESSAGES = by_name(PagesReady, PageCall, PageAnswer)
 
 
 def _unpack(message: Packed) -> Any:
@@ -75,9 +75,9 @@ class _Shared:
     def __init__(self) -> None:
         self._lock = Lock()
         self._settings: dict[str, str] = {}
-        self._process: ChildProcess[Ready, Asked, Answer] | None = None
+        self._process: ChildProcess[PagesReady, PageCall, PageAnswer] | None = None
 
-    def process(self) -> ChildProcess[Ready, Asked, Answer]:
+    def process(self) -> ChildProcess[PagesReady, PageCall, PageAnswer]:
         """One that has the environment variables of MLflow's as they are now."""
         settings = {name: value for name, value in os.environ.items() if name.startswith("MLFLOW_")}
         with self._lock:
@@ -114,10 +114,10 @@ class PageWriter:
         """
         self._tell = tell
         # The process may stand in another folder by then.
-        self._config = config.model_copy(update={"uri": Place.of(config.uri).uri})
+        self._config = config.model_copy(update={"uri": TrackingAddress.of(config.uri).uri})
         self._page = uuid.uuid4().hex
         self._tracked: TrackedRun | None = None
-        self._known = Answer()
+        self._known = PageAnswer()
 
     @property
     def link(self) -> str:
@@ -189,7 +189,7 @@ class PageWriter:
         try:
             answer = self._asked(method, arguments, named)
         except CallLost:  # killed from outside, perhaps: one more try tells
-            answer = Answer(unknown=True)
+            answer = PageAnswer(unknown=True)
         try:
             if answer.unknown:
                 if method != START:
@@ -201,8 +201,10 @@ class PageWriter:
             ) from None
         return self._checked(answer).value
 
-    def _asked(self, method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Answer:
-        asked = Asked(
+    def _asked(
+        self, method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]
+    ) -> PageAnswer:
+        asked = PageCall(
             page=self._page, config=self._config, method=method, arguments=arguments, named=named
         )
         timer = Timer(TOLD_AFTER, self._tell, (self._waiting(method),))
@@ -219,7 +221,7 @@ class PageWriter:
             f"waited for, {DEADLINE / 60:g} minutes at most."
         )
 
-    def _checked(self, answer: Answer) -> Answer:
+    def _checked(self, answer: PageAnswer) -> PageAnswer:
         if answer.error:
             raise TrackingError(answer.error)
         self._known = answer
@@ -232,22 +234,22 @@ def main(socket: int, owner: int, dump: int) -> None:
     pages: dict[str, Tracker] = {}
     with Connection(socket) as connection:
         connection.recv()
-        connection.send(packed(Ready()))
+        connection.send(packed(PagesReady()))
         answer_calls(connection, lambda message: packed(_answer(pages, _unpack(message))))
 
 
-def _answer(pages: dict[str, Tracker], asked: Asked) -> Answer:
+def _answer(pages: dict[str, Tracker], asked: PageCall) -> PageAnswer:
     if asked.method != START and asked.page not in pages:
-        return Answer(unknown=True)
+        return PageAnswer(unknown=True)
     try:
         tracker = pages.get(asked.page) or Tracker(asked.config)
         value = methodcaller(asked.method, *asked.arguments, **asked.named)(tracker)
         pages[asked.page] = tracker  # once it has started
     except TrackingError as error:
-        return Answer(error=str(error))
+        return PageAnswer(error=str(error))
     except Exception:  # a fault of ours; the owner's log has it whole
-        return Answer(error=f"MLflow at {asked.config.uri} failed:\n{traceback.format_exc()}")
-    return Answer(
+        return PageAnswer(error=f"MLflow at {asked.config.uri} failed:\n{traceback.format_exc()}")
+    return PageAnswer(
         value=value,
         link=tracker.link,
         last_step=tracker.last_step,

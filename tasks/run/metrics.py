@@ -10,7 +10,7 @@ from configs.grpo import GRPOConfig
 from engines.rewards.failing_samples import pooled
 from storage.runs.commit_log import Commit
 from storage.runs.live import read_end
-from storage.tracking.cost import Call, Pool, Used, step_cost, window_of
+from storage.tracking.cost import AttemptCost, Pool, Used, step_cost, window_of
 from tasks.results import Metrics, Prompts, Scored, Synced, TrainBatch, Updated
 from tasks.run.attempts import Attempt
 
@@ -82,7 +82,7 @@ def cost_of(run: Run, step: int, now: float, samples: int) -> Metrics:
         end = read_end(run.files)
         before = before | (end.cost if end is not None and end.step == run.head else {})
     return step_cost(
-        [Call.of(attempt.record()) for attempt in run.attempts_of(step)],
+        [AttemptCost.of(attempt.record()) for attempt in run.attempts_of(step)],
         window_of(
             run.engines.launched,
             own,

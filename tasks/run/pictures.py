@@ -9,7 +9,7 @@ from storage.runs.commit_log import Commit, history
 from storage.runs.curves import History
 from storage.runs.run_store import RunStore
 from storage.tracking.plots import progress_png
-from storage.tracking.timeline import Work, timeline_png
+from storage.tracking.timeline import TimelineCall, timeline_png
 
 TIMELINE_STEPS = 12  # the last ones; more would only blur
 TRAINERS = "train"  # in the timeline, for calls that all train workers carry out together
@@ -35,10 +35,10 @@ def draw_timeline(files: RunStore) -> bytes:
     return image
 
 
-def work_of(commits: Iterable[Commit]) -> list[Work]:
+def work_of(commits: Iterable[Commit]) -> list[TimelineCall]:
     """What the engines did for some steps, by the attempts that their commits keep."""
     return [
-        Work(
+        TimelineCall(
             engine=str(attempt["worker"] or TRAINERS),
             stage=str(attempt["stage"]),
             step=commit.step,

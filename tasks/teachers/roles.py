@@ -14,7 +14,7 @@ from engines.teachers.pool import SPARE_WORDS, TeacherPool, VllmTeacherSpec
 from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster
 from storage.runs.run_store import RunStore
-from tasks.run.roles.role import ByRole, EngineRole, PoolVariables, Started
+from tasks.run.roles.role import ByRole, EngineRole, PoolVariables, StartingEngines
 from tasks.run.roles.sampling import rollout_spec
 from tasks.run.roles.training import ACTOR, FrozenModel, check_computed, trainer_of
 from tasks.teachers.models import address_of, distillation, resolved
@@ -72,7 +72,7 @@ def _teacher(
     )
 
 
-def _start(engines: Started, teachers: OwnTeachers) -> None:
+def _start(engines: StartingEngines, teachers: OwnTeachers) -> None:
     for name, teacher in teachers.items():
         teacher.at(0)
         if isinstance(teacher, Trainer) and engines.run.head == engines.run.start:
@@ -106,7 +106,7 @@ def _services(run: RunView, cluster: Cluster) -> Services:
     }
 
 
-def _attach(engines: Started, services: Services) -> None:
+def _attach(engines: StartingEngines, services: Services) -> None:
     """Take the run's places at services, once the student is there whose tokens they compare."""
     engines.wait(ACTOR.name)
     student = engines[ACTOR].tokens(engines.run.head)

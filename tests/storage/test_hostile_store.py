@@ -31,7 +31,7 @@ from storage.runs.origins import ancestry, committer, origin_of
 from storage.runs.run_store import RunStore
 from storage.runs.tensor_changes import BLOCK, HEAD, decode, encode
 from storage.runs.weights import (
-    Base,
+    BaseVersion,
     WeightsRef,
     open_chain,
     open_manifest,
@@ -149,7 +149,7 @@ def test_a_manifest_names_files_of_its_folder(run: RunStore, tmp_path: Path, nam
 def test_no_other_record_leads_out(run: RunStore, name: str) -> None:
     for build in (
         lambda: WeightsRef(version=1, key=name, digest="", nbytes=0),
-        lambda: Base(key=name, digest=""),
+        lambda: BaseVersion(key=name, digest=""),
         lambda: commit_lists.ListsRef(key=name, digest="", nbytes=0),
         lambda: BatchRef.from_json(a_ref(run, lambda ref: ref["sources"][0].__setitem__(0, name))),
     ):

@@ -9,7 +9,7 @@ import pytest
 from pydantic import JsonValue
 
 from engines.train.spec import MadeOn, TensorDifference, WeightsComparison
-from tasks.commands.replay_demand import Demand, demand_of, share_of_way
+from tasks.commands.replay_demand import ReplayDemand, demand_of, share_of_way
 
 CPU = MadeOn(device="CPU (AVX2)", torch="2.13.0+cpu", fixed=True)
 GPU = MadeOn(device="NVIDIA H100 80GB HBM3", torch="2.13.0+cu130", fixed=True)
@@ -23,7 +23,7 @@ def commit(was: MadeOn | None, **train: JsonValue) -> dict[str, JsonValue]:
 
 @pytest.mark.parametrize("where", [CPU, GPU])
 def test_equal_bits_are_demanded_where_the_order_of_sums_is_the_same(where: MadeOn) -> None:
-    assert demand_of(commit(where), where, 1, 2) == Demand(
+    assert demand_of(commit(where), where, 1, 2) == ReplayDemand(
         bits=True, why=f"both were made on a {where.device} with a fixed order of sums"
     )
 
@@ -39,7 +39,7 @@ def test_an_update_on_a_gpu_from_before_the_kernels_is_another_sum() -> None:
 
 def test_of_a_commit_without_a_record_equal_bits_are_demanded() -> None:
     found = demand_of(commit(None), CPU, 4, 4)
-    assert found == Demand(bits=True, why="the commit does not say on what it was made")
+    assert found == ReplayDemand(bits=True, why="the commit does not say on what it was made")
 
 
 @pytest.mark.parametrize(

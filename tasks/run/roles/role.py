@@ -34,7 +34,7 @@ class ByRole(Protocol):
         """The same; None where there is none."""
 
 
-class Started(ByRole, Protocol):
+class StartingEngines(ByRole, Protocol):
     """The engines of a run while they start (tasks/run/engines.py)."""
 
     run: RunView
@@ -63,7 +63,7 @@ class EngineRole(Generic[C]):
     client: Callable[[RunView, Cluster], C]  # making it builds nothing
     needed: Callable[[GRPOConfig], bool] = lambda config: True  # by a run that uses its feature
     # Builds the engines, and brings them where the run stands; None: their first call builds them.
-    start: Callable[[Started, C], object] | None = None
+    start: Callable[[StartingEngines, C], object] | None = None
     # Of workers that will hold them, which have to stand before these import an engine's libraries.
     variables: Callable[[GRPOConfig], PoolVariables] = _no_variables
     close: Callable[[C], object] = _nothing  # ends what is elsewhere than on the run's workers
@@ -112,6 +112,6 @@ def pool_of(
     )
 
 
-def start_pool(engines: Started, pool: EnginePool[Any]) -> None:
+def start_pool(engines: StartingEngines, pool: EnginePool[Any]) -> None:
     """Build the engines of all workers of a pool."""
     pool.start()

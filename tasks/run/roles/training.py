@@ -20,7 +20,7 @@ from storage.runs.weights import WeightsRef
 from tasks.run.decay import decay_steps
 from tasks.run.events import UpdateReplayed
 from tasks.run.forking import parent_config
-from tasks.run.roles.role import EngineRole, Started
+from tasks.run.roles.role import EngineRole, StartingEngines
 from tasks.run.roles.specs import MODELS
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def check_computed(trainer: Trainer, version: int, where: str) -> None:
 
 
 def bring_to_head(
-    engines: Started, role: TrainRole, trainer: T, make: Callable[[RunStore, GRPOConfig], T]
+    engines: StartingEngines, role: TrainRole, trainer: T, make: Callable[[RunStore, GRPOConfig], T]
 ) -> None:
     """Bring what is trained to the run's head; a fork between its parent's snapshots replays first.
 
@@ -142,7 +142,7 @@ def bring_to_head(
     trainer.at(run.head)
 
 
-def _start_actor(engines: Started, trainer: Trainer) -> None:
+def _start_actor(engines: StartingEngines, trainer: Trainer) -> None:
     run = engines.run
 
     def actor(files: RunStore, config: GRPOConfig) -> Trainer:

@@ -14,7 +14,7 @@ from engines.models import checkpoints
 from engines.models.adapters import factor_names, stream_whole
 from engines.rollout.engine import RolloutEngine
 from storage.objects.errors import ObjectDamaged
-from storage.runs.weights import Adapter, Base, WeightsRef, open_manifest
+from storage.runs.weights import Adapter, BaseVersion, WeightsRef, open_manifest
 from storage.runs.weights_writing import publish
 from tests.contract.rollout.world import World
 
@@ -55,7 +55,7 @@ def publish_adapter(
     alpha: float = ALPHA,
 ) -> WeightsRef:
     adapter = Adapter(rank=RANK, alpha=alpha)
-    below = Base(key=base.key, digest=base.digest)
+    below = BaseVersion(key=base.key, digest=base.digest)
     return publish(world.store, run, version, tensors.items(), {}, base=below, adapter=adapter)
 
 

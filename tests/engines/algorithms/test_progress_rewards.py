@@ -10,7 +10,7 @@ import torch
 
 from configs.srpo import ProgressConfig
 from engines.algorithms.progress_rewards import (
-    Progress,
+    ProgressRewards,
     logistic,
     progress_rewards,
     success_clusters,
@@ -20,7 +20,7 @@ from engines.algorithms.sample_selection import success_rate
 SETTINGS = ProgressConfig().model_dump(exclude={"task_column", "success"})
 
 
-def measured(points: list[list[float]], success: list[bool], tasks: list[int]) -> Progress:
+def measured(points: list[list[float]], success: list[bool], tasks: list[int]) -> ProgressRewards:
     return progress_rewards(
         np.array(points, np.float32), np.array(success), np.array(tasks, np.int64), **SETTINGS
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from engines.elastic.leases import MOST_FAILURES, Leases, Unit
+from engines.elastic.leases import MOST_FAILURES, Unit, UnitLeases
 from engines.failures import CallCancelled, WorkerLost
 from storage.objects.errors import ObjectMissing
 
@@ -42,8 +42,8 @@ class Workers:
         if self.stop:
             raise CallCancelled("stopped")
 
-    def leases(self, lease: float = 5.0) -> Leases:
-        return Leases(lambda: dict(self.there), self.check, lease, clock=lambda: self.now)
+    def leases(self, lease: float = 5.0) -> UnitLeases:
+        return UnitLeases(lambda: dict(self.there), self.check, lease, clock=lambda: self.now)
 
     def units(self, *numbers: int) -> list[Unit[str]]:
         return [functools.partial(self.work, number) for number in numbers]

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from engines.environments import agent_api
-from engines.environments.agent_api import Answer, Request, Server, refused
+from engines.environments.agent_api import AgentRequest, Answer, Server, refused
 
 KEY = "an-episode's-key"
 
@@ -20,7 +20,7 @@ class Session:
 
     over: Answer | None = None
 
-    def ask(self, request: Request) -> Answer:
+    def ask(self, request: AgentRequest) -> Answer:
         return 200, {"route": request.route}
 
 

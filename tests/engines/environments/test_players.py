@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from configs.episodes import ClassEnvironment, EpisodesConfig, TextArenaEnvironment
-from engines.environments.protocol import Outcome, Told
+from engines.environments.protocol import Outcome, PlayersTurn
 from engines.environments.sessions import Environments
 from tests.engines.environments.playing import Episode, begin
 
@@ -127,15 +127,15 @@ def play(tmp_path: Path) -> Iterator[Playing]:
 def test_turns_of_two_players(play: Playing) -> None:
     environments = play("Auction")
     [opening] = environments.opening([{}], [7])
-    told = Told.of(opening.observation)
+    told = PlayersTurn.of(opening.observation)
     assert told.player == 0
     assert [text.partition(" have ")[0] for text in told.texts] == ["you", "you"]
     assert told.texts[0] != told.texts[1], "each has a secret of its own"
     episode = Episode("one", {}, 7, opening)
     again = episode.act(environments, "again")
-    assert Told.of(again.observation) == Told(player=0, texts=("say that again",))
+    assert PlayersTurn.of(again.observation) == PlayersTurn(player=0, texts=("say that again",))
     bid = episode.act(environments, "10")
-    assert Told.of(bid.observation).player == 1
+    assert PlayersTurn.of(bid.observation).player == 1
     assert bid.rewards == ()
     done = episode.act(environments, "30")
     assert done == Outcome(done=True, rewards=(None, 0.7))
@@ -144,7 +144,7 @@ def test_turns_of_two_players(play: Playing) -> None:
 
 def test_the_environment_says_who_begins(play: Playing) -> None:
     [opening] = play("Auction", players=3).opening([{"begins": 2}], [7])
-    told = Told.of(opening.observation)
+    told = PlayersTurn.of(opening.observation)
     assert (told.player, len(told.texts)) == (2, 3)
 
 
@@ -170,7 +170,9 @@ def test_what_it_gives_is_checked(play: Playing) -> None:
             opening.failed
         )
     silent = begin(play("Silent"))
-    assert Told.of(silent.act(play("Silent"), "a").observation) == Told(player=1, texts=("",))
+    assert PlayersTurn.of(silent.act(play("Silent"), "a").observation) == PlayersTurn(
+        player=1, texts=("",)
+    )
 
 
 @pytest.mark.parametrize(
@@ -239,19 +241,19 @@ def test_textarena_tic_tac_toe() -> None:
     pytest.importorskip("textarena")
     with textarena("TicTacToe-v0") as environments:
         [opening] = environments.opening([{}], [3])
-        told = Told.of(opening.observation)
+        told = PlayersTurn.of(opening.observation)
         assert told.player == 0
         assert "You are Player 0 in Tic Tac Toe" in told.texts[0]
         assert told.texts[1] == "", "it is told at its first turn"
         episode = Episode("one", {}, 3, opening)
-        second = Told.of(episode.act(environments, "[4]").observation)
+        second = PlayersTurn.of(episode.act(environments, "[4]").observation)
         assert second.player == 1
         assert "You are Player 1 in Tic Tac Toe" in second.texts[0]
         assert "[Player 0] [4]" in second.texts[0]
-        occupied = Told.of(episode.act(environments, "[4]").observation)
+        occupied = PlayersTurn.of(episode.act(environments, "[4]").observation)
         assert occupied.player == 1, "who made no move is asked again"
         assert occupied.texts[0].startswith("[GAME] Player 1 attempted an invalid move")
-        third = Told.of(episode.act(environments, "[0]").observation)
+        third = PlayersTurn.of(episode.act(environments, "[0]").observation)
         assert third.player == 0
         assert "You are Player" not in third.texts[0], "what is new"
         assert "[Player 1] [0]" in third.texts[0]
@@ -271,7 +273,7 @@ def test_textarena_kuhn_poker() -> None:
     pytest.importorskip("textarena")
     with textarena("KuhnPoker-v0") as environments:
         [opening] = environments.opening([{}], [3])
-        assert Told.of(opening.observation).player == 1, "the seed decides who begins"
+        assert PlayersTurn.of(opening.observation).player == 1, "the seed decides who begins"
         episode = Episode("one", {}, 3, opening)
         for text in ("[bet]", "[fold]") * 3:
             outcome = episode.act(environments, text)

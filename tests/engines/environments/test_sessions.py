@@ -23,7 +23,7 @@ from configs.episodes import (
     TextArenaEnvironment,
     ToolsEnvironment,
 )
-from engines.environments.protocol import SECONDS, TURN_SECONDS, Outcome, Ready
+from engines.environments.protocol import SECONDS, TURN_SECONDS, EnvironmentReady, Outcome
 from engines.environments.sessions import Environments, digest_of
 from tests.engines.environments.playing import Episode, begin, call
 
@@ -238,7 +238,7 @@ def wait_for_end(pids: list[int]) -> bool:
 def test_tools(play: Playing) -> None:
     environments = play("Counter")
     ready = environments.start()
-    assert isinstance(ready, Ready) and ready.digest.startswith("sha256:")
+    assert isinstance(ready, EnvironmentReady) and ready.digest.startswith("sha256:")
     schemas = {one["function"]["name"]: one["function"] for one in ready.tools}
     assert list(schemas) == ["add", "fail", "fill", "finish", "say"]
     assert schemas["add"] == {

@@ -16,8 +16,8 @@ from configs.tree import TreeSettings
 from engines.trees.plan import (
     PROMPT,
     Branch,
-    Node,
     Noise,
+    TreeNode,
     branches,
     by_weight,
     leaves,
@@ -29,9 +29,9 @@ Sampler = Callable[[Branch], tuple[bool, float]]  # whether the path is over, an
 EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True)
 
 
-def grown(n: int, tree: TreeSettings, sampler: Sampler, seed: int | None = 0) -> list[Node]:
+def grown(n: int, tree: TreeSettings, sampler: Sampler, seed: int | None = 0) -> list[TreeNode]:
     """A whole tree; the last segment of a path ends it, whatever the sampler says."""
-    nodes: list[Node] = []
+    nodes: list[TreeNode] = []
     noise = Noise(seed, 1, 5)
     while wanted := branches(nodes, n, tree, noise):
         level = []
@@ -39,7 +39,7 @@ def grown(n: int, tree: TreeSettings, sampler: Sampler, seed: int | None = 0) ->
             over, logprob = sampler(one)
             over = over or one.depth == tree.depth
             level.append(
-                Node(
+                TreeNode(
                     number=one.number,
                     parent=one.parent,
                     depth=one.depth,
@@ -110,7 +110,7 @@ def test_a_branch_has_a_number_of_its_own_below_n(tree, n, seed, ends):
 def test_it_falls_back_only_when_no_path_goes_on(n, seed, ends):
     chance = random.Random(seed)
     tree = TreeSettings(depth=4)
-    nodes: list[Node] = []
+    nodes: list[TreeNode] = []
     while wanted := branches(nodes, n, tree, Noise(3, 1, 5)):
         parents = {node.parent for node in nodes}
         going = {node.number for node in nodes if not node.over and node.number not in parents}
@@ -120,7 +120,7 @@ def test_it_falls_back_only_when_no_path_goes_on(n, seed, ends):
             assert sum(one.share for one in wanted) == n - sum(x.share for x in nodes if x.over)
             assert all(one.parent == PROMPT or not nodes[one.parent - 1].over for one in wanted)
         level = [
-            Node(
+            TreeNode(
                 number=one.number,
                 parent=one.parent,
                 depth=one.depth,
@@ -219,7 +219,7 @@ def test_shares_by_log_probs():
     assert by_weight(3, [0.0, -1000.0, 0.0]) == [1, 1, 1]
     assert by_weight(9, [0.0, -1000.0]) == [8, 1]
     level = [
-        Node(number=k, parent=0, depth=1, share=2, over=False, logprob=logprob)
+        TreeNode(number=k, parent=0, depth=1, share=2, over=False, logprob=logprob)
         for k, logprob in enumerate((-0.1, -2.0, -0.1), 1)
     ]
     likely = TreeSettings(by="logprob", logprob_weight=20.0)
@@ -230,9 +230,9 @@ def test_shares_by_log_probs():
 
 def test_what_a_path_leaves_over_goes_to_those_that_go_on():
     level = [
-        Node(number=1, parent=0, depth=1, share=4, over=True, logprob=0.0),
-        Node(number=2, parent=0, depth=1, share=3, over=False, logprob=0.0),
-        Node(number=3, parent=0, depth=1, share=1, over=False, logprob=0.0),
+        TreeNode(number=1, parent=0, depth=1, share=4, over=True, logprob=0.0),
+        TreeNode(number=2, parent=0, depth=1, share=3, over=False, logprob=0.0),
+        TreeNode(number=3, parent=0, depth=1, share=1, over=False, logprob=0.0),
     ]
     assert [node.share for node in settled(level, TreeSettings())] == [1, 4, 3]
     alone = TreeSettings(fall_back=False)

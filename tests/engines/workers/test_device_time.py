@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engines.workers.device_time import DeviceTime, Held
+from engines.workers.device_time import DeviceTime, HeldSeconds
 
 
 class Clock:
@@ -16,7 +16,7 @@ class Clock:
 
 def test_calls_at_once_share_a_worker() -> None:
     clock = Clock()
-    time, first, second = DeviceTime(clock), Held(), Held()
+    time, first, second = DeviceTime(clock), HeldSeconds(), HeldSeconds()
     with time.held("rollout", ["rollout-0"], first):
         clock.now = 4.0
         with time.held("rollout", ["rollout-0"], second):
@@ -30,7 +30,7 @@ def test_calls_at_once_share_a_worker() -> None:
 
 def test_a_call_of_a_gang_has_every_worker_of_its_pools() -> None:
     clock = Clock()
-    time, sync, sampled = DeviceTime(clock), Held(), Held()
+    time, sync, sampled = DeviceTime(clock), HeldSeconds(), HeldSeconds()
     with (
         time.held("rollout", ["rollout-1"], sampled),
         time.held("train", ["train-0", "train-1"], sync),
@@ -43,7 +43,7 @@ def test_a_call_of_a_gang_has_every_worker_of_its_pools() -> None:
 
 def test_a_call_that_fails_has_held_its_worker() -> None:
     clock = Clock()
-    time, holder = DeviceTime(clock), Held()
+    time, holder = DeviceTime(clock), HeldSeconds()
 
     def fails() -> None:
         clock.now = 3.0
@@ -52,6 +52,6 @@ def test_a_call_that_fails_has_held_its_worker() -> None:
     with pytest.raises(RuntimeError), time.held("cpu", ["cpu-0"], holder):
         fails()
     clock.now = 5.0
-    with time.held("cpu", ["cpu-0"], Held()):
+    with time.held("cpu", ["cpu-0"], HeldSeconds()):
         clock.now = 6.0
     assert holder.seconds == {"cpu": 3.0}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engines.failures import InfrastructureError, NoProgress
-from engines.start_progress import Progress, heard_by, report, reporting_growth
+from engines.start_progress import StartProgress, heard_by, report, reporting_growth
 from engines.workers.calls import build
 from tests.engines.workers.dummies import slow
 
@@ -34,7 +34,7 @@ def test_a_start_that_stops_ends_and_says_in_which_phase(cluster, solo) -> None:
 
 
 def test_the_same_words_again_are_no_progress() -> None:
-    progress = Progress()
+    progress = StartProgress()
     with heard_by(progress):
         report("one")
         at = progress.at
@@ -49,7 +49,7 @@ def test_the_same_words_again_are_no_progress() -> None:
 
 def test_a_log_that_grows_is_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engines.start_progress.LOOK", 0.02)
-    progress, log = Progress(), tmp_path / "engine.log"
+    progress, log = StartProgress(), tmp_path / "engine.log"
     with heard_by(progress), reporting_growth([log], "starting", log):
         assert progress.phase == "starting"
         log.write_text("INFO compiling\n")

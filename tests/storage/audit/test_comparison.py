@@ -7,7 +7,7 @@ import numpy as np
 from storage.audit.comparison import compare, content, flat
 from storage.batches.writing import write_batch
 from storage.evaluations.results import (
-    Interval,
+    ConfidenceInterval,
     newest_evaluations,
 )
 from storage.objects.store import Store
@@ -110,7 +110,7 @@ def test_evaluations_are_paired_by_suite_rows_and_version(store: Store) -> None:
             version=version,
             on=on,
             metrics={"reward": reward, "failed": 0.0},
-            intervals={"reward": Interval(low=0.0, high=1.0, kind="bootstrap")},
+            intervals={"reward": ConfidenceInterval(low=0.0, high=1.0, kind="bootstrap")},
             made_at=at,
         )
     newest = newest_evaluations(first).values()

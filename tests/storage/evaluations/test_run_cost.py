@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from storage.evaluations.run_cost import RunCost, Spent, cost_of_run
+from storage.evaluations.run_cost import DeviceCost, RunCost, cost_of_run
 from storage.objects.store import Store
 from storage.runs.live import End, write_end
 from storage.runs.run_store import RunStore
@@ -29,8 +29,11 @@ def evaluated(run: RunStore, name: str, hours: float, asked_by: str, back_fill: 
 
 
 def test_the_parts_of_a_runs_cost(run: RunStore) -> None:
-    steps, nothing = Spent(device_hours=3.0, money=6.0), Spent(device_hours=0.0, money=0.0)
-    none = Spent(device_hours=0.0, money=None)
+    steps, nothing = (
+        DeviceCost(device_hours=3.0, money=6.0),
+        DeviceCost(device_hours=0.0, money=0.0),
+    )
+    none = DeviceCost(device_hours=0.0, money=None)
     assert cost_of_run(run) == RunCost(steps=steps, after=nothing, back_fills=none)
     write_end(run, End(step=2, cost={HOURS: 3.5, MONEY: 7.0}))
     evaluated(run, "of-the-run", 0.25, "a", back_fill=False)  # in a commit, or in the end
@@ -39,8 +42,8 @@ def test_the_parts_of_a_runs_cost(run: RunStore) -> None:
     cost = cost_of_run(run)
     assert cost == RunCost(
         steps=steps,
-        after=Spent(device_hours=0.5, money=1.0),
-        back_fills=Spent(device_hours=0.125, money=0.25),
+        after=DeviceCost(device_hours=0.5, money=1.0),
+        back_fills=DeviceCost(device_hours=0.125, money=0.25),
     )
     assert (cost.device_hours, cost.money) == (3.625, 7.25)
 

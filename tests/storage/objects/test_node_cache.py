@@ -14,7 +14,7 @@ from storage.objects.errors import ObjectMissing
 from storage.objects.node_cache import NodeCache, open_node_cache
 from storage.objects.store import Store
 from storage.objects.usage import COUNTER
-from storage.runs.weights import Base, open_manifest
+from storage.runs.weights import BaseVersion, open_manifest
 from storage.runs.weights_reading import stream
 from storage.runs.weights_writing import publish
 
@@ -121,7 +121,7 @@ def test_versions_come_through_it(memory: Store, tmp_path: Path) -> None:
     tensors = {name: torch.randn(40, 50) for name in "abc"}
     base = publish(memory, "run", 0, tensors.items(), {}, torch.bfloat16)
     tensors["b"] = tensors["b"] + (torch.rand(40, 50) < 0.03)
-    named = Base(key=base.key, digest=base.digest)
+    named = BaseVersion(key=base.key, digest=base.digest)
     ref = publish(memory, "run", 1, tensors.items(), {}, torch.bfloat16, base=named)
     cache = NodeCache(memory, tmp_path / "kept", 100_000)
     manifests = sum(memory.size(f"{one.key}/manifest.json") for one in (base, ref))

@@ -18,7 +18,7 @@ from storage.runs.forks import NoSuchOrigin, begin_at, pin, pins, shared_weights
 from storage.runs.origins import FIELD, ancestry, committer, origin_of, start_of
 from storage.runs.retention import sweep
 from storage.runs.run_store import RunStore
-from storage.runs.snapshots import Base, base_of, mark, snapshots
+from storage.runs.snapshots import ReplayStart, base_of, mark, snapshots
 from storage.runs.weights import WeightsRef
 from storage.runs.weights_writing import publish
 
@@ -101,7 +101,7 @@ def test_a_new_run_from_another_ones_weights_counts_from_one(parent: RunStore) -
     assert origin is not None
     assert (start_of(child), origin.step, str(origin)) == (0, 6, "run@6")
     assert shared_weights(child) is None
-    assert base_of(child, 3) == Base(version=0, weights=read_commit(parent, 6).version_out)
+    assert base_of(child, 3) == ReplayStart(version=0, weights=read_commit(parent, 6).version_out)
     take(child, 1, publish_version(child, 0))
     assert read_commit(child, 1).parent_digest == read_commit_digest(parent, 6)
     assert committer(child, 0) == (parent, 6)
@@ -121,14 +121,14 @@ def test_a_fork_of_a_fork(parent: RunStore) -> None:
 
 def test_where_the_trainers_state_comes_from(parent: RunStore) -> None:
     assert base_of(parent, 1) is None
-    assert base_of(parent, 5) == Base(version=4, run="run", step=4)
+    assert base_of(parent, 5) == ReplayStart(version=4, run="run", step=4)
     child = child_of(parent, "child", 4)
-    assert base_of(child, 5) == Base(version=4, run="run", step=4)
+    assert base_of(child, 5) == ReplayStart(version=4, run="run", step=4)
     between = child_of(parent, "between", 5)
     with pytest.raises(ObjectMissing, match="no snapshot of run@5, at which run between begins"):
         base_of(between, 5)
     snapshot(between, 5)
-    assert base_of(between, 7) == Base(version=5, run="between", step=5)
+    assert base_of(between, 7) == ReplayStart(version=5, run="between", step=5)
 
 
 def test_what_a_child_shares_stays(parent: RunStore) -> None:

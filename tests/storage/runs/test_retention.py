@@ -15,7 +15,14 @@ from storage.runs.retention import sweep
 from storage.runs.run_index import index_key
 from storage.runs.run_store import RunStore
 from storage.runs.snapshots import mark, snapshots
-from storage.runs.weights import FORMAT, MANIFEST, Adapter, Base, WeightsRef, open_manifest_at
+from storage.runs.weights import (
+    FORMAT,
+    MANIFEST,
+    Adapter,
+    BaseVersion,
+    WeightsRef,
+    open_manifest_at,
+)
 from storage.runs.weights_reading import stream
 from storage.runs.weights_writing import publish
 
@@ -42,7 +49,7 @@ def based_on(run: RunStore, ref: WeightsRef, base: WeightsRef | None) -> Weights
     """A version whose manifest says that it cannot be read without another one."""
     if base is None:
         return ref
-    said = {"base": Base(key=base.key, digest=base.digest)}
+    said = {"base": BaseVersion(key=base.key, digest=base.digest)}
     manifest = open_manifest_at(run.store, ref.key).model_copy(update=said)
     body = manifest.model_dump(mode="json")
     run.store.write(f"{ref.key}/{MANIFEST}", documents.encode(FORMAT, body))
@@ -212,7 +219,7 @@ def test_what_a_version_is_based_on_stays_with_it(run: RunStore) -> None:
 def test_the_base_of_adapters_stays_however_old_it_is(run: RunStore) -> None:
     weights = torch.ones(4, 4)
     base = publish(run.store, run.run, 0, [("w.weight", weights)], {}, key=base_key(run, "float32"))
-    adapter, below = Adapter(rank=1, alpha=1.0), Base(key=base.key, digest=base.digest)
+    adapter, below = Adapter(rank=1, alpha=1.0), BaseVersion(key=base.key, digest=base.digest)
     before = None
     for step in range(6):
         factors = [("base_model.model.w.lora_A.weight", torch.full((1, 4), float(step)))]

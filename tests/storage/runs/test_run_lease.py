@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from storage.objects.errors import StoreUnavailable
-from storage.runs.run_lease import Holder, LeaseHeld, LeaseLost, RunLease, _encode, _host
+from storage.runs.run_lease import LeaseHeld, LeaseHolder, LeaseLost, RunLease, _encode, _host
 from storage.runs.run_store import RunStore
 
 
@@ -83,7 +83,7 @@ def test_a_lease_that_ran_out_does_not_pass(run: RunStore, clock: Clock) -> None
 def test_a_dead_process_is_not_waited_for(run: RunStore, clock: Clock) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         started = psutil.Process(process.pid).create_time()
-    holder = Holder(
+    holder = LeaseHolder(
         owner="dead", host=_host(), pid=process.pid, started=started, nonce="n", epoch=7,
         ttl=60, expires=clock.now + 60,
     )  # fmt: skip
@@ -97,7 +97,7 @@ def test_a_dead_process_is_not_waited_for(run: RunStore, clock: Clock) -> None:
 
 def test_a_reused_pid_is_another_process(run: RunStore, clock: Clock) -> None:
     alive = psutil.Process()
-    holder = Holder(
+    holder = LeaseHolder(
         owner="old", host=_host(), pid=alive.pid, started=alive.create_time() - 500, nonce="n",
         epoch=1, ttl=60, expires=clock.now + 60,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from storage.objects.usage import COUNTER
 from storage.runs import weights_writing
 from storage.runs.run_store import RunStore
 from storage.runs.weight_changes import base_for
-from storage.runs.weights import Base, WeightsRef, open_manifest
+from storage.runs.weights import BaseVersion, WeightsRef, open_manifest
 from storage.runs.weights_reading import stream
 from storage.runs.weights_writing import copy_whole, outline_of, publish
 
@@ -30,7 +30,7 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
 
 
 def put(run: RunStore, version: int, base: WeightsRef | None = None) -> WeightsRef:
-    named = None if base is None else Base(key=base.key, digest=base.digest)
+    named = None if base is None else BaseVersion(key=base.key, digest=base.digest)
     made = tensors(version).items()
     return publish(run.store, run.run, version, made, FILES, torch.bfloat16, base=named)
 
@@ -49,7 +49,7 @@ def test_the_content_is_that_of_a_whole_version(run: RunStore) -> None:
         assert name == other_name
         assert one.dtype == other.dtype
         assert torch.equal(one, other), name
-    assert less.base == Base(key=base.key, digest=base.digest)
+    assert less.base == BaseVersion(key=base.key, digest=base.digest)
     assert less.stored == sum(
         run.store.size(key) for key in run.store.list(less.key)
     ) - run.store.size(f"{less.key}/manifest.json")
@@ -79,7 +79,7 @@ def test_which_versions_are_whole(run: RunStore) -> None:
     tensor = {"x": torch.arange(100.0)}
     shape = {"x": outline_of(tensor["x"], None)}
     first = publish(run.store, "far", 0, tensor.items(), FILES)
-    named = Base(key=first.key, digest=first.digest)
+    named = BaseVersion(key=first.key, digest=first.digest)
     publish(run.store, "far", 1, [("x", torch.randn(100))], FILES, base=named)
     assert base_for(RunStore(run.store, "far"), 2, shape, 4) is None  # nothing was gained
     other = {**outlines, "more": outlines["new"]}
@@ -138,7 +138,7 @@ def test_transformers_does_not_take_it_for_weights(store: Store) -> None:
     model = LlamaForCausalLM(config)
     files = {"config.json": config.to_json_string(use_diff=False).encode()}
     base = publish(store, "run", 0, model.state_dict().items(), files)
-    named = Base(key=base.key, digest=base.digest)
+    named = BaseVersion(key=base.key, digest=base.digest)
     ref = publish(store, "run", 1, model.state_dict().items(), files, base=named)
     with pytest.raises((OSError, ValueError)):
         LlamaForCausalLM.from_pretrained(store.url(ref.key).removeprefix("file://"))

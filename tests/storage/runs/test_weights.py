@@ -14,7 +14,7 @@ from storage.runs import weights, weights_writing
 from storage.runs.weights import (
     FORMAT,
     MANIFEST,
-    Base,
+    BaseVersion,
     WeightsRef,
     open_chain,
     open_manifest_at,
@@ -161,7 +161,7 @@ def test_a_version_of_before_is_read(store: Store) -> None:
 def test_a_version_needs_its_base(store: Store) -> None:
     base = publish(store, "run", 0, TENSORS.items(), {})
     ref = publish(store, "run", 1, [("a", torch.ones(2))], {})
-    said = {"base": Base(key=base.key, digest=base.digest).model_dump()}
+    said = {"base": BaseVersion(key=base.key, digest=base.digest).model_dump()}
     body = documents.read(store, f"{ref.key}/{MANIFEST}", FORMAT) | said
     store.write(f"{ref.key}/{MANIFEST}", documents.encode(FORMAT, body))
     assert [key for key, _ in open_chain(store, ref)] == [ref.key, base.key]

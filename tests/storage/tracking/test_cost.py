@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from storage.tracking.cost import (
-    Call,
+    AttemptCost,
     Pool,
     Used,
     Window,
@@ -23,9 +23,9 @@ POOLS = {
     "cpu": Pool(workers=1, price_per_hour=0.36),
 }
 CALLS = [
-    Call(stage="prompts", started=110.0, failed=False, worker_seconds={"cpu": 1.0}),
-    Call(stage="update", started=112.0, failed=True, worker_seconds={"train": 2.0}),
-    Call(stage="update", started=114.0, failed=False, worker_seconds={"train": 4.0}),
+    AttemptCost(stage="prompts", started=110.0, failed=False, worker_seconds={"cpu": 1.0}),
+    AttemptCost(stage="update", started=112.0, failed=True, worker_seconds={"train": 2.0}),
+    AttemptCost(stage="update", started=114.0, failed=False, worker_seconds={"train": 4.0}),
 ]
 
 
@@ -114,7 +114,7 @@ def test_what_a_flow_held_until_it_died_is_lost() -> None:
 
 def test_a_call_of_an_older_refrain_has_no_seconds() -> None:
     old = {"stage": "rollout", "started": 1.0, "seconds": 2.0, "error": "", "worker": "rollout-0"}
-    assert Call.of(old).worker_seconds == {}
+    assert AttemptCost.of(old).worker_seconds == {}
 
 
 def test_gpus_are_the_devices_where_there_are_any() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from storage.tracking.scaling_law import Curve, Fit, Floats, NotIdentified, f_quantile, fit
-from storage.tracking.scaling_plot import Drawn, scaling_png
+from storage.tracking.scaling_plot import PlottedRun, scaling_png
 
 COMPUTE = np.linspace(0.2, 40.0, 80)
 PLANTED = Curve(start=0.1, asymptote=0.7, midpoint=4.0, exponent=1.6)
@@ -111,7 +111,7 @@ def test_too_few_points_are_refused() -> None:
 def test_the_picture_has_fits_and_refusals() -> None:
     reward = noisy(PLANTED, 0)
     runs = [
-        Drawn(name="a", compute=COMPUTE, reward=reward, fit=fit(COMPUTE, reward)),
-        Drawn(name="b", compute=COMPUTE, reward=0.0 * COMPUTE, fit=None),
+        PlottedRun(name="a", compute=COMPUTE, reward=reward, fit=fit(COMPUTE, reward)),
+        PlottedRun(name="b", compute=COMPUTE, reward=0.0 * COMPUTE, fit=None),
     ]
     assert scaling_png(runs, "GPU-hours", "reward").startswith(b"\x89PNG")

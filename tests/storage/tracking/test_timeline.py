@@ -6,15 +6,17 @@ import pytest
 
 from storage.tracking.timeline import (
     MOST_ROWS,
-    Work,
+    TimelineCall,
     idle_shares,
     shown_engines,
     timeline_png,
 )
 
 
-def call(engine: str, start: float, end: float, stage: str = "rollout", step: int = 1) -> Work:
-    return Work(engine=engine, stage=stage, step=step, start=start, seconds=end - start)
+def call(
+    engine: str, start: float, end: float, stage: str = "rollout", step: int = 1
+) -> TimelineCall:
+    return TimelineCall(engine=engine, stage=stage, step=step, start=start, seconds=end - start)
 
 
 def test_calls_that_overlap_count_once() -> None:

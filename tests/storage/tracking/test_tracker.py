@@ -17,7 +17,7 @@ import yaml
 
 from configs.storage import TrackingConfig
 from storage.objects.json_values import JsonValue
-from storage.tracking.connection import Place, TrackingError
+from storage.tracking.connection import TrackingAddress, TrackingError
 from storage.tracking.plots import progress_png
 from storage.tracking.registry import Registry
 from storage.tracking.tracked_run import TrackedData, TrackedRun
@@ -141,7 +141,7 @@ def test_an_experiment_of_an_older_refrain_gets_its_kind(
     config: TrackingConfig, tmp_path: Path
 ) -> None:
     old = config.model_copy(update={"experiment": "old"})
-    mlflow = Place.of(old.uri).connect()
+    mlflow = TrackingAddress.of(old.uri).connect()
     mlflow.create_experiment("old", artifact_location=(tmp_path / "artifacts").as_uri())
     with Tracker(old) as tracker:
         tracker.start(page("kind"))

@@ -11,7 +11,7 @@ from configs.srpo import SRPOConfig
 from engines.encoders.memory_plan import encoder_bytes
 from engines.models.facts import model_facts
 from tasks.memory import places
-from tasks.memory.holders import Demand
+from tasks.memory.holders import MemoryDemand
 from tasks.progress_rewards import checks
 from tasks.progress_rewards.feature import FEATURE
 from tasks.run.findings import PreflightError
@@ -34,7 +34,7 @@ def test_the_encoder_of_what_episodes_see_is_in_the_plan(tmp_path: Path) -> None
     config = found(eyes)
     seeing = (FEATURE.holders,)
     (machine,) = places.places(
-        Demand(config=config, shape=model_facts(config.model).shape, of_features=seeing)
+        MemoryDemand(config=config, shape=model_facts(config.model).shape, of_features=seeing)
     )
     assert {what: machine.taken[what] for what in planned} == {
         what: 2 * size for what, size in planned.items()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from storage.tracking.cost import Call, Pool, Used, Window, step_cost
+from storage.tracking.cost import AttemptCost, Pool, Used, Window, step_cost
 from tasks.reporting.cost_note import cost_lines
 
 WINDOW = Window(begin=0.0, end=10.0, launched=False)
 CALLS = [
-    Call(stage="update", started=1.0, failed=False, worker_seconds={"train": 4.0}),
-    Call(stage="update", started=5.0, failed=True, worker_seconds={"train": 1.0}),
+    AttemptCost(stage="update", started=1.0, failed=False, worker_seconds={"train": 4.0}),
+    AttemptCost(stage="update", started=5.0, failed=True, worker_seconds={"train": 1.0}),
 ]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from configs.grpo import GRPOConfig
 from configs.recipe import load_recipe
 from storage.batches.writing import write_batch
-from storage.evaluations.results import EvaluationResult, Interval
+from storage.evaluations.results import ConfidenceInterval, EvaluationResult
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
 from storage.runs.weights import WeightsRef
@@ -34,7 +34,7 @@ def result(store: Store, **changes: Any) -> EvaluationResult:
             "samples": 30.0,
             "failed": 0.0,
         },
-        "intervals": {"reward": Interval(low=0.25, high=0.75, kind="bootstrap")},
+        "intervals": {"reward": ConfidenceInterval(low=0.25, high=0.75, kind="bootstrap")},
         "asked": 10,
         "samples": samples,
         "prompts": samples,

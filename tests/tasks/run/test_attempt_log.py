@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from engines.workers.device_time import Held
+from engines.workers.device_time import HeldSeconds
 from engines.workers.pool import Assignment
 from tasks.run.attempt_log import EVALUATION, AttemptLog, EvaluationLog
 from tasks.run.attempts import Attempt
 
 
 def tried(step: int, stage: str, seconds: float, shard: int | None = None) -> Attempt:
-    held = Held(seconds={"rollout": seconds})
+    held = HeldSeconds(seconds={"rollout": seconds})
     return Attempt(
         step=step, stage=stage, shard=shard, number=1, started=1.0, assignment=Assignment(held=held)
     )

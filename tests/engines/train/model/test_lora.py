@@ -22,7 +22,7 @@ from engines.train.spec import ColumnsResult, LogprobRequest, TrainSpec
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
-from storage.runs.weights import Base, WeightsRef, open_manifest
+from storage.runs.weights import BaseVersion, WeightsRef, open_manifest
 from storage.runs.weights_reading import stream
 from tests.engines.train import naive_training as naive
 from tests.engines.train.conftest import Join, Make
@@ -86,7 +86,7 @@ def naive_model(folder: Path, factors: dict[str, Tensor]) -> nn.Module:
     return model
 
 
-def published(folder: Path, ref: WeightsRef | Base) -> dict[str, Tensor]:
+def published(folder: Path, ref: WeightsRef | BaseVersion) -> dict[str, Tensor]:
     return dict(stream(Store(str(folder / "store")), ref))
 
 
