@@ -65,7 +65,7 @@ FEATURES = {
         records={
             **record("critic"),
             "infra/prefect.yaml": [deployment("tiny-ppo")],
-            "pyproject.toml": [r" \| critic(?= \|)"],
+            "pyproject.toml": [r" \| critic(?= \||\")"],
         },
     ),
     "elastic": Rooms(
@@ -144,7 +144,7 @@ FEATURES = {
         records={
             **record("progress"),
             "infra/prefect.yaml": [deployment("tiny-srpo")],
-            "pyproject.toml": [r" \| encoders(?=\")"],
+            "pyproject.toml": [r" \| encoders(?= \||\")"],
         },
     ),
     "teachers": Rooms(
