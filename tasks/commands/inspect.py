@@ -43,7 +43,7 @@ class TaskView:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepView:
+class InspectedStep:
     """A committed step in numbers."""
 
     step: int
@@ -140,7 +140,7 @@ def _certificates(config: GRPOConfig, live: Live, host: str) -> Certificates | N
     return Certificates(**files)
 
 
-def step_view(files: RunStore, commit: Commit) -> StepView:
+def step_view(files: RunStore, commit: Commit) -> InspectedStep:
     """What a commit says of its step."""
     retried = [one for one in commit.attempts if int(str(one.get("number", 1))) > 1]
     failed = [f"{one.get('stage')}: {one['error']}" for one in commit.attempts if one.get("error")]
@@ -150,7 +150,7 @@ def step_view(files: RunStore, commit: Commit) -> StepView:
     except ObjectMissing:
         batch_bytes = None
     samples = commit.refs.get("samples")
-    return StepView(
+    return InspectedStep(
         step=commit.step,
         version=commit.version_out.version,
         seconds=commit.metrics.get("time/step"),
@@ -257,7 +257,7 @@ def _tasks(tasks: list[TaskView]) -> list[RenderableType]:
     return [made]
 
 
-def _committed(steps: list[StepView]) -> list[RenderableType]:
+def _committed(steps: list[InspectedStep]) -> list[RenderableType]:
     if not steps:
         return []
     made = table(
