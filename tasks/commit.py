@@ -33,7 +33,7 @@ from tasks.reward import samples_of
 from tasks.run.code_changes import code_metrics
 from tasks.run.decay import decay_steps
 from tasks.run.events import StepCommitted
-from tasks.run.features import features_of, judged
+from tasks.run.features import judged
 from tasks.run.features import tidy as tidied
 from tasks.run.flow_options import result_of
 from tasks.run.meaning_changes import meaning_metrics
@@ -112,7 +112,7 @@ def commit(
     own = [feature.commit(run, step, prompts, samples) for feature in run.features]
     for one in own:
         metrics |= one.metrics
-    verdicts = judged(run, step, metrics)
+    verdicts = judged(run.features, run, step, metrics)
     metrics |= {BOUND: float(run.gate.max_staleness)} if run.config.max_staleness else {}
     metrics |= verdicts.metrics
     metrics |= meaning_metrics(run.last, run.config)
@@ -157,7 +157,7 @@ def commit(
     )
     record = write_commit(run.files, record, run.lease)
     attempts = run.attempts_of(step)
-    for feature in features_of(run.config):
+    for feature in run.features:
         feature.committed(run, record)
     run.advance(record)
     told = StepCommitted(

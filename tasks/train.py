@@ -28,7 +28,7 @@ from tasks.reporting.terminal import Terminal
 from tasks.results import RunSummary, Updated
 from tasks.run.continue_from import NothingNew
 from tasks.run.events import Note, SnapshotStored, StepBegan
-from tasks.run.features import features_of, take_up
+from tasks.run.features import take_up
 from tasks.run.findings import slow_here
 from tasks.run.flow_options import forget_results, result_of
 from tasks.run.life_cycle import BranchEnded, finish, shown, started
@@ -80,7 +80,7 @@ def train(
             start_engines(run)
             tests = stack.enter_context(evaluations(run))
         results = None if tests is None else tests.end()
-        for feature in features_of(run.config):
+        for feature in run.features:
             feature.after_steps(run, results)
         return finish(run, data_over=made)
 

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from engines.critic.contract import CriticEngine
-from engines.train.opening import gang_of
+from engines.train.opening import Opening
 from engines.train.trainer import Trainer, TrainerSettings, columns_of
-from engines.workers.cluster import Cluster
 from engines.workers.engine import EngineSpec
 from engines.workers.gang import Gang
 from storage.batches.refs import BatchRef
 from storage.runs.run_store import RunStore
-
-if TYPE_CHECKING:
-    from configs.grpo import GRPOConfig
-    from engines.train.spec import TrainSpec
 
 
 class CriticTrainer(Trainer):
@@ -42,14 +35,7 @@ class CriticTrainer(Trainer):
             )
 
 
-def critic_trainer(
-    cluster: Cluster,
-    config: GRPOConfig,
-    files: RunStore,
-    spec: TrainSpec,
-    name: str,
-    settings: TrainerSettings,
-) -> CriticTrainer:
+def critic_trainer(opening: Opening) -> CriticTrainer:
     """Ranks that hold the critic together."""
-    engine = EngineSpec.of("engines.critic.engine:CriticRank", spec, CriticEngine)
-    return CriticTrainer(gang_of(cluster, config, spec, name, engine), files, settings)
+    engine = EngineSpec.of("engines.critic.engine:CriticRank", opening.spec, CriticEngine)
+    return CriticTrainer(opening.gang(engine), opening.files, opening.settings)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from engines.train.contract import TrainEngine
 from engines.train.trainer import Trainer, TrainerSettings
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from engines.train.spec import TrainSpec
     from storage.runs.run_store import RunStore
 
-T = TypeVar("T", bound=Trainer, covariant=True)
+T = TypeVar("T", bound=Trainer)
 
 # Other values of train.engine, and where their `Opener` for the actor is.
 OPENERS: Mapping[str, str] = {
@@ -27,19 +28,34 @@ OPENERS: Mapping[str, str] = {
 }
 
 
-class Opener(Protocol[T]):
-    """What makes a trainer; nothing is built yet."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opening:
+    """What a trainer is opened with."""
 
-    def __call__(
-        self,
-        cluster: Cluster,
-        config: GRPOConfig,
-        files: RunStore,
-        spec: TrainSpec,
-        name: str,
-        settings: TrainerSettings,
-    ) -> T:
-        """On the pools of a cluster; name: of its engines on the workers."""
+    cluster: Cluster
+    config: GRPOConfig
+    files: RunStore
+    spec: TrainSpec
+    name: str  # of its engines on the workers
+    settings: TrainerSettings
+
+    def gang(
+        self, engine: EngineSpec[E], pool: str | None = None, world: int | None = None
+    ) -> Gang[E]:
+        """Workers of a pool as one gang; pool: None: of the role. world: None: all of them."""
+        role, config = self.spec.role, self.config
+        return Gang(
+            self.cluster,
+            config.cluster.roles.pool_of(role) if pool is None else pool,
+            self.name,
+            engine,
+            config.train_of(role).deadline,
+            start_timeout=config.cluster.start_timeout,
+            world=world,
+        )
+
+
+Opener: TypeAlias = Callable[[Opening], T]  # builds nothing yet
 
 
 def trainer_on(
@@ -67,7 +83,11 @@ def trainer_on(
         on_replay=on_replay,
         caller=caller,
     )
-    return opener(cluster, config, files, spec, name, settings)
+    return opener(
+        Opening(
+            cluster=cluster, config=config, files=files, spec=spec, name=name, settings=settings
+        )
+    )
 
 
 def opener_of(config: GRPOConfig, role: Role) -> Opener[Trainer]:
@@ -80,22 +100,8 @@ def opener_of(config: GRPOConfig, role: Role) -> Opener[Trainer]:
     return opener
 
 
-def ranked_trainer(
-    cluster: Cluster,
-    config: GRPOConfig,
-    files: RunStore,
-    spec: TrainSpec,
-    name: str,
-    settings: TrainerSettings,
-) -> Trainer:
+def ranked_trainer(opening: Opening) -> Trainer:
     """Ranks that hold the model together."""
+    spec = opening.spec
     engine = EngineSpec.of("engines.train.fsdp_engine:FSDPEngine", spec, TrainEngine)
-    return Trainer(gang_of(cluster, config, spec, name, engine), files, settings)
-
-
-def gang_of(
-    cluster: Cluster, config: GRPOConfig, spec: TrainSpec, name: str, engine: EngineSpec[E]
-) -> Gang[E]:
-    """All workers of a role's pool, as one gang."""
-    pool, deadline = config.cluster.roles.pool_of(spec.role), config.train_of(spec.role).deadline
-    return Gang(cluster, pool, name, engine, deadline, start_timeout=config.cluster.start_timeout)
+    return Trainer(opening.gang(engine), opening.files, opening.settings)

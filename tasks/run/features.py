@@ -192,9 +192,9 @@ def features_of(config: GRPOConfig, *, carried: bool = False) -> list[Feature]:
     return [_record(path) for name, path in FEATURES.items() if name in used]
 
 
-def judged(run: FeatureView, step: int, metrics: Metrics) -> Verdicts:
+def judged(features: Iterable[Feature], run: FeatureView, step: int, metrics: Metrics) -> Verdicts:
     """What the features say of a step that is about to be committed."""
-    found = [one.judge(run, step, metrics) for one in features_of(run.config) if one.judge]
+    found = [one.judge(run, step, metrics) for one in features if one.judge]
     return Verdicts(
         records=[record for one in found for record in one.records],
         metrics={name: value for one in found for name, value in one.metrics.items()},
