@@ -25,7 +25,7 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-# What is left of the checkout without a feature, or several: make without FEATURE="trees teachers"
+# What is left of the checkout without a feature; of several, without each in turn: make without FEATURE="trees teachers"
 without: $(VENV)/.dev
 	$(BIN)/python -m tests.without_feature $(FEATURE)
 

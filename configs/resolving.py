@@ -128,11 +128,11 @@ def _formats_on_cpus(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def slow_formats(config: RunConfig, machine: Machine) -> list[str]:
-    """A sentence for each number format in which a run was begun elsewhere and is slow here."""
+    """A sentence for each number format that is decided, by a person or elsewhere, and slow here."""
     if machine.multiplies_bfloat16:
         return []
     return [
-        f"{group}.{field} = bfloat16 is what the run was begun with, and {SLOW}. It goes on in it; a "
+        f"{group}.{field} = bfloat16 is what the run has, and {SLOW}. It is kept; a "
         "CPU with AVX-512 or bf16 instructions is several times as fast."
         for group, field in _formats_on_cpus(config)
         if getattr(getattr(config, group), field) == "bfloat16"

@@ -59,10 +59,11 @@ def rollout_shards(
     def submit(shards: ShardRange) -> PrefectFuture[Any]:
         return rollout.submit(run, step, prompts, shards)  # type: ignore[call-overload]
 
-    drawn, count = prompts.result(), shards_of(run, prompts)
+    drawn = prompts.result()
     for feature in run.features:
         if (groups := feature.rollout(run, step, drawn, submit)) is not None:
             return groups
+    count = shards_of(run, prompts)
     return [submit(shards) for shards in run.shards.ranges(count, drawn.shards_before)]
 
 

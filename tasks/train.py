@@ -28,7 +28,6 @@ from tasks.reporting.terminal import Terminal
 from tasks.results import RunSummary, Updated
 from tasks.run.continue_from import NothingNew
 from tasks.run.events import Note, SnapshotStored, StepBegan
-from tasks.run.features import take_up
 from tasks.run.findings import slow_here
 from tasks.run.flow_options import forget_results, result_of
 from tasks.run.life_cycle import BranchEnded, finish, shown, started
@@ -59,8 +58,7 @@ def train(
             close_to_others()
             config = resolve(config, this_machine()).settings  # a command has resolved its own
             findings = check(config, resumed=resume is not None)
-            if resume is not None or fork is not None:
-                findings += slow_here(config)
+            findings += slow_here(config)  # a deployment was made on another machine
             try:
                 opened = open_run(_this_flow(), config, resume, fork)
             except NothingNew as nothing:
@@ -94,7 +92,8 @@ def make_steps(
     that died.
     """
     if run.head > run.start:
-        take_up(run)
+        for feature in run.features:
+            feature.take_up(run)
     steps = _in_turn if run.config.max_staleness == 0 else _overlapping
 
     def make(step: int) -> None:

@@ -10,6 +10,7 @@ the tests of `make test`; `--tests` chooses others, or none.
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import re
@@ -94,7 +95,6 @@ FEATURES = {
         records={
             **record("guards"),
             "configs/grpo.py": [r"from configs.rules.guards .*\n", r"    \*GUARDS,\n"],
-            "pyproject.toml": [r'  "tasks.guards.events",\n'],
         },
     ),
     # So does `promotion`.
@@ -109,7 +109,6 @@ FEATURES = {
         records={
             **record("promotion"),
             "configs/grpo.py": [r"from configs.rules.promotion .*\n", r"    \*PROMOTION,\n"],
-            "pyproject.toml": [r'  "tasks.promotion.events",\n'],
             "infra/prefect.yaml": [deployment("nightly")],
         },
     ),
@@ -276,11 +275,14 @@ def with_tests(modules: set[str], folder: Path) -> list[str]:
 
 def names(text: str, modules: set[str]) -> bool:
     """Whether a text imports one of the modules."""
-    imported = re.findall(r"^\s*(?:from|import) ([\w.]+)(?: import (.*))?", text, re.MULTILINE)
-    for module, things in imported:
-        if module in modules:
-            return True
-        if any(f"{module}.{thing.strip(' (),')}" in modules for thing in things.split(",")):
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found = {one.name for one in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found = {node.module, *(f"{node.module}.{one.name}" for one in node.names)}
+        else:
+            continue
+        if found & modules:
             return True
     return False
 

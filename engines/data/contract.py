@@ -1,6 +1,6 @@
 """What the flow process asks of the engines that have rows, texts and scores, without a device.
 
-Kept by engines/data/data_engine.py, environment_engine.py. Free of torch.
+Kept by engines/data/data_engine.py and environment_engine.py. Free of torch.
 """
 
 from __future__ import annotations

@@ -8,48 +8,26 @@ from __future__ import annotations
 
 import threading
 import time
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import Field
 
-from configs.judge import LocalJudgeReward
-from configs.reward_model import RewardModelReward
 from engines.data.data_engine import ERROR
-from engines.data.results import ModelScores, RowsSpec
+from engines.data.results import ModelScores
 from engines.data.sample_texts import SampleTexts, read_texts
+from engines.reward_models.contract import RewardModels, RewardModelSpec
 from engines.reward_models.model import RewardModel
 from engines.rewards.failing_samples import LoggedMetric
 from engines.rewards.protocol import Unscored
 from engines.rewards.runner import RewardCode
-from engines.workers.engine import Engine, Memory
+from engines.workers.engine import Memory
 from storage.batches.columns import EXTRA, SCORE, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
-
-
-class RewardModelSpec(RowsSpec):
-    """From what the engine is built; the model is the policy's, for its tokenizer."""
-
-    reward_models: tuple[RewardModelReward, ...] = Field(description="The reward models.")
-    judges: tuple[LocalJudgeReward, ...] = Field((), description="The judges.")
-    run: str = Field("", description="The run, below which judges' answers and weights are kept.")
-
-
-class RewardModels(Engine):
-    """Holds reward models and judges."""
-
-    @abstractmethod
-    def score(self, prompts: BatchRef, samples: BatchRef, out_key: str) -> ModelScores:
-        """Score the completions of a shard; row i of samples belongs to row i // n of prompts.
-
-        Writes score/<function>, NaN where there is none, and extra/<function>/error, which says why.
-        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,8 @@ from engines.data.sample_texts import SampleTexts
 from engines.models import checkpoints
 from engines.models.file_digests import WEIGHTS, WORDS, digest_of
 from engines.processes.user_code import installed
-from engines.reward_models.engine import RewardModelEngine, RewardModelSpec, ScoresOfModel
+from engines.reward_models.contract import RewardModelSpec
+from engines.reward_models.engine import RewardModelEngine, ScoresOfModel
 from engines.reward_models.model import named
 from engines.rewards.failing_samples import LoggedMetric
 from engines.rewards.judge import KEPT_CHARACTERS, JudgeVerdict, Vote, verdict_on

@@ -11,6 +11,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from configs.cluster.cluster import ClusterConfig
 from configs.evaluation import BackFillConfig
@@ -67,6 +68,10 @@ class BackFilled:
     compared: Sequence[Compared] = field(default_factory=list)
 
 
+# Who is told, by the name of the back-fill, the run's files and its settings.
+ListenersOf: TypeAlias = Callable[[str, RunStore, GRPOConfig], Listeners]
+
+
 class BackFill:
     """On whose behalf engines are started and called (tasks/run/run_view.py:Caller)."""
 
@@ -74,11 +79,14 @@ class BackFill:
         "attempts", "cancelled", "config", "device_time", "epoch", "files", "name", "store", "tell",
     )  # fmt: skip
 
-    def __init__(self, subject: Subject, listeners: Listeners, cancelled: threading.Event) -> None:
+    def __init__(
+        self, subject: Subject, listeners_of: ListenersOf, cancelled: threading.Event
+    ) -> None:
         self.files, self.store, self.config = subject.files, subject.files.store, subject.config
         # Not the run's name: a worker answers a call that it knows from its record.
         self.name = f"{self.files.run}-evaluation-{uuid.uuid4().hex[:8]}"
-        self.epoch, self.cancelled, self.tell = 1, cancelled, listeners.tell
+        self.epoch, self.cancelled = 1, cancelled
+        self.tell = listeners_of(self.name, self.files, self.config).tell
         self.attempts = AttemptLog()
         self.device_time = DeviceTime()  # of no step
 
@@ -180,18 +188,12 @@ def _cluster_config(config: GRPOConfig) -> ClusterConfig:
     return config.cluster.model_copy(update={"pools": pools, "share_devices": False})
 
 
-def back_fill(
-    subjects: Sequence[Subject],
-    began: float,
-    listeners_of: Callable[[RunStore, GRPOConfig], Listeners],
-) -> BackFilled:
+def back_fill(subjects: Sequence[Subject], began: float, listeners_of: ListenersOf) -> BackFilled:
     """Evaluate each run's versions, one after the other, and compare the second with the first.
 
-    `listeners_of`: who is told of a run's evaluations, by its files and settings.
+    `listeners_of`: who is told of a run's evaluations.
     """
-    results = [
-        _one_run(subject, listeners_of(subject.files, subject.config)) for subject in subjects
-    ]
+    results = [_one_run(subject, listeners_of) for subject in subjects]
     first = subjects[0]
     if len(subjects) == 1:
         return BackFilled(run=first.files.run, results=results[0], began=began)
@@ -220,9 +222,11 @@ def compared(
     return found
 
 
-def _one_run(subject: Subject, listeners: Listeners) -> dict[tuple[str, int], EvaluationResult]:
+def _one_run(
+    subject: Subject, listeners_of: ListenersOf
+) -> dict[tuple[str, int], EvaluationResult]:
     cancelled = threading.Event()
-    caller = BackFill(subject, listeners, cancelled)
+    caller = BackFill(subject, listeners_of, cancelled)
     for sentence in odd_suites(subject.config):
         caller.tell(Note(text=sentence, warning=True))
 

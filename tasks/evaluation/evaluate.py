@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from prefect import flow, task
@@ -74,7 +74,7 @@ class EvaluatedShard:
 class Evaluator:
     """What evaluates versions of a run. With slots and no dataclass, as tasks.run.run.Run."""
 
-    __slots__ = ("back_fill", "caller", "place", "suites")
+    __slots__ = ("back_fill", "caller", "keep", "place", "suites")
 
     def __init__(
         self,
@@ -82,10 +82,11 @@ class Evaluator:
         place: EvaluationPlace,
         suites: Mapping[str, Suite],
         back_fill: bool = False,
+        keep: Callable[[EvaluationResult], object] = lambda result: None,
     ) -> None:
-        """`back_fill`: of versions of the past, on workers of its own."""
+        """`back_fill`: of versions of the past, on workers of its own. `keep`: has a result first."""
         self.caller, self.place = caller, place
-        self.suites, self.back_fill = suites, back_fill
+        self.suites, self.back_fill, self.keep = suites, back_fill, keep
 
 
 class Questioning:
@@ -178,6 +179,7 @@ def evaluation(
             found[name] = _evaluated(run)
         finally:
             run.shards.close()
+        evaluator.keep(found[name])
         run.tell(VersionEvaluated(result=found[name], version=version))
         # Last: what is noted counts as told.
         note(run.caller.files, name, version, run.files.result_key(suite.summing))

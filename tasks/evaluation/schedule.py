@@ -18,8 +18,6 @@ from storage.runs.weights import MANIFEST, WeightsRef
 from tasks.evaluation.engines import EvaluationPlace
 from tasks.evaluation.evaluate import Evaluator, evaluation
 from tasks.evaluation.summary import evaluation_metrics
-from tasks.run.events import VersionEvaluated
-from tasks.run.features import judge_steps
 from tasks.run.roles.sampling import EVALUATION, OPPONENT, ROLLOUT
 from tasks.run.run import Run
 from tasks.run.suite import Suite
@@ -37,8 +35,7 @@ class Evaluations:
         self._waiting: list[Future[Results]] = []
         self._done: dict[int, Results] = {}  # by version
         suites = {name: Suite.of(run.config, name, one) for name, one in config.suites.items()}
-        self._evaluator = Evaluator(run, _place(run), suites)
-        run.listeners.on(VersionEvaluated, self._measured)
+        self._evaluator = Evaluator(run, _place(run), suites, keep=self._keep)
 
     def begin(self) -> None:
         """Evaluate the version that the run begins with, if asked for, and what a dead flow left."""
@@ -81,7 +78,7 @@ class Evaluations:
         """A dead flow has evaluated a version: what no commit has judged is judged with the next."""
         run = self._run
         run.evaluated.add(version)
-        judged = judge_steps(run.config)
+        judged = any(feature.judge for feature in run.features)
         for result in evaluations_of(run.files, version=version) if judged else ():
             before = run.last is not None and result.made_at < run.last.committed_at
             if not before and not result.back_fill:
@@ -116,8 +113,8 @@ class Evaluations:
                 one.result()
         self._waiting = [one for one in self._waiting if not one.done()]
 
-    def _measured(self, event: VersionEvaluated) -> None:
-        self._run.measured |= evaluation_metrics(event.result)
+    def _keep(self, result: EvaluationResult) -> None:
+        self._run.measured |= evaluation_metrics(result)
 
 
 def _place(run: Run) -> EvaluationPlace:

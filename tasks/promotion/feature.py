@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tasks.promotion.events import listen
 from tasks.promotion.judging import judge_policy
+from tasks.promotion.listener import listen
 from tasks.run.features import Feature
 
 FEATURE = Feature(after_steps=judge_policy, listen=listen)

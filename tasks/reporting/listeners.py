@@ -43,10 +43,13 @@ def _reports(terminal: Terminal, facts: RunFacts) -> Reports:
     return reports
 
 
-def evaluation_listeners(terminal: Terminal, files: RunStore, config: GRPOConfig) -> Listeners:
-    """Who listens where versions of a run of the past are evaluated."""
+def evaluation_listeners(
+    terminal: Terminal, name: str, files: RunStore, config: GRPOConfig
+) -> Listeners:
+    """Who listens where versions of a run of the past are evaluated; name: of this back-fill."""
     listeners = Listeners()
     ProgressLine(terminal, 0).listen(listeners)
     ReopenedPage(config.tracking, files, listeners.tell).listen(listeners)
     EvaluationPages(files, config).listen(listeners)
+    PrefectEvents(name).listen(listeners)
     return listeners

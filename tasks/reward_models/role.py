@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from configs.grpo import GRPOConfig
-from engines.reward_models.engine import RewardModels, RewardModelSpec
+from engines.reward_models.contract import RewardModels, RewardModelSpec
 from engines.rollout.contract import worker_environment
 from engines.workers.cluster import Cluster
 from engines.workers.engine import EngineSpec

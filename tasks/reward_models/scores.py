@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engines.data.results import ModelScores
-from engines.reward_models.engine import RewardModels
+from engines.reward_models.contract import RewardModels
 from tasks.reward_models.role import REWARD_MODEL
 from tasks.run.features import ScoredFirst
 from tasks.run.stage import Stage

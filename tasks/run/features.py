@@ -57,8 +57,14 @@ FEATURES: Mapping[str, str] = {
     "promotion": "tasks.promotion.feature:FEATURE",
     "reward_models": "tasks.reward_models.feature:FEATURE",
 }
-# Goes on with groups that the last commit hands on, whatever the settings: a fork has others.
-GOES_ON_WITH_GROUPS = "over_sampling"
+# Those that a run uses also where its last commit leaves them something to do, whatever the settings
+# say by now: a fork has others, and a person may have taken guards out.
+LEFT_BY_COMMIT: Mapping[str, Callable[[Position], bool]] = {
+    "over_sampling": lambda position: bool(position.carried),
+    "guards": lambda position: position.last is not None and bool(position.last.guards),
+}
+# Hooks that one feature of a run answers at most.
+SINGLE = ("rows", "draw", "rollout", "complete", "scores")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,9 +153,10 @@ class Feature:
     begin: Callable[[RunStore, GRPOConfig], object] = lambda files, config: None  # it is on record
     # Removes what steps up to the last committed one have left of it; the keys.
     tidy: Callable[[RunStore, int], list[str]] = lambda files, head: []
-    # What draws go by, of a run that begins or goes on; of one feature at most.
+    # What draws go by, of a run that begins or goes on.
     rows: Callable[[OpenedRun, Position], RowTracker | None] = lambda opened, position: None
-    # Of a step that begins; None: it draws prompts_per_step groups and goes on with none.
+    # Of a step that begins; None: it draws prompts_per_step groups and goes on with none. Where
+    # rollout.partial_rollout = carry, `rollout` says when the next step may draw (Clock.leave).
     draw: Callable[[StepView, int], ToDraw | None] = lambda run, step: None
     # Of a step whose prompts are there: the groups to train on, of rollout tasks that it starts by
     # the function that it is given, in their order; None: every group of every shard.
@@ -183,13 +190,26 @@ class Feature:
     page: Callable[[Commit], list[str]] = lambda commit: []  # Markdown lines of a step's note
 
 
-def features_of(config: GRPOConfig, *, carried: bool = False) -> list[Feature]:
+def features_of(config: GRPOConfig, position: Position | None = None) -> list[Feature]:
     """The records of the features that a run of these settings uses, in the table's order.
 
-    carried: whether it begins or goes on with groups that a commit hands on.
+    position: where it begins or goes on; None: nothing is left by a commit. Raises LookupError where
+    the settings name a feature of which there is no record.
     """
-    used = {*config.features, *([GOES_ON_WITH_GROUPS] if carried else [])}
-    return [_record(path) for name, path in FEATURES.items() if name in used]
+    used = set(config.features)
+    if unknown := sorted(used - FEATURES.keys()):
+        raise LookupError(
+            f"The settings use {', '.join(unknown)}, and there is no such feature: it is not among "
+            f"those of tasks/run/features.py ({', '.join(FEATURES)})."
+        )
+    if position is not None:
+        used |= {name for name, left in LEFT_BY_COMMIT.items() if left(position)}
+    found = [_record(path) for name, path in FEATURES.items() if name in used]
+    for hook in SINGLE:
+        nothing = Feature.__dataclass_fields__[hook].default
+        answers = [one for one in found if getattr(one, hook) is not nothing]
+        assert len(answers) < 2, f"two features of a run have the hook {hook}"
+    return found
 
 
 def judged(features: Iterable[Feature], run: FeatureView, step: int, metrics: Metrics) -> Verdicts:
@@ -199,21 +219,6 @@ def judged(features: Iterable[Feature], run: FeatureView, step: int, metrics: Me
         records=[record for one in found for record in one.records],
         metrics={name: value for one in found for name, value in one.metrics.items()},
     )
-
-
-def judge_steps(config: GRPOConfig) -> bool:
-    """Whether a feature of the run looks at its metrics."""
-    return any(one.judge for one in features_of(config))
-
-
-def take_up(run: FeatureView) -> None:
-    """Have what a run's last commit, which is its own, leaves to do done, or known to its gate.
-
-    What it decided holds also where a person has taken the guards out of the settings since.
-    """
-    left = ["guards"] if run.last is not None and run.last.guards and "guards" in FEATURES else []
-    for name in dict.fromkeys((*run.config.features, *left)):
-        _record(FEATURES[name]).take_up(run)
 
 
 def tidy(config: GRPOConfig, files: RunStore, head: int) -> list[str]:

@@ -23,6 +23,6 @@ class Finding:
 
 
 def slow_here(config: RunConfig) -> list[Finding]:
-    """Of settings that were stored: what was decided for another machine and is slow on this one."""
+    """Of settings that were stored or deployed: what was decided elsewhere and is slow here."""
     said = slow_formats(config, this_machine())
     return [Finding(check="warning", found=sentence, warning=True) for sentence in said]

@@ -66,7 +66,7 @@ class Run:
         self.source, self.files, self.store = facts.source, facts.files, facts.store
         self.origin, self.start, self.epoch = facts.origin, facts.start, facts.epoch
         self.lease = lease
-        self.features = features_of(opened.config, carried=bool(position.carried))
+        self.features = features_of(opened.config, position)
         trackers = (feature.rows(opened, position) for feature in self.features)
         self.clock = Clock(opened, position, next(filter(None, trackers), RowTracker()))
         self.cancelled = self.clock.gate.cancelled  # ends every wait

@@ -95,9 +95,7 @@ def test_a_run_that_was_begun_elsewhere_is_told_what_is_slow_here() -> None:
     begun = stored(resolve(read_recipe(GRPOConfig, DEMO), FAST).settings)
     assert slow_formats(begun, FAST) == []
     rollout, train = slow_formats(begun, SLOW)
-    assert rollout.startswith(
-        "rollout.dtype = bfloat16 is what the run was begun with, and this CPU"
-    )
+    assert rollout.startswith("rollout.dtype = bfloat16 is what the run has, and this CPU")
     assert train.startswith("train.compute_dtype = bfloat16")
     assert slow_formats(resolve(begun, SLOW).settings, SLOW) == [rollout, train], "it is kept"
     assert slow_formats(read_recipe(GRPOConfig, DEMO, ["rollout.dtype=float32"]), SLOW) == [train]

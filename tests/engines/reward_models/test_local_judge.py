@@ -18,7 +18,7 @@ from configs.rewards import RewardsConfig
 from engines.data.sample_texts import SampleTexts
 from engines.models.checkpoints import load_tokenizer, materialize
 from engines.reward_models import local_judge
-from engines.reward_models.engine import RewardModelSpec
+from engines.reward_models.contract import RewardModelSpec
 from engines.reward_models.local_judge import JudgingEngine, LocalJudge
 from engines.reward_models.model import check_local_judge
 from engines.rewards.checks import check_rewards

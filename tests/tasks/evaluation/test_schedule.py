@@ -11,6 +11,7 @@ import pytest
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
 from tasks.evaluation.schedule import Evaluations
+from tasks.run.features import features_of
 from tests.storage.evaluations.stored import stored_evaluation
 
 
@@ -34,12 +35,13 @@ def test_a_value_that_no_commit_has_judged_is_judged_with_the_next(
     evaluated(
         files, "sums", 5, 0.5, at=12.0, back_fill=True
     )  # by a person, of a version of the past
+    config: Any = SimpleNamespace(features=("guards",) if guards else ())
     run: Any = SimpleNamespace(
         files=files,
         evaluated=set(),
         measured={},
         last=SimpleNamespace(committed_at=10.0),
-        config=SimpleNamespace(features=("guards",) if guards else ()),
+        features=features_of(config),
     )
     evaluations = object.__new__(Evaluations)
     evaluations._run = run

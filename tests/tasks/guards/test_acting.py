@@ -12,12 +12,12 @@ from configs.recipe import load_recipe
 from storage.runs.commit_log import GuardRecord
 from storage.runs.forks import NoSuchOrigin
 from storage.runs.origins import RollbackCause
-from tasks.guards import acting, events
+from tasks.guards import acting, listener
 from tasks.guards.acting import carry_out, guards_on, judge_step
 from tasks.guards.rollback import GuardStopped, WentBack, child_name
 from tasks.reporting.progress_line import ProgressLine
 from tasks.run.events import Listeners
-from tasks.run.features import take_up
+from tasks.run.features import features_of
 from tasks.run.reports import Reports
 from tasks.run.staleness_gate import Gate
 
@@ -35,7 +35,7 @@ def run_of(*words: str, start: int = 0, rollbacks: int = 0) -> Any:
     ProgressLine(terminal, config.steps).listen(listeners)
     facts: Any = SimpleNamespace(name="r")
     tracking: Any = None
-    events.listen(facts, Reports(listeners=listeners, tracking=tracking))
+    listener.listen(facts, Reports(listeners=listeners, tracking=tracking))
     cause = RollbackCause(run="p", after=3, guard="g", why="", number=max(1, rollbacks))
     origin = SimpleNamespace(rollback=cause) if rollbacks else None
     return SimpleNamespace(
@@ -43,6 +43,13 @@ def run_of(*words: str, start: int = 0, rollbacks: int = 0) -> Any:
         flow="flows.grpo:grpo", start=start, head=9, last=None, origin=origin, files=None, measured={},
         tell=listeners.tell,
     )  # fmt: skip
+
+
+def take_up(run: Any) -> None:
+    """As a flow does that goes on."""
+    position: Any = SimpleNamespace(carried=[], last=run.last)
+    for feature in features_of(run.config, position):
+        feature.take_up(run)
 
 
 def record(action: str | None, **changes: Any) -> GuardRecord:
@@ -58,7 +65,7 @@ def commit(*records: GuardRecord) -> Any:
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Events and warnings of the guards."""
     told: list[Any] = []
-    monkeypatch.setattr(events, "emit", lambda event, run, **facts: told.append((event, facts)))
+    monkeypatch.setattr(listener, "emit", lambda event, run, **facts: told.append((event, facts)))
     monkeypatch.setattr(acting, "get_run_logger", lambda: SimpleNamespace(warning=told.append))
     return told
 

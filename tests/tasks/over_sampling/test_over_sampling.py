@@ -250,4 +250,5 @@ def test_whatever_finishes_when(
 def test_groups_of_a_parent_are_gone_on_with_whatever_the_settings() -> None:
     plain = load_recipe(GRPOConfig, "tiny", [])
     assert features_of(plain) == []
-    assert features_of(plain, carried=True) == features_of(config_of(), carried=True) == [FEATURE]
+    left: Any = SimpleNamespace(carried=["a group"], last=None)
+    assert features_of(plain, left) == features_of(config_of(), left) == [FEATURE]

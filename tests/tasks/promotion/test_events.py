@@ -10,8 +10,9 @@ import pytest
 from configs.grpo import GRPOConfig
 from configs.promotion import PromotionConfig
 from configs.recipe import load_recipe
-from tasks.promotion import events, judging
-from tasks.promotion.events import PolicyJudged, listen
+from tasks.promotion import judging, listener
+from tasks.promotion.events import PolicyJudged
+from tasks.promotion.listener import listen
 from tasks.run.events import Listeners
 from tasks.run.features import features_of
 from tasks.run.reports import Reports
@@ -25,9 +26,9 @@ JUDGED = PolicyJudged(
 @pytest.mark.parametrize("promoted", [True, False])
 def test_everybody_hears_of_it(monkeypatch: pytest.MonkeyPatch, promoted: bool) -> None:
     told: list[Any] = []
-    monkeypatch.setattr(events, "emit", lambda event, run, **facts: told.append((event, facts)))
+    monkeypatch.setattr(listener, "emit", lambda event, run, **facts: told.append((event, facts)))
     monkeypatch.setattr(
-        events, "create_markdown_artifact", lambda **page: told.append(page["description"])
+        listener, "create_markdown_artifact", lambda **page: told.append(page["description"])
     )
     tracking: Any = SimpleNamespace(tag=lambda name, value: told.append((name, value)))
     facts: Any = SimpleNamespace(name="r")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from rich.console import Console
@@ -15,7 +16,19 @@ from storage.runs.run_store import RunStore
 from tasks.reporting.listeners import evaluation_listeners, reporting_on
 from tasks.reporting.terminal import Terminal
 from tasks.run import events
-from tasks.run.events import CommitEvent, Event, Listeners, RunClosed, RunClosing, RunEnded
+from tasks.run.events import (
+    AttemptBegan,
+    AttemptFailed,
+    BackFillBegan,
+    CommitEvent,
+    Event,
+    Listeners,
+    Note,
+    RunClosed,
+    RunClosing,
+    RunEnded,
+    VersionEvaluated,
+)
 from tasks.run.facts import RunFacts
 
 
@@ -40,14 +53,27 @@ def heard(*all_of_them: Listeners) -> set[type[Event]]:
 def test_somebody_hears_every_fact(tmp_path: Path) -> None:
     terminal, facts = Terminal(Console(file=StringIO())), facts_in(tmp_path)
     reports = reporting_on(terminal)(facts)
-    evaluation = evaluation_listeners(terminal, facts.files, facts.config)
+    evaluation = evaluation_listeners(terminal, "r-evaluation", facts.files, facts.config)
     facts_told = {
         one
         for one in vars(events).values()
         if isinstance(one, type) and issubclass(one, Event) and one not in (Event, CommitEvent)
     }
     assert len(facts_told) > 20
-    assert heard(reports.listeners, evaluation) == facts_told
+    assert heard(reports.listeners) == facts_told - {BackFillBegan}
+    assert {Note, AttemptBegan, AttemptFailed, BackFillBegan, VersionEvaluated} <= heard(evaluation)
+
+
+def test_automations_hear_of_a_back_fill_whose_calls_fail(tmp_path: Path, monkeypatch: Any) -> None:
+    sent: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        "tasks.reporting.prefect_events.emit", lambda event, run, **facts: sent.append((event, run))
+    )
+    terminal, facts = Terminal(Console(file=StringIO())), facts_in(tmp_path)
+    listeners = evaluation_listeners(terminal, "r-evaluation-1", facts.files, facts.config)
+    attempt: Any = SimpleNamespace(step=0, stage="evaluate", shard=1, number=1, error="no worker")
+    listeners.tell(AttemptFailed(attempt=attempt))
+    assert sent == [("refrain.attempt.failed", "r-evaluation-1")]
 
 
 def test_a_run_that_ends_before_it_began_is_told_too(tmp_path: Path, monkeypatch: Any) -> None:

@@ -18,7 +18,8 @@ from configs.reward_model import Pairwise
 from engines.data.contract import Scorer
 from engines.data.data_engine import DataEngine, DataSpec
 from engines.models.checkpoints import load_tokenizer, materialize
-from engines.reward_models.engine import RewardModelEngine, RewardModelSpec
+from engines.reward_models.contract import RewardModelSpec
+from engines.reward_models.engine import RewardModelEngine
 from engines.rewards.runner import code_digest
 from engines.workers.engine import callable_methods
 from storage.batches.columns import SampleStatus

@@ -67,6 +67,19 @@ def test_a_store_that_is_away_after_a_commit_is_a_warning(warnings: Any) -> None
     )
 
 
+def test_a_store_that_is_away_while_it_is_tidied_is_a_warning_too(warnings: Any) -> None:
+    listeners = Listeners()
+
+    def away() -> None:
+        raise StoreUnavailable("delete from s3://bucket/run failed 6 times")
+
+    listeners.tell(committed(4), last=away)
+    listeners.drain()
+    listeners.tell(committed(5))
+    listeners.drain()
+    assert "delete from s3://bucket/run failed 6 times" in warnings.messages[0]
+
+
 def test_what_fails_in_the_background_is_raised_at_the_next_commit() -> None:
     listeners = Listeners()
 
