@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from configs.algorithm.algorithm import AlgorithmConfig
 from configs.model import PretrainedModel, RandomModel
 from configs.rollout import RolloutConfig
 from configs.train import TrainConfig
@@ -26,7 +27,7 @@ from engines.rollout.contract import RolloutSpec
 from engines.rollout.engine import RolloutEngine
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.memory_plan import MemoryPlan, largest_batch, plan_rank
-from engines.train.spec import TrainSpec
+from engines.train.spec import TrainSpec, UpdateRequest
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
@@ -85,6 +86,16 @@ class Job:
             return None
         there = torch.cuda.get_device_properties(0).total_memory
         return there if self.device_gib is None else min(there, int(self.device_gib * 2**30))
+
+    def request(self, step: int, batch: BatchRef) -> UpdateRequest:
+        """The update of a step by a batch, with the usual algorithm."""
+        return UpdateRequest(
+            step=step,
+            batch=batch,
+            algorithm=AlgorithmConfig(),
+            temperature=1.0,
+            max_new_tokens=self.response,
+        )
 
     def model(self) -> PretrainedModel:
         """The shape's model, drawn when it is first asked for."""

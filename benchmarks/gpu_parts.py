@@ -24,10 +24,8 @@ from benchmarks.gpu_job import (
     stored,
     timed,
 )
-from configs.algorithm.algorithm import AlgorithmConfig
 from engines.rollout.contract import RolloutRequest, Sampling
 from engines.train.model.compiled import lacking
-from engines.train.spec import UpdateRequest
 from engines.workers.engine import Memory
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
@@ -117,27 +115,11 @@ def replay(job: Job) -> Found:
         name = "update_again" + "_deterministic" * fixed
         engine, batch = job.train_engine(learning_rate=1e-4, deterministic=fixed), stored(job)
         engine.save_state(0)
-        engine.update(
-            UpdateRequest(
-                step=1,
-                batch=batch,
-                algorithm=AlgorithmConfig(),
-                temperature=1.0,
-                max_new_tokens=job.response,
-            )
-        )
+        engine.update(job.request(1, batch))
         digest, weights = engine.digest(), engine.export_weights(100 + fixed, job.compute)
         engine.load_state(0)
         way = engine.compare(weights, job.compute)
-        engine.update(
-            UpdateRequest(
-                step=1,
-                batch=batch,
-                algorithm=AlgorithmConfig(),
-                temperature=1.0,
-                max_new_tokens=job.response,
-            )
-        )
+        engine.update(job.request(1, batch))
         equal = engine.digest() == digest
         share = share_of_way(engine.compare(weights, job.compute), way)
         engine.close()
@@ -162,25 +144,9 @@ def master_weights(job: Job) -> Found:
         train["deterministic"] = True
         engine, batch = job.train_engine(**train, learning_rate=1e-4), stored(job)
         before = engine.digest()
-        engine.update(
-            UpdateRequest(
-                step=1,
-                batch=batch,
-                algorithm=AlgorithmConfig(),
-                temperature=1.0,
-                max_new_tokens=job.response,
-            )
-        )  # the first warms up
+        engine.update(job.request(1, batch))  # the first warms up
         began = time.perf_counter()
-        engine.update(
-            UpdateRequest(
-                step=2,
-                batch=batch,
-                algorithm=AlgorithmConfig(),
-                temperature=1.0,
-                max_new_tokens=job.response,
-            )
-        )
+        engine.update(job.request(2, batch))
         found.metrics[f"{dtype}_seconds"] = time.perf_counter() - began
         held = engine.memory_held(memory)["weights"]
         found.metrics[f"{dtype}_weights_gib"] = held / 2**30
@@ -232,15 +198,7 @@ def _update_of_rank(job: Job, rank: int, world: int, port: int, shared: int) -> 
     if CUDA:
         torch.cuda.set_device(rank)
     engine = job.train_engine(rank, world, port, sequence_parallel=shared)
-    metrics = engine.update(
-        UpdateRequest(
-            step=1,
-            batch=stored(job),
-            algorithm=AlgorithmConfig(),
-            temperature=1.0,
-            max_new_tokens=job.response,
-        )
-    ).metrics
+    metrics = engine.update(job.request(1, stored(job))).metrics
     engine.close()
     return metrics["train/grad_norm"]
 
@@ -260,26 +218,10 @@ def update(job: Job, **train: Any) -> Found:
     engine, batch = job.train_engine(**train), stored(job)
     first: dict[str, float | str] = {}
     with timed(first, "first_seconds"):  # warms up, and compiles
-        engine.update(
-            UpdateRequest(
-                step=1,
-                batch=batch,
-                algorithm=AlgorithmConfig(),
-                temperature=1.0,
-                max_new_tokens=job.response,
-            )
-        )
+        engine.update(job.request(1, batch))
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
-    metrics = engine.update(
-        UpdateRequest(
-            step=2,
-            batch=batch,
-            algorithm=AlgorithmConfig(),
-            temperature=1.0,
-            max_new_tokens=job.response,
-        )
-    ).metrics
+    metrics = engine.update(job.request(2, batch)).metrics
     engine.close()
     wanted = ("tokens", "tokens_per_second", "seconds", "flops_per_second", "mfu")
     found = Found(metrics={n: metrics[f"train/{n}"] for n in wanted if f"train/{n}" in metrics})

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 
 from benchmarks.gpu_job import CUDA, Found, Job, free, has_vllm, stored
-from configs.algorithm.algorithm import AlgorithmConfig
-from engines.train.spec import UpdateRequest
 from engines.workers.messages import Moved
 from storage.runs.weights import WeightsRef
 
@@ -15,15 +13,7 @@ def sleep(job: Job) -> Found:
     """Seconds and bytes of a turn on a shared device: the trainer away and back, engines to sleep."""
     found, batch = Found(), stored(job)
     engine = job.train_engine()
-    engine.update(
-        UpdateRequest(
-            step=1,
-            batch=batch,
-            algorithm=AlgorithmConfig(),
-            temperature=1.0,
-            max_new_tokens=job.response,
-        )
-    )
+    engine.update(job.request(1, batch))
     weights, before = engine.export_weights(1, job.compute), engine.digest()
     for turn in ("first", "next"):  # pinned memory is made in the first
         _put(found, f"trainer_sleep_{turn}", engine.offload())

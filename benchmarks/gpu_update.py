@@ -29,7 +29,6 @@ import torch
 
 from benchmarks.gpu_job import CUDA, DEVICE, HEAD_SIZES, SHAPES, TIED, Job, free, plan
 from benchmarks.gpu_job import rows as drawn_rows
-from configs.algorithm.algorithm import AlgorithmConfig
 from configs.model import PretrainedModel, RandomModel
 from configs.train import TrainConfig
 from engines.models.checkpoints import load_tokenizer, materialize
@@ -39,7 +38,6 @@ from engines.train.batching.mfu import peak_flops
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model.fsdp import own_part
 from engines.train.model.loading import Checkpoint, _compute_buffers, _distinct
-from engines.train.spec import UpdateRequest
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
@@ -196,15 +194,7 @@ class Bench:
             if number == 1 and CUDA:
                 torch.cuda.reset_peak_memory_stats()
             began = time.perf_counter()
-            metrics = engine.update(
-                UpdateRequest(
-                    step=number + 1,
-                    batch=batch,
-                    algorithm=AlgorithmConfig(),
-                    temperature=1.0,
-                    max_new_tokens=job.response,
-                )
-            ).metrics
+            metrics = engine.update(job.request(number + 1, batch)).metrics
             if not number:
                 first = time.perf_counter() - began
             else:
@@ -317,15 +307,7 @@ def traced(bench: Bench, engine: FSDPEngine) -> dict[str, Any]:
     job, batch = bench.job(), bench.batch()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         began = time.perf_counter()
-        engine.update(
-            UpdateRequest(
-                step=99,
-                batch=batch,
-                algorithm=AlgorithmConfig(),
-                temperature=1.0,
-                max_new_tokens=job.response,
-            )
-        )
+        engine.update(job.request(99, batch))
         torch.cuda.synchronize()
         wall = time.perf_counter() - began
     spans: list[tuple[int, int]] = []

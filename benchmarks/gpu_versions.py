@@ -6,11 +6,9 @@ import uuid
 from typing import Any
 
 from benchmarks.gpu_job import Found, Job, free, has_vllm, rows, stored, timed
-from configs.algorithm.algorithm import AlgorithmConfig
 from configs.lora import LoraConfig
 from engines.rollout.engine import RolloutEngine
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.spec import UpdateRequest
 from storage.objects.errors import ObjectMissing
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef, open_manifest
@@ -28,15 +26,7 @@ def lora(job: Job) -> Found:
     found = Found()
     sequences, lengths = _sequences(job)
     base = engine.score(sequences, lengths)
-    engine.update(
-        UpdateRequest(
-            step=1,
-            batch=stored(job),
-            algorithm=AlgorithmConfig(),
-            temperature=1.0,
-            max_new_tokens=job.response,
-        )
-    )
+    engine.update(job.request(1, stored(job)))
     weights = engine.export_weights(1, FORM)
     found.metrics["adapter_mbytes"] = round(weights.nbytes / 1e6, 3)
     expected, digest = engine.score(sequences, lengths), engine.digest(FORM)
@@ -64,15 +54,7 @@ def sync_paths(job: Job) -> Found:
     engine = job.joined(spec)
     ways = {"whole": _published(found, job, engine, "whole", 0)}
     engine.settle_weights(0, FORM)  # the next one is the difference from what the store has
-    engine.update(
-        UpdateRequest(
-            step=1,
-            batch=stored(job),
-            algorithm=AlgorithmConfig(),
-            temperature=1.0,
-            max_new_tokens=job.response,
-        )
-    )
+    engine.update(job.request(1, stored(job)))
     ways["difference"] = _published(found, job, engine, "difference", 1)
     if open_manifest(Store(job.store), ways["difference"]).base is None:
         found.failed = "the second version is stored whole"

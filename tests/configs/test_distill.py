@@ -179,3 +179,10 @@ def test_what_takes_all_samples_for_the_students_is_refused(words: list[str], sa
     assert loaded(*given).off_policy is not None
     with pytest.raises(ConfigError, match=said):
         loaded(*given, *words)
+
+
+def test_teachers_of_a_student_whose_workers_come_and_go_have_their_own_pool() -> None:
+    config = loaded(*TEACHER, "train.engine=elastic")
+    assert config.cluster.roles.teacher in config.used_pools
+    assert config.cluster.roles.teacher != config.cluster.roles.actor
+    assert set(config.features) == {"elastic", "teachers"}

@@ -58,6 +58,7 @@ def test_a_run_leaves_commits_weights_curves_and_a_dashboard(
         assert all(span.tolist()[0::3] == [commit.step - 1] for span in spans)
         assert set(data["weights_digest"].tolist()) == {commit.version_in.digest}
         assert commit.metrics["train/kl_ref"] == pytest.approx(0, abs=0.2)
+        assert "staleness/bound" not in commit.metrics, "of a run without overlap"
     assert commits[-1].ledger.drawn == commits[-1].ledger.trained == 12
 
     from transformers import AutoModelForCausalLM
