@@ -31,13 +31,14 @@ from benchmarks.gpu_job import CUDA, DEVICE, HEAD_SIZES, SHAPES, TIED, Job, free
 from benchmarks.gpu_job import rows as drawn_rows
 from configs.model import PretrainedModel, RandomModel
 from configs.train import TrainConfig
+from engines.models.checkpoint_names import CheckpointNames, distinct_weights
 from engines.models.checkpoints import load_tokenizer, materialize
 from engines.train import building, kernels, sharded_model
 from engines.train.activations import checkpoint_layers
 from engines.train.batching.mfu import peak_flops
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model.fsdp import own_part
-from engines.train.model.loading import Checkpoint, _compute_buffers, _distinct
+from engines.train.model.loading import Checkpoint, _compute_buffers
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
@@ -115,12 +116,14 @@ def weights_drawn() -> Iterator[None]:
     """Engines that are made in the body draw their weights in place of reading files."""
 
     def opened(directory: Path) -> Checkpoint:
-        return Checkpoint(directory=directory, decoder="model.", tensors={})
+        return Checkpoint(
+            directory=directory, decoder="model.", tensors={}, names=CheckpointNames()
+        )
 
     def drawn(model: Any, prefix: str, checkpoint: Any, group: Any, masters: Any) -> None:
         _compute_buffers(model)
         torch.manual_seed(0)
-        for names, target in _distinct(model):
+        for names, target in distinct_weights(model):
             own, _ = own_part(masters.of(target))
             if not own.is_floating_point():
                 continue

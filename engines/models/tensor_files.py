@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,6 +71,20 @@ def read_part(tensor: StoredTensor, begin: int, into: Tensor) -> None:
     flat = into.view(-1)
     for at, values in _windows(tensor, begin, flat.numel()):
         flat[at : at + values.numel()].copy_(values)
+
+
+def map_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+    """Whole tensors in the files' number formats, by the same names; their bytes are the files'."""
+    from safetensors import safe_open
+
+    by_file: dict[Path, list[str]] = {}
+    for name, tensor in tensors.items():
+        by_file.setdefault(tensor.file, []).append(name)
+    mapped: dict[str, Tensor] = {}
+    for file, names in by_file.items():
+        with safe_open(file, framework="pt") as opened:
+            mapped |= {name: opened.get_tensor(tensors[name].name) for name in names}
+    return {name: mapped[name] for name in tensors}
 
 
 def part_equals(tensor: StoredTensor, begin: int, other: Tensor) -> bool:

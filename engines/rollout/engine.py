@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engines.failures import WeightMismatch
+from engines.models.checkpoint_names import CheckpointNames
 from engines.rollout.contract import (
     EngineState,
     NoWeights,
@@ -63,13 +64,19 @@ class RolloutEngine(Sampler):
     calls already waiting included. The engine must then be closed and built anew.
     """
 
-    def __init__(self, spec: RolloutSpec, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """`shapes`: of the weights that the model needs, by name; each comes with every sync."""
+    def __init__(
+        self, spec: RolloutSpec, shapes: Mapping[str, tuple[int, ...]], names: CheckpointNames
+    ) -> None:
+        """`shapes`: of the weights that the model needs, by name; each comes with every sync.
+
+        names: what a version may call them instead.
+        """
         self._spec = spec
         self._label = f"rollout engine {spec.name}"
         self._store = Store(spec.store_uri, spec.store_options)
         self._node_cache = open_node_cache(self._store, spec.node_cache_bytes)
         self._shapes = shapes
+        self._names = names
         self._held: HeldVersion | None = None
         self._digests: dict[int, str] = {}  # of every version that was held
         self._paused = False
@@ -120,7 +127,9 @@ class RolloutEngine(Sampler):
 
     def sync(self, weights: WeightsRef, mode: SyncMode = "idle") -> SyncReport:
         started = time.monotonic()
-        waited = check_manifest(self._store, weights, self._shapes, self._node_cache)
+        waited = check_manifest(
+            *(self._store, weights, self._shapes, self._names, self._node_cache)
+        )
         with self._moving:
             self._rouse()
         loaded = self._load(weights, mode)

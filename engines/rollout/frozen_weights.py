@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from engines.models import checkpoints
+from engines.models.checkpoint_names import checkpoint_names
 from engines.models.checkpoints import Dtype
 from engines.start_progress import report
 from storage.objects.store import Store
@@ -32,4 +33,5 @@ def published(
     report(f"reading {what}")
     model = checkpoints.load_for_training(directory, dtype)
     companions = checkpoints.companion_files(directory)
-    return publish(store, run, 0, model.state_dict().items(), companions, key=key)
+    tensors = checkpoint_names(directory).to_files(model.state_dict())
+    return publish(store, run, 0, tensors.items(), companions, key=key)

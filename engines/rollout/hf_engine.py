@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from engines.models import checkpoints
+from engines.models.checkpoint_names import checkpoint_names
 from engines.models.checkpoints import prepared
 from engines.models.vla.openvla import OpenVLA
 from engines.rollout.contract import (
@@ -65,7 +66,7 @@ class HFEngine(RolloutEngine):
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model = checkpoints.build_untied(directory, spec.rollout.dtype, device)
         shapes = {name: tuple(value.shape) for name, value in self._model.state_dict().items()}
-        super().__init__(spec, shapes)
+        super().__init__(spec, shapes, checkpoint_names(directory))
         self._reader = Reader(
             tokenizer=checkpoints.load_tokenizer(directory),
             ends=frozenset(checkpoints.end_token_ids(directory)),
@@ -139,8 +140,12 @@ class HFEngine(RolloutEngine):
             loaded = LoadedWeights(self._store, weights, self._node_cache, self._base)
             self._base = ""
             state = self._model.state_dict()
+            named = ((self._names.own(name), tensor) for name, tensor in loaded)
             try:
-                fill(self._model.device, ((state[name], tensor) for name, tensor in loaded))
+                fill(
+                    self._model.device,
+                    ((state[own], tensor) for own, tensor in named if own is not None),
+                )
                 held = self._hold(weights, loaded.held())
                 self._base = loaded.base
             except Exception as error:

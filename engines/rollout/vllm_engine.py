@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from engines.failures import WeightMismatch
 from engines.models import checkpoints
+from engines.models.checkpoint_names import checkpoint_names
 from engines.models.checkpoints import prepared
 from engines.rollout import vllm_arguments
 from engines.rollout.contract import (
@@ -88,7 +89,8 @@ class VllmEngine(RolloutEngine):
         for name, value in worker_environment(spec.rollout).items():
             os.environ.setdefault(name, value)
         directory = prepared(spec.model, Path(spec.model_cache))
-        super().__init__(spec, checkpoints.tensor_shapes(directory))
+        shapes, names = checkpoints.tensor_shapes(directory), checkpoint_names(directory)
+        super().__init__(spec, shapes, names)
         self._ends = checkpoints.end_token_ids(directory)
         self._requests = 0
         # Shards in flight, each with the error that it must end with, if it must.

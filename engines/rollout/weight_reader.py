@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from engines.failures import WeightMismatch
 from engines.models.adapters import adapted_weights, merge, whole_entries
+from engines.models.checkpoint_names import CheckpointNames
 from storage.objects.node_cache import NodeCache
 from storage.objects.store import Store
 from storage.runs.weights import (
@@ -146,16 +147,18 @@ def check_manifest(
     store: Store,
     weights: WeightsRef,
     expected: Mapping[str, tuple[int, ...]],
+    names: CheckpointNames,
     cache: NodeCache | None = None,
 ) -> float:
     """Raise WeightMismatch naming the first tensor that the version lacks or has otherwise.
 
     Done before anything is loaded: vLLM keeps the old values of a weight that does not come. Where
     machines keep versions it is waited for as `wait_until_readable` says; returns those seconds.
+    expected: shapes by the model's names; names: what the version may call them instead.
     """
     waited = 0.0 if cache is None else wait_until_readable(store, weights, cache)
     entries = whole_entries(cache or store, weights)
-    offered = {name: entry.shape for name, entry in entries.items()}
+    offered = {own: entries[name].shape for name, own in names.in_model(entries).items()}
     for name, shape in expected.items():
         if name not in offered:
             raise WeightMismatch(

@@ -135,6 +135,7 @@ def materialize(
     load(policy.model, policy.place_in(checkpoint), checkpoint, group, masters)
     policy.reset()
     if spec.base is not None:
-        fill(base_weights(policy.model, masters), store, spec.base, group)
+        held = base_weights(policy.model, masters)
+        fill(held, store, spec.base, group, policy.names_in(checkpoint))
     masters.round()
     return masters

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from engines.models.checkpoint_names import CheckpointNames
 from engines.models.vla.openvla import OpenVLA
 from engines.train.batching.packed_batch import PackedBatch
 from engines.train.logprobs import token_statistics, top_words
@@ -34,6 +35,10 @@ class HeadedModel(nn.Module):
         """What the names of `model`'s weights have before them in a language model's checkpoint."""
         return ""
 
+    def names_in(self, checkpoint: Checkpoint) -> CheckpointNames:
+        """What the checkpoint's files call the weights of `versioned`; empty: the same."""
+        return CheckpointNames()
+
     def reset(self) -> None:
         """Give weights that no checkpoint has the values with which they begin."""
 
@@ -53,6 +58,9 @@ class Policy(HeadedModel):
     def head(self) -> Head:
         """The output head; its weight is the embedding's where they are tied."""
         return Head.of(self.model.get_output_embeddings(), self._head_form)
+
+    def names_in(self, checkpoint: Checkpoint) -> CheckpointNames:
+        return CheckpointNames() if isinstance(self.model, OpenVLA) else checkpoint.names
 
     def forward(
         self,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from engines.models.checkpoint_names import CheckpointNames
 from engines.models.checkpoints import prepared
 from engines.models.tokens import tokens_of_student
 from engines.start_progress import report
@@ -195,7 +196,8 @@ class ShardedModel(TrainEngine):
         self.version = None
         if weights != self._spec.base:
             held = base_weights(model.model, self._masters)
-            fill(held, self._store, weights, meeting.group)
+            names = model.names_in(self._checkpoint)
+            fill(held, self._store, weights, meeting.group, names)
             self._masters.round()
         self._begin_versions(model)
         self.version = version
@@ -208,17 +210,16 @@ class ShardedModel(TrainEngine):
             made = AdapterVersions
         if self._published is not None:
             self._published.close()
-        group, cache = self._joined().group, self._node_cache
+        as_files = self._spec.version_names == "checkpoint"
         self._published = made(
-            *(
-                policy.versioned,
-                self._spec,
-                self._files,
-                self._directory,
-                cache,
-                group,
-                self._masters,
-            )
+            policy.versioned,
+            self._spec,
+            self._files,
+            self._directory,
+            self._node_cache,
+            self._joined().group,
+            self._masters,
+            policy.names_in(self._checkpoint) if as_files else CheckpointNames(),
         )
 
     def _files_of(self, run: str | None) -> RunStore:

@@ -18,6 +18,7 @@ from configs.lora import LoraConfig
 from configs.model import Model, PretrainedModel
 from engines.failures import WeightMismatch
 from engines.models.adapters import CONFIG_FILE, peft_config
+from engines.models.checkpoint_names import CheckpointNames
 from engines.models.checkpoints import companion_files
 from engines.train.model.gathering import on_first
 from engines.train.model.lora import adapted_layers, base_weights, factors
@@ -48,10 +49,12 @@ class Versions:
         cache: NodeCache | None,
         group: dist.ProcessGroup,
         masters: MasterWeights,
+        names: CheckpointNames,
     ) -> None:
-        """`module`: names in it are those that are published; `directory`: of the model's files."""
+        """`directory`: of the model's files; `names`: under which its weights are published."""
         self._module = module
         self._masters = masters
+        self._names = names
         self._spec = spec
         self._files = files
         self._directory = directory
@@ -83,8 +86,8 @@ class Versions:
         For who computes with them and publishes nothing: tokenizer and settings are not beside them.
         """
         store, run = self._files.store, self._files.run
-        weights, group = self._weights(dtype), self._group
-        return publish_together(store, run, version, weights, {}, dtype, group, key=key).settle()
+        held, group = self._held(dtype), self._group
+        return publish_together(store, run, version, held, {}, dtype, group, key=key).settle()
 
     def close(self) -> None:
         """Give up what is on its way to the store."""
@@ -106,6 +109,10 @@ class Versions:
         return compare_together(self._files.store, weights, held, dtype, group)
 
     def _weights(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """What a version is made of: what is held, and what the checkpoint holds besides."""
+        return self._names.to_files(self._held(dtype))
+
+    def _held(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
         """What is held, to be cast to `dtype`: masters, unless the device has their rounding."""
         rounded = dtype == torch.bfloat16
         return base_weights(self._module, None if rounded else self._masters)

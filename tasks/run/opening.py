@@ -43,6 +43,8 @@ from tasks.run.opened_run import OpenedRun, Position
 from tasks.run.opponent import frozen_version
 from tasks.run.packages import installed
 from tasks.run.resuming import check_resumable, going_on_as
+from tasks.run.version_names import FIELD as VERSION_NAMES
+from tasks.run.version_names import names_to_begin_with
 
 
 def open_run(
@@ -183,6 +185,7 @@ def begin(opened: OpenedRun, position: Position) -> None:
         "flow": opened.flow,
         MEANINGS: dict(VERSIONS),
         CODE_FILES: code_files(opened.config),
+        VERSION_NAMES: names_to_begin_with(files, origin),
     }
     tree = working_tree(Path.cwd())
     if tree is not None:

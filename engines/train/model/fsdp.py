@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from engines.failures import WeightMismatch
 from engines.models.adapters import stream_whole, whole_entries
+from engines.models.checkpoint_names import CheckpointNames
 from engines.models.vla.openvla import VisionBackbone
 from engines.start_progress import report
 from storage.objects.store import Store
@@ -162,11 +163,15 @@ def _equal_parts(whole: Tensor, rows: int, number: int) -> list[Tensor]:
 
 
 def fill(
-    held: Mapping[str, Tensor], store: Store, weights: WeightsRef, group: dist.ProcessGroup
+    held: Mapping[str, Tensor],
+    store: Store,
+    weights: WeightsRef,
+    group: dist.ProcessGroup,
+    names: CheckpointNames,
 ) -> None:
     """Copy a version's whole tensors into a model's (sharded) ones of the same names; a collective.
 
-    Those of an adapter are merged with its base's.
+    Those of an adapter are merged with its base's. names: what the version may call them instead.
 
     Each tensor is read by one rank, which checks its digest and gives the others their rows, so
     the ranks together read every byte once, and no byte is used that was not checked.
@@ -175,24 +180,25 @@ def fill(
     anything is copied. A rank that finds one damaged raises ObjectDamaged.
     """
     entries = whole_entries(store, weights)
-    for name, entry in entries.items():
-        if name not in held or tuple(held[name].shape) != entry.shape:
-            has = tuple(held[name].shape) if name in held else "no such tensor"
+    own = names.in_model(entries)
+    for name, place in own.items():
+        if place not in held or tuple(held[place].shape) != entries[name].shape:
+            has = tuple(held[place].shape) if place in held else "no such tensor"
             raise WeightMismatch(
-                f"Tensor {name} of {weights.key} has shape {entry.shape}, the model has "
+                f"Tensor {name} of {weights.key} has shape {entries[name].shape}, the model has "
                 f"{has}. Set model to the one that these weights were trained from."
             )
-    if missing := held.keys() - entries.keys():
+    if missing := held.keys() - set(own.values()):
         raise WeightMismatch(
             f"{weights.key} has no tensor {min(missing)}, which the model needs. "
             "Set model to the one that these weights were trained from."
         )
-    readers = share(entries, group.size())
-    mine = stream_whole(store, weights, {name for name in entries if readers[name] == group.rank()})
-    for number, name in enumerate(entries):
-        report(f"reading {weights.key}: {number} of {len(entries)} tensors")
+    readers = share({name: entries[name] for name in own}, group.size())
+    mine = stream_whole(store, weights, {name for name in own if readers[name] == group.rank()})
+    for number, (name, place) in enumerate(own.items()):
+        report(f"reading {weights.key}: {number} of {len(own)} tensors")
         whole = next(mine)[1] if readers[name] == group.rank() else None
-        spread(held[name], whole, readers[name], group)
+        spread(held[place], whole, readers[name], group)
 
 
 def share(entries: Mapping[str, _Sized], ranks: int) -> dict[str, int]:

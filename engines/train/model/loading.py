@@ -7,7 +7,6 @@ docs/decisions/loading-by-rank.md.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,18 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from engines.models.adapters import is_factor
+from engines.models.checkpoint_names import CheckpointNames, distinct_weights, match
 from engines.models.checkpoints import build_empty, load_for_training
-from engines.models.tensor_files import StoredTensor, part_equals, read_part, stored_tensors, unfit
+from engines.models.tensor_files import StoredTensor, part_equals, read_part, stored_tensors
 from engines.start_progress import report
 from engines.train.model.fsdp import own_part, spread
 from engines.train.model.master_weights import MasterWeights
-
-# Buffers that older checkpoints hold and that models now compute; transformers passes over them too.
-COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +34,7 @@ class Checkpoint:
     # tied, one that the files lack has another's. None: the files hold it otherwise than the model,
     # and rank 0 loads them whole.
     tensors: Mapping[str, StoredTensor] | None
+    names: CheckpointNames  # of the weights in those files
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
@@ -57,10 +52,12 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     decoder = model.get_decoder()
     name = next(name for name, module in model.named_modules() if module is decoder)
     stored = stored_tensors(directory)
+    matched = None if stored is None else match(directory, model, stored)
     return Checkpoint(
         directory=directory,
         decoder=f"{name}." if name else "",
-        tensors=None if stored is None else _matched(directory, model, stored),
+        tensors=None if matched is None else matched.tensors,
+        names=CheckpointNames() if matched is None else matched.names,
     )
 
 
@@ -87,7 +84,7 @@ def load(
     if checkpoint.tensors is None:
         _from_rank_0(model, prefix, checkpoint.directory, group, masters)
         return
-    distinct = _distinct(model)
+    distinct = distinct_weights(model)
     for number, (names, target) in enumerate(distinct):
         report(f"reading the model's files: {number} of {len(distinct)} tensors")
         own, begin = own_part(masters.of(target))
@@ -108,7 +105,7 @@ def _from_rank_0(
     """Rank 0 loads the files as transformers does, and gives every rank its rows."""
     report("rank 0 loads the model's files")
     whole = load_for_training(directory).state_dict() if group.rank() == 0 else {}
-    for names, target in _distinct(model):
+    for names, target in distinct_weights(model):
         first, *others = (whole.pop(prefix + name, None) for name in names)
         for name, other in zip(names[1:], others, strict=True):
             if first is not None and other is not None and not torch.equal(first, other):
@@ -121,19 +118,6 @@ def _not_tied(directory: Path, first: str, second: str) -> str:
         f"{directory}: config.json ties {first} and {second}, whose values differ. Set "
         "tie_word_embeddings to false there."
     )
-
-
-def _distinct(model: PreTrainedModel) -> list[tuple[list[str], Tensor]]:
-    """Every weight and stored buffer once, with its name, or names where weights are tied.
-
-    Adapters are in no model's files.
-    """
-    found: dict[int, tuple[list[str], Tensor]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if is_factor(name):
-            continue
-        found.setdefault(id(tensor), ([], tensor))[0].append(name)
-    return list(found.values())
 
 
 def _compute_buffers(model: PreTrainedModel) -> None:
@@ -160,51 +144,3 @@ def _unset(buffer: Tensor) -> float | int:
     if buffer.is_floating_point():
         return float("nan")
     return 0 if buffer.dtype == torch.bool else torch.iinfo(buffer.dtype).min
-
-
-def _matched(
-    directory: Path, model: PreTrainedModel, stored: Mapping[str, StoredTensor]
-) -> dict[str, StoredTensor] | None:
-    """The stored tensor of each name in the model; None where transformers must convert some."""
-    wanted = model.state_dict()
-    transforms = get_model_conversion_mapping(model)
-    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-    converters = [one for one in transforms if isinstance(one, WeightConverter)]
-    found: dict[str, StoredTensor] = {}
-    unknown: list[str] = []
-    for name, tensor in stored.items():
-        prefix = model.base_model_prefix
-        target, converted = rename_source_key(name, renamings, converters, prefix, wanted)
-        if target not in wanted and name in wanted:  # as transformers does
-            target, converted = name, None
-        if converted is not None or target in found or not tensor.readable:
-            return None
-        if target in wanted:
-            found[target] = tensor
-        else:
-            unknown.append(name)
-    _check_unknown(directory, model, unknown)
-    for names, weight in _distinct(model):
-        source = next((found[name] for name in names if name in found), None)
-        if source is None:
-            raise ValueError(unfit(directory, names[0], "is not in its files"))
-        for name in names:
-            if found.setdefault(name, source).shape != tuple(weight.shape):
-                raise ValueError(
-                    unfit(
-                        directory,
-                        found[name].name,
-                        f"has shape {found[name].shape} in {found[name].file.name}, "
-                        f"{tuple(weight.shape)} by config.json",
-                    )
-                )
-    return found
-
-
-def _check_unknown(directory: Path, model: PreTrainedModel, names: list[str]) -> None:
-    """Refuse tensors of which the model knows nothing, save those that it is known to pass over."""
-    passed = (*(model._keys_to_ignore_on_load_unexpected or ()), *COMPUTED)
-    for name in sorted(names):
-        if not any(re.search(pattern, name) for pattern in passed):
-            what = "is in its files, but not in the model of config.json"
-            raise ValueError(unfit(directory, name, what))

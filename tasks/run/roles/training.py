@@ -22,6 +22,7 @@ from tasks.run.events import UpdateReplayed
 from tasks.run.forking import parent_config
 from tasks.run.roles.role import EngineRole, StartingEngines
 from tasks.run.roles.specs import MODELS
+from tasks.run.version_names import version_names
 
 if TYPE_CHECKING:
     from tasks.run.run_view import RunView
@@ -68,6 +69,8 @@ def train_spec(
         store_options=config.store.options,
         cache_bytes=cache_bytes,
         whole_every=config.store.whole_every,
+        # Factors of an adapter are of the model's modules, so its base has the model's names.
+        version_names="model" if config.lora is not None else version_names(files),
         node_cache_bytes=config.store.node_cache_bytes,
         run=files.run,
         threads=config.cluster.pools[pool].threads,

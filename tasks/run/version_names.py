@@ -1,0 +1,22 @@
+"""What a run's policy versions call their tensors: as the model's files do, or as an older run's."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from storage.runs.origins import Origin, parent_of
+from storage.runs.run_store import RunStore
+
+FIELD = "version_names"  # of run.json; an older Refrain's has none
+
+VersionNames = Literal["model", "checkpoint"]  # as TrainSpec has them
+
+
+def version_names(files: RunStore) -> VersionNames:
+    """Of a run that is on record."""
+    return "checkpoint" if files.constant(FIELD) == "checkpoint" else "model"
+
+
+def names_to_begin_with(files: RunStore, origin: Origin | None) -> VersionNames:
+    """Of a new run: as its parent's, whose last version it has as its own first."""
+    return "checkpoint" if origin is None else version_names(parent_of(files, origin))

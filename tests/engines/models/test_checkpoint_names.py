@@ -1,0 +1,233 @@
+"""Versions have the names of the checkpoint's files and all that they hold: who reads one reads the other."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3_5Config,
+)
+
+from configs.algorithm.algorithm import AlgorithmConfig
+from configs.model import PretrainedModel
+from engines.failures import WeightMismatch
+from engines.models.checkpoint_names import checkpoint_names
+from engines.models.checkpoints import tensor_shapes
+from engines.rollout.weight_reader import check_manifest
+from engines.train.fsdp_engine import FSDPEngine
+from storage.objects.store import Store
+from storage.runs.origins import Origin
+from storage.runs.run_store import RunStore
+from storage.runs.weights import WeightsRef, open_manifest
+from storage.runs.weights_reading import stream
+from tasks.run.version_names import FIELD, names_to_begin_with, version_names
+from tests.engines.train.train_ranks import samples, spec, stored, update_of
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+VISION = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 4}
+
+
+def _neox() -> PreTrainedModel:
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES, tie_word_embeddings=False))
+
+
+def _qwen() -> PreTrainedModel:
+    text = {
+        **SIZES,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    }
+    vision = {**VISION, "depth": 1, "out_hidden_size": 32, "num_position_embeddings": 16}
+    tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    ids = {name: 5 + number for number, name in enumerate(tokens)}
+    config = Qwen3_5Config(text_config=text, vision_config=vision, **ids)
+    return AutoModelForImageTextToText.from_config(config)
+
+
+def _gemma() -> PreTrainedModel:
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 8,
+    }
+    text = {**SIZES, "num_key_value_heads": 1, "head_dim": 16}
+    ids = {"image_token_index": 5, "boi_token_index": 6, "eoi_token_index": 7}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **ids)
+    return AutoModelForImageTextToText.from_config(config)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Model directories by family; Qwen's has a layer for multi-token prediction besides."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    torch.manual_seed(3)
+    llama = LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1))
+    made = {"gpt_neox": _neox(), "qwen3_5": _qwen(), "gemma3": _gemma(), "llama": llama}
+    for name, model in made.items():
+        model.save_pretrained(folder / name)
+    file = folder / "qwen3_5" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["mtp.norm.weight"] = torch.randn(32)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return {name: folder / name for name in made}
+
+
+def _engine(
+    directory: Path, folder: Path, run: str = "run", names: str = "checkpoint"
+) -> FSDPEngine:
+    model = PretrainedModel(path=str(directory))
+    own = spec(folder, run).model_copy(update={"model": model, "version_names": names})
+    engine = FSDPEngine(own)
+    engine.join(0, 1, "127.0.0.1", 0, 1, 60.0)
+    return engine
+
+
+def _files(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+def test_what_the_files_call_otherwise_and_hold_besides(checkpoints: dict[str, Path]) -> None:
+    neox = checkpoint_names(checkpoints["gpt_neox"])
+    assert dict(neox.in_files) == {"lm_head.weight": "embed_out.weight"}
+    assert not neox.unused
+
+    qwen = checkpoint_names(checkpoints["qwen3_5"])
+    assert qwen.in_files["model.norm.weight"] == "model.language_model.norm.weight"
+    assert "mtp.norm.weight" in qwen.unused
+    assert any(name.startswith("model.visual.") for name in qwen.unused)
+    assert qwen.own("model.language_model.norm.weight") == "model.norm.weight"
+    assert qwen.own("model.norm.weight") == "model.norm.weight"  # as older versions have it
+    assert qwen.own("mtp.norm.weight") is None
+
+    llama = checkpoint_names(checkpoints["llama"])
+    assert not llama.in_files and not llama.unused
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "qwen3_5", "gemma3", "llama"])
+def test_a_version_is_the_checkpoint_again(
+    checkpoints: dict[str, Path], tmp_path: Path, family: str
+) -> None:
+    engine = _engine(checkpoints[family], tmp_path)
+
+    weights = engine.export_weights(0, "float32")
+
+    files = _files(checkpoints[family])
+    version = dict(stream(engine._store, weights))
+    assert files.keys() <= version.keys()
+    assert version.keys() - files.keys() <= {"lm_head.weight"}  # of a tied head
+    assert all(torch.equal(version[name], tensor) for name, tensor in files.items())
+    assert engine.digest("float32") == weights.digest
+    assert not engine.compare(weights, "float32").differing
+    shapes, names = tensor_shapes(checkpoints[family]), checkpoint_names(checkpoints[family])
+    check_manifest(engine._store, weights, shapes, names)
+
+
+def test_what_is_trained_changes_and_the_rest_stays(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    engine = _engine(checkpoints["gpt_neox"], tmp_path)
+    batch = stored(tmp_path, samples())
+    engine.update(update_of(batch, AlgorithmConfig(), 1))
+
+    weights = engine.settle_weights(1, "float32")
+
+    folder = tmp_path / "store" / weights.key
+    loaded, before = (
+        AutoModelForCausalLM.from_pretrained(place).state_dict()
+        for place in (folder, checkpoints["gpt_neox"])
+    )
+    held = engine._policy.model.state_dict()  # type: ignore[union-attr]
+    assert all(torch.equal(loaded[name], value.full_tensor()) for name, value in held.items())
+    assert not torch.equal(loaded["lm_head.weight"], before["lm_head.weight"])
+
+
+def test_transformers_loads_a_version_of_a_wrapped_model_with_its_tower(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    engine = _engine(checkpoints["qwen3_5"], tmp_path)
+    weights = engine.settle_weights(0, "float32")
+
+    model, info = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "store" / weights.key, output_loading_info=True
+    )
+
+    assert not info["missing_keys"]
+    tower = _files(checkpoints["qwen3_5"])["model.visual.patch_embed.proj.weight"]
+    assert torch.equal(model.model.visual.patch_embed.proj.weight, tower)
+
+
+def test_ranks_read_a_version_whatever_names_it_has(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    older = _engine(checkpoints["qwen3_5"], tmp_path, "older", names="model")
+    newer = _engine(checkpoints["qwen3_5"], tmp_path, "newer")
+    held = newer._policy.model.state_dict()["model.norm.weight"]  # type: ignore[union-attr]
+    before = held.clone()
+    assert (
+        "model.norm.weight"
+        in open_manifest(older._store, older.export_weights(0, "float32")).tensors
+    )
+
+    for engine in (older, newer):
+        weights = engine.export_weights(0, "float32")
+        held.add_(1.0)
+        newer.load_weights(weights, 0)
+        assert torch.equal(held, before)
+
+
+def test_a_version_that_lacks_a_weight_is_refused_by_the_models_name(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    engine = _engine(checkpoints["qwen3_5"], tmp_path)
+    weights = engine.export_weights(0, "float32")
+    directory = checkpoints["qwen3_5"]
+    shapes = {**tensor_shapes(directory), "model.other.weight": (3,)}
+
+    with pytest.raises(WeightMismatch, match=r"has no tensor model\.other\.weight"):
+        check_manifest(engine._store, weights, shapes, checkpoint_names(directory))
+
+
+def test_a_run_goes_on_with_the_names_that_it_began_with(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    older, newer = RunStore(store, "older"), RunStore(store, "newer")
+    older.write_run({"config": {}})
+    newer.write_run({"config": {}, FIELD: "checkpoint"})
+    weights = WeightsRef(version=3, key="older/weights/v3", digest="d", nbytes=1)
+    origin = Origin(
+        run="older",
+        step=3,
+        at=3,
+        commit_digest="c",
+        weights=weights,
+        trainer_state=True,
+        cursor=True,
+    )
+
+    assert (version_names(older), version_names(newer)) == ("model", "checkpoint")
+    assert names_to_begin_with(newer, None) == "checkpoint"
+    assert names_to_begin_with(newer, origin) == "model"
+    assert names_to_begin_with(older, origin.model_copy(update={"run": "newer"})) == "checkpoint"
