@@ -22,8 +22,10 @@ PYTHONS ?= python3.12 python3.13
 demo: $(VENV)/.demo
 	$(BIN)/python -m flows.grpo $(RECIPE) $(SET)
 
+# What fails beside the others is run once more by itself: a test that only a busy machine fails is told
+# from one that fails, and both are shown. Many failures are no accident.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m tests.twice $(TEST_PROCESSES) $(PYTEST_ARGS)
 
 # What is left of the checkout without a feature; of several, without each in turn: make without FEATURE="trees teachers"
 without: $(VENV)/.dev
