@@ -20,7 +20,8 @@ class Critic(HeadedModel):
     def __init__(self, model: PreTrainedModel) -> None:
         """`model`: a causal language model, of which only the decoder is kept."""
         super().__init__()
-        decoder = packed_attention(model).get_decoder()
+        whole, self.needs = packed_attention(model)
+        decoder = whole.get_decoder()
         assert isinstance(decoder, PreTrainedModel)
         self.model = decoder
         size = decoder.config.get_text_config().hidden_size
@@ -50,7 +51,9 @@ class Critic(HeadedModel):
 
         A tuple, because FSDP looks for the outputs' gradients there.
         """
-        states, places = decoder_states(self.model, packed, packed.predictors, sequence)
+        states, places = decoder_states(
+            self.model, packed, packed.predictors, sequence, self.needs.whole
+        )
         weight, bias = self.value.weight.float(), self.value.bias.float()
         own = functional.linear(states.float(), weight, bias).squeeze(-1)
         (values,) = sequence.together((own,), places, packed.labels.numel())

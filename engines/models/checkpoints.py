@@ -212,7 +212,7 @@ def _loaded(auto_class: Any, directory: Path, dtype: Dtype, body: bool = False) 
             use_safetensors=True,
             trust_remote_code=False,
             dtype=_torch_dtype(dtype),
-            attn_implementation="sdpa",
+            attn_implementation=None if body else attention_of(_class_of(auto_class, directory)),
             ignore_mismatched_sizes=True,  # they are reported, like the others
             output_loading_info=True,
         )
@@ -254,9 +254,26 @@ def _build(config: PretrainedConfig, dtype: Dtype, device: str) -> PreTrainedMod
             config,
             trust_remote_code=False,
             dtype=_torch_dtype(dtype),
-            attn_implementation="sdpa",
+            attn_implementation=attention_of(_class_of(_causal_models(), config)),
         )
         return made
+
+
+def _class_of(auto_class: Any, config: PretrainedConfig | Path) -> type[PreTrainedModel]:
+    """transformers' class for a config, or for a directory's."""
+    known = _config(config) if isinstance(config, Path) else config
+    if type(known) not in auto_class._model_mapping:
+        raise ValueError(
+            f"transformers has no {auto_class.__name__} of model_type = {known.model_type}. Set "
+            "model.path to a model of text."
+        )
+    model_class: type[PreTrainedModel] = auto_class._model_mapping[type(known)]
+    return model_class
+
+
+def attention_of(model_class: type[PreTrainedModel]) -> str:
+    """transformers' own attention for a class of models: torch's kernel where its code has it."""
+    return "sdpa" if model_class._supports_sdpa else "eager"
 
 
 def _config(directory: Path) -> PretrainedConfig:

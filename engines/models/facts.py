@@ -50,6 +50,26 @@ LLAMA = {
     "max_position_embeddings": 2048,
 }
 
+_GEMMA = {"head_dim": 256, "tie_word_embeddings": True}
+# By model_type, what transformers' config has where config.json does not say it. Where a class makes
+# the size of a head of the width and the number of heads, it is not here.
+UNSAID: dict[str, dict[str, Any]] = {
+    "cohere": {"tie_word_embeddings": True},
+    "cohere2": {"tie_word_embeddings": True, "sliding_window": 4096},
+    "gemma": {**_GEMMA, "vocab_size": 256000},
+    "gemma2": {**_GEMMA, "vocab_size": 256000, "sliding_window": 4096},
+    "gemma3_text": {**_GEMMA, "vocab_size": 262208, "sliding_window": 4096},
+    "gemma4_text": {**_GEMMA, "vocab_size": 262144, "sliding_window": 512},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen3": {"head_dim": 128},
+    "qwen3_5_text": {"head_dim": 256, "num_key_value_heads": 4, "vocab_size": 248320},
+    "seed_oss": {"head_dim": 128, "num_key_value_heads": 8},
+    "smollm3": {"tie_word_embeddings": True, "num_key_value_heads": 4},
+    "starcoder2": {"tie_word_embeddings": True, "num_key_value_heads": 2},
+}
+# What layers are called that carry a state from token to token, in layer_types.
+_STATES = ("linear_attention", "conv", "mamba", "mamba2", "recurrent")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
@@ -85,7 +105,7 @@ class ModelFacts:
     """What is known of a model before it is loaded; None: its files do not say.
 
     The recipe `tiny`: ModelFacts(positions=256, window=None, layers=2, heads=2, kv_heads=2,
-    head_size=32, chat_template=True, unsupported=None).
+    head_size=32, chat_template=True).
     """
 
     positions: int | None  # longest sequence, in tokens; None also where positions are stretched
@@ -95,8 +115,10 @@ class ModelFacts:
     kv_heads: int | None  # heads of keys and values; None also where a layer keeps others
     head_size: int | None  # numbers in one head's key
     chat_template: bool  # whether its tokenizer has one
-    unsupported: str | None  # what its attention has that the train engine does not compute
-    shape: ModelShape | None = None  # None also for mixtures of experts
+    shape: ModelShape | None = None  # None also for mixtures of experts and recurrent layers
+    states: bool = False  # whether layers carry a state from token to token
+    kind: str | None = None  # model_type, of its text model
+    rope_limit: int | None = None  # tokens from which on sequences have other rotary positions
     vision: VisionShape | None = None  # None: it looks at no images
     rows: int | None = None  # of the embedding: ids below it can be read
     quantised: str | None = None  # how its weights are packed, where they are
@@ -120,7 +142,6 @@ def model_facts(
             kv_heads=config.heads,
             head_size=config.hidden_size // config.heads,
             chat_template=True,
-            unsupported=None,
             shape=ModelShape(
                 hidden=config.hidden_size,
                 layers=config.layers,
@@ -166,11 +187,13 @@ def _of_directory(directory: Path) -> ModelFacts:
         ) from error
     vision = vision_of(whole)
     text = {**whole, **(LLAMA if vision else {}), **whole.get("text_config", {})}
+    text = {**UNSAID.get(str(text.get("model_type")), {}), **text}
     heads = text.get("num_attention_heads")
     head_size = text.get("head_dim") or (
         text["hidden_size"] // heads if heads and text.get("hidden_size") else None
     )
-    compressed = text.get("kv_lora_rank") is not None
+    compressed, states = text.get("kv_lora_rank") is not None, _has_states(text)
+    shape = _shape(text, head_size, vision, _head_norms(directory))
     return ModelFacts(
         positions=_positions(text),
         window=text.get("sliding_window") if text.get("use_sliding_window", True) else None,
@@ -179,8 +202,10 @@ def _of_directory(directory: Path) -> ModelFacts:
         kv_heads=None if compressed else text.get("num_key_value_heads") or heads,
         head_size=head_size,
         chat_template=_has_chat_template(directory),
-        unsupported=_unsupported(text),
-        shape=None if compressed else _shape(text, head_size, vision, _head_norms(directory)),
+        shape=None if compressed or states else shape,
+        states=states,
+        kind=text.get("model_type"),
+        rope_limit=_rope_limit(text),
         vision=vision,
         rows=text.get("vocab_size"),
         quantised=_quantised(whole),
@@ -262,15 +287,21 @@ def _positions(text: dict[str, Any]) -> int | None:
     return None if limit is None else int(limit)
 
 
-def _unsupported(text: dict[str, Any]) -> str | None:
-    """What engines/train/model/attention.py would refuse at the first update."""
-    if text.get("attn_logit_softcapping"):
-        return f"soft-capped scores (attn_logit_softcapping = {text['attn_logit_softcapping']})"
-    if text.get("attention_dropout"):
-        return f"dropout (attention_dropout = {text['attention_dropout']})"
-    if text.get("model_type") == "gpt_oss":
-        return "sinks (model_type = gpt_oss)"
-    return None
+def _rope_limit(text: dict[str, Any]) -> int | None:
+    """Of rotary positions with two tables (longrope)."""
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    if rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):
+        return None
+    name = "original_max_position_embeddings"
+    limit = rope.get(name) or text.get(name)
+    return None if limit is None else int(limit)
+
+
+def _has_states(text: dict[str, Any]) -> bool:
+    """Whether config.json says that layers carry a state, by their kinds or their sizes."""
+    kinds = {str(each) for each in text.get("layer_types") or ()}
+    sizes = ("linear_key_head_dim", "mamba_d_state", "ssm_state_size", "conv_L_cache", "state_size")
+    return bool(kinds & set(_STATES)) or any(name in text for name in sizes)
 
 
 def _quantised(config: dict[str, Any]) -> str | None:
@@ -299,7 +330,6 @@ def _of_gguf(values: dict[str, Any], tensors: set[str]) -> ModelFacts:
         head_size=values.get(f"{kind}.attention.key_length")
         or (width // heads if width and heads else None),
         chat_template="tokenizer.chat_template" in values,
-        unsupported=None,
         shape=_gguf_shape(values, kind, tensors),
     )
 

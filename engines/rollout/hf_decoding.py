@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from engines.models.longrope import LONG, rope_limit
 from engines.models.vla.openvla import OpenVLA, turn
 from engines.rollout.contract import Sampling
 from engines.rollout.hf_rows import (
@@ -139,12 +140,17 @@ class Decoding:
         # Only the language model's rows change from step to step; images are seen FRAMES at a time.
         language = model.language_model if isinstance(model, OpenVLA) else model
         self._block = block_of(model)
+        self._limit = rope_limit(language.config)
         # Whether rows of one shard alone may be decoded together. On a CPU with several threads too:
         # there rows have been seen to change by a bit with their place in the batch.
         threads = torch.get_num_threads() if model.device.type == "cpu" else 1
         self.apart = not by_rows(language) or threads > 1
         self._cache = KeysAndValues()
         self._rows: dict[Cached, Row] = {}  # those whose keys and values are held
+
+    def holds(self, row: Row) -> bool:
+        """Whether keys and values of a row are cached."""
+        return row.cached.shelf is not None
 
     @torch.inference_mode()
     def forget(self, rows: Iterable[Row] | None = None) -> None:
@@ -158,11 +164,13 @@ class Decoding:
         """Draw the next token of each of some rows, of which none is done; others are let go of."""
         wanted = {row.cached for row in rows}
         self.forget([row for cached, row in self._rows.items() if cached not in wanted])
+        # What is cached of a row has the positions of a short one; from the limit on it has others.
+        self.forget([row for row in rows if row.cached.length == self._limit])
         fresh = [row for row in rows if row.cached not in self._rows]
         if self._rows:
-            self._draw(*self._decode(), version)
+            draw_next(*self._decode(), version)
         for some in _batches(fresh, self._model):
-            self._draw(self._prefill(some), some, version)
+            draw_next(self._prefill(some), some, version)
 
     @torch.inference_mode()
     def score(self, tokens: list[int], prompt: int) -> list[float]:
@@ -175,7 +183,7 @@ class Decoding:
             tokens = self._model.probed(tokens, prompt)
             read = turn(tokens[:prompt], tokens[prompt:], 0, self._model.patches)
             seen = self._see([self._model.probe_image[0]])
-        places = torch.arange(len(read), device=self._model.device)
+        places = self._positions(len(read))
         logits = self._forward([read], places, Prefill(lengths=[len(read)]), None, seen)
         wanted = torch.tensor(tokens[prompt:], device=logits.device)
         logprobs = logits[-len(wanted) - 1 : -1].float().log_softmax(1)
@@ -201,7 +209,7 @@ class Decoding:
             prefill.rows[number].append(row.cached)
             self._rows[row.cached] = row
         device = self._model.device
-        positions = torch.cat([torch.arange(length, device=device) for length in prefill.lengths])
+        positions = torch.cat([self._positions(length) for length in prefill.lengths])
         ends = torch.tensor(prefill.lengths, device=device).cumsum(0) - 1
         logits = self._forward(whole, positions, prefill, ends, self._see(frames))
         return logits[torch.tensor(which, device=device)]
@@ -210,10 +218,19 @@ class Decoding:
         """Logits [R, V] after the tokens drawn last, of all rows held, and these in that order."""
         step, order = self._cache.step(self._model.device)
         rows = [self._rows[cached] for cached in order]
-        logits = self._forward([row.tokens[-1:] for row in rows], torch.cat(step.places), step)
+        places = torch.cat(step.places)
+        if self._limit is not None:
+            places = torch.where(places >= self._limit, places + LONG, places)
+        logits = self._forward([row.tokens[-1:] for row in rows], places, step)
         for cached in order:
             cached.length += 1
         return logits, rows
+
+    def _positions(self, length: int) -> Tensor:
+        """Of a whole sequence; see engines/models/longrope.py."""
+        places = torch.arange(length, device=self._model.device)
+        long = self._limit is not None and length > self._limit
+        return places + LONG if long else places
 
     def _forward(
         self,
@@ -250,22 +267,23 @@ class Decoding:
         seen = torch.cat([self._model.see(some) for some in padded.split(FRAMES)])
         return seen[: len(images) * self._model.patches]
 
-    def _draw(self, logits: Tensor, rows: Sequence[Row], version: int) -> None:
-        """Give each row its next token, from its row of the logits [R, V]."""
-        alike: dict[Sampling, list[int]] = {}
-        for number, row in enumerate(rows):
-            alike.setdefault(row.sampling, []).append(number)
-        for sampling, numbers in alike.items():
-            own = logits if len(numbers) == len(rows) else logits[numbers]
-            if sampling.greedy:
-                for number, token in zip(numbers, own.argmax(1).tolist(), strict=True):
-                    rows[number].add(token, 0.0, version)  # no other could have been
-                continue
-            logprobs = _distribution(own.float(), sampling)
-            tokens = _draw(logprobs, [rows[number].noise for number in numbers])
-            drawn = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
-            for number, token, logprob in zip(numbers, tokens.tolist(), drawn, strict=True):
-                rows[number].add(token, logprob, version)
+
+def draw_next(logits: Tensor, rows: Sequence[Row], version: int) -> None:
+    """Give each row its next token, from its row of the logits [R, V]."""
+    alike: dict[Sampling, list[int]] = {}
+    for number, row in enumerate(rows):
+        alike.setdefault(row.sampling, []).append(number)
+    for sampling, numbers in alike.items():
+        own = logits if len(numbers) == len(rows) else logits[numbers]
+        if sampling.greedy:
+            for number, token in zip(numbers, own.argmax(1).tolist(), strict=True):
+                rows[number].add(token, 0.0, version)  # no other could have been
+            continue
+        logprobs = _distribution(own.float(), sampling)
+        tokens = _draw(logprobs, [rows[number].noise for number in numbers])
+        drawn = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+        for number, token, logprob in zip(numbers, tokens.tolist(), drawn, strict=True):
+            rows[number].add(token, logprob, version)
 
 
 def _batches(rows: Sequence[Row], model: PreTrainedModel) -> Iterator[list[Row]]:

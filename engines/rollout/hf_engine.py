@@ -28,7 +28,8 @@ from engines.rollout.contract import (
     SyncMode,
 )
 from engines.rollout.engine import RolloutEngine
-from engines.rollout.hf_decoding import Decoding, Reader, Row
+from engines.rollout.hf_caches import decoding_of
+from engines.rollout.hf_decoding import Reader, Row
 from engines.rollout.samples import Completion, PromptTokens
 from engines.rollout.weight_reader import LoadedWeights, LoadReport
 from engines.start_progress import report
@@ -73,7 +74,7 @@ class HFEngine(RolloutEngine):
             max_model_len=spec.max_model_len,
             device=self._model.device,
         )
-        self._decoding = Decoding(self._model)  # used by whoever has the model
+        self._decoding = decoding_of(self._model)  # used by whoever has the model
         self._changed = threading.Condition()  # guards what follows
         self._busy = False  # somebody uses the model
         self._sync: SyncMode | None = None  # a sync that waits or runs
@@ -130,7 +131,7 @@ class HFEngine(RolloutEngine):
     def _counts(self) -> tuple[int, int, int]:
         with self._changed:
             left = [row for shard in self._shards for row in shard.rows if not row.ended]
-            running = sum(row.cached.shelf is not None for row in left)
+            running = sum(map(self._decoding.holds, left))
             return running, len(left) - running, sum(shard.tokens for shard in self._shards)
 
     def _load(self, weights: WeightsRef, mode: SyncMode) -> LoadReport:

@@ -19,6 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from engines.models.attention import attention, causal_attention
+from engines.models.longrope import rotate_by_sequence
+
 ROWS = "refrain_rows"  # name in transformers' table of attention functions
 # Rows of a matrix product. On a CPU 16 rows take little longer than one, whose time is that of
 # reading the weights; a GPU's products of fewer than 64 rows do not either.
@@ -59,7 +62,8 @@ def by_rows(model: PreTrainedModel) -> bool:
     """Make a model compute by rows, in place; whether that covers all of its products.
 
     It does not where weights are multiplied elsewhere than in linear layers, as those of experts,
-    or where positions are rotated by the longest sequence of a batch.
+    where scores are more than products, or where positions are rotated by the longest sequence of a
+    batch.
     """
     block = block_of(model)
     covered = True
@@ -70,8 +74,12 @@ def by_rows(model: PreTrainedModel) -> bool:
             own = module.parameters(recurse=False)
             covered = covered and all(parameter.dim() < 2 for parameter in own)
     model.set_attn_implementation(ROWS)
-    scaling = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    return covered and scaling.get("rope_type") not in ("dynamic", "longrope")
+    rotate_by_sequence(model)
+    text = model.config.get_text_config()
+    capped = getattr(text, "attn_logit_softcapping", None) is not None
+    sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
+    scaling = getattr(text, "rope_parameters", None) or {}
+    return covered and not capped and not sinks and scaling.get("rope_type") != "dynamic"
 
 
 class Cached:
@@ -119,12 +127,15 @@ class _Shelf:
         if not self.rows:
             self.layers.clear()
 
-    def layer(self, number: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, for rows of `like` [..., G, D]."""
+    def layer(self, number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, for rows of `key` [..., G, D] and `value` [..., G, E]."""
         if number not in self.layers:
             slots = max(FIRST_SLOTS, 1 << (len(self.rows) - 1).bit_length())
-            shape = (slots, like.shape[-2], self.width, like.shape[-1])
-            self.layers[number] = like.new_zeros(shape), like.new_zeros(shape)
+            keys, values = (
+                each.new_zeros(slots, each.shape[-2], self.width, each.shape[-1])
+                for each in (key, value)
+            )
+            self.layers[number] = keys, values
         return self.layers[number]
 
 
@@ -164,7 +175,7 @@ class KeysAndValues:
         new = self._shelves.setdefault(width, _Shelf(width))
         new.add(row)
         for number, pair in held.items():
-            wholes = new.layer(number, pair[0].transpose(0, 1))
+            wholes = new.layer(number, *(each.transpose(0, 1) for each in pair))
             for whole, part in zip(wholes, pair, strict=True):
                 whole[row.slot, :, : part.shape[1]] = part
 
@@ -215,57 +226,55 @@ def row_attention(
         attention_mask: Not used; `rows` says what is attended to.
         rows: Whole sequences, or the next token of every row.
         scaling: Factor on the scores.
+        sliding_window: Positions that each one attends to, itself included; None: all before it.
+        softcap: Scores s become softcap x tanh(s / softcap).
+        s_aux: [H], scores of each head's sink, a position without a value.
 
     Returns:
         [1, T, H, D], and None for the scores.
-
-    Raises:
-        ValueError: The model's attention soft-caps scores or has sinks, or its window is shorter
-            than a sequence.
     """
-    if softcap is not None or s_aux is not None:
-        raise ValueError(
-            "This model's attention soft-caps scores or has sinks, which the transformers engine "
-            "does not compute. Set rollout.engine = vllm."
-        )
-    longest = max(rows.lengths) if isinstance(rows, Prefill) else _longest(rows)
-    if sliding_window is not None and sliding_window < longest:
-        raise ValueError(
-            f"A sequence of {longest} tokens is longer than the model's attention window of "
-            f"{sliding_window}. Lower rollout.max_new_tokens or filter long prompts."
-        )
     number = module.layer_idx
     assert isinstance(number, int)
+    scores = Scores(scale=scaling, window=sliding_window, cap=softcap, sinks=s_aux)
     if isinstance(rows, Prefill):
-        return _prefilled(number, query, key, value, rows, scaling), None
-    return _stepped(number, query, key, value, rows, scaling), None
+        return _prefilled(number, query, key, value, rows, scores), None
+    return _stepped(number, query, key, value, rows, scores), None
 
 
-def _longest(step: Step) -> int:
-    return max(row.length + 1 for shelf in step.shelves for row in shelf.rows)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """How a layer scores; see engines/models/attention.py."""
+
+    scale: float
+    window: int | None
+    cap: float | None
+    sinks: Tensor | None
 
 
 def _prefilled(
-    layer: int, query: Tensor, key: Tensor, value: Tensor, prefill: Prefill, scale: float
+    layer: int, query: Tensor, key: Tensor, value: Tensor, prefill: Prefill, scores: Scores
 ) -> Tensor:
     total = sum(prefill.lengths)
     parts = [each[:, :, :total].split(prefill.lengths, 2) for each in (query, key, value)]
     found = []
     for number, (q, k, v) in enumerate(zip(*parts, strict=True)):
-        grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
+        out = causal_attention(
+            *(q, k, v),
+            scale=scores.scale,
+            window=scores.window,
+            cap=scores.cap,
+            sinks=scores.sinks,
         )
         found.append(out.transpose(1, 2))
         for row in prefill.rows[number] if prefill.rows else ():
             assert row.shelf is not None
-            keys, values = row.shelf.layer(layer, k[0].transpose(0, 1))
+            keys, values = row.shelf.layer(layer, k[0].transpose(0, 1), v[0].transpose(0, 1))
             keys[row.slot, :, : k.shape[2]], values[row.slot, :, : k.shape[2]] = k[0], v[0]
     return _filled_up(found, query)
 
 
 def _stepped(
-    layer: int, query: Tensor, key: Tensor, value: Tensor, step: Step, scale: float
+    layer: int, query: Tensor, key: Tensor, value: Tensor, step: Step, scores: Scores
 ) -> Tensor:
     sizes = [len(place) for place in step.places]
     heads, size = query.shape[1], query.shape[3]
@@ -276,9 +285,24 @@ def _stepped(
     for shelf, place, mask, q, k, v in zip(
         step.shelves, step.places, step.masks, *tokens, strict=True
     ):
-        keys, values = shelf.layer(layer, k)
+        keys, values = shelf.layer(layer, k, v)
         number = torch.arange(len(place), device=place.device)
         keys[number, :, place], values[number, :, place] = k, v
+        if scores.window is not None and scores.window < shelf.width:
+            near = torch.arange(shelf.width, device=place.device) > place[:, None] - scores.window
+            mask = mask & near[:, None, None]
+        if scores.cap is not None or scores.sinks is not None:
+            out = attention(
+                q[:, :, None],
+                keys[: len(place)],
+                values[: len(place)],
+                mask,
+                scale=scores.scale,
+                cap=scores.cap,
+                sinks=scores.sinks,
+            )
+            found.append(out.reshape(1, len(place), heads, -1))
+            continue
         groups = k.shape[1]  # whose query heads are taken as positions: no copies of keys
         with _one_thread(q.device):
             out = F.scaled_dot_product_attention(
@@ -286,16 +310,16 @@ def _stepped(
                 keys[: len(place)],
                 values[: len(place)],
                 attn_mask=mask.expand(-1, -1, heads // groups, -1),
-                scale=scale,
+                scale=scores.scale,
             )
-        found.append(out.reshape(1, len(place), heads, size))
+        found.append(out.reshape(1, len(place), heads, -1))
     return _filled_up(found, query)
 
 
 def _filled_up(found: list[Tensor], query: Tensor) -> Tensor:
-    """[1, T, H, D] of as many tokens as `query` [1, H, T, D] has, those at its end zeros."""
+    """[1, T, H, E] of as many tokens as `query` [1, H, T, D] has, those at its end zeros."""
     missing = query.shape[2] - sum(part.shape[1] for part in found)
-    return torch.cat([*found, query.new_zeros(1, missing, query.shape[1], query.shape[3])], 1)
+    return torch.cat([*found, query.new_zeros(1, missing, query.shape[1], found[0].shape[3])], 1)
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from engines.train.model.loading import Checkpoint, load
 from engines.train.model.lora import base_weights, inject
 from engines.train.model.master_weights import MasterWeights, sum_gradients_in_float32
 from engines.train.model.rendezvous import Meeting
+from engines.train.model.row_needs import why_together
 from engines.train.model.sequence_parallel import check_heads
 from engines.train.policy import HeadedModel
 from engines.train.spec import TrainSpec
@@ -83,6 +84,9 @@ def build(
     """
     model = build_empty(directory)
     check_heads(model.config.get_text_config().num_attention_heads, sharing)
+    if (why := why_together(model)) is not None and (sharing > 1 or spec.train.compile):
+        setting = "sequence_parallel = 1" if sharing > 1 else "compile = false"
+        raise ValueError(f"The model of role {spec.role}: {why}. Set train.{setting}.")
     if spec.lora is not None:
         inject(model, spec.lora)
     policy = with_head(model)

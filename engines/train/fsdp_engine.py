@@ -84,6 +84,7 @@ class FSDPEngine(ShardedModel):
             budget=self._spec.train.shared_micro_batch_tokens,
             cost=self._cost,
             tree_training=self._spec.train.tree_training,
+            needs=self._loaded().needs,
         )
         return ColumnsResult(batch=ref, metrics=sums)
 
@@ -138,6 +139,7 @@ class FSDPEngine(ShardedModel):
             sharded=model if isinstance(model, FSDPModule) else None,
             config=self._spec.train,
             cost=self._cost,
+            needs=model.needs,
         )
 
     def cost(self) -> CostModel:

@@ -20,6 +20,7 @@ from engines.train.batching.micro_batch import MicroBatch
 from engines.train.batching.packed_batch import pack
 from engines.train.batching.packing import plan_logprobs, read_lengths
 from engines.train.batching.read_ahead import read_ahead
+from engines.train.model.row_needs import PLAIN, RowNeeds
 from engines.train.model.sequence_parallel import SequenceGroup
 from engines.train.policy_update import Forward
 from storage.batches.refs import BatchRef
@@ -47,6 +48,7 @@ def write_token_columns(
     budget: int,
     cost: CostModel,
     tree_training: bool = False,
+    needs: RowNeeds = PLAIN,
 ) -> tuple[BatchRef | None, dict[str, float]]:
     """Write columns over the response tokens of this rank's rows, computed without gradients.
 
@@ -63,6 +65,7 @@ def write_token_columns(
         budget: Most tokens of a forward pass.
         cost: By which rows are balanced over ranks.
         tree_training: Whether what rows of a group begin with alike is computed once.
+        needs: Of the model.
 
     Returns:
         The ref of the columns, None where this rank has no rows. And the sum of each name's numbers
@@ -73,7 +76,7 @@ def write_token_columns(
     found: dict[str, dict[int, np.ndarray]] = {}
     sums = {"tokens": 0.0}
     mine = plan.ranks[sequence.replica]
-    with read_ahead(store, batch, mine, (), device, tree_training, cost.patches) as micros:
+    with read_ahead(store, batch, mine, (), device, tree_training, cost.patches, needs) as micros:
         for rows, micro in zip(mine, micros, strict=True):
             with torch.no_grad():
                 given = computed(micro)
@@ -146,6 +149,7 @@ def score(
         [np.asarray(ids[:length], dtype=np.int64) for ids, length in pairs],
         [np.asarray(ids[length:], dtype=np.int64) for ids, length in pairs],
         device,
+        needs=forward.policy.needs,
     )
     logprobs, *_ = forward(packed)
     return [row.tolist() for row in logprobs.float().cpu().split(packed.rows.lengths.tolist())]

@@ -7,19 +7,25 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engines.models.checkpoint_names import CheckpointNames
+from engines.models.longrope import rotate_by_sequence
 from engines.models.vla.openvla import OpenVLA
 from engines.train.batching.packed_batch import PackedBatch
 from engines.train.logprobs import token_statistics, top_words
-from engines.train.model.attention import PACKED
+from engines.train.model.attention import PACKED, collapse
 from engines.train.model.head import Head, head_form
 from engines.train.model.loading import Checkpoint
+from engines.train.model.recurrent import sequences_apart
+from engines.train.model.row_needs import RowNeeds, row_needs
 from engines.train.model.sequence_parallel import SequenceGroup
+
+OWN = "eager"  # attention of models that have code of their own for it, and for no other maybe
 
 
 class HeadedModel(nn.Module):
     """What a train engine holds: layers of a language model, and a head inside its forward pass."""
 
     model: PreTrainedModel
+    needs: RowNeeds  # of rows that are packed for it
 
     @property
     def head(self) -> Head:
@@ -51,7 +57,7 @@ class Policy(HeadedModel):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.model = packed_attention(model)
+        self.model, self.needs = packed_attention(model)
         self._head_form = head_form(model.language_model if isinstance(model, OpenVLA) else model)
 
     @property
@@ -109,7 +115,9 @@ class Policy(HeadedModel):
             first, stop = self.model.config.action_tokens
             head, labels = head.words(first, stop), (labels - first).clamp(0, stop - first - 1)
         weight = head.weight.to(dtype)
-        states, places = decoder_states(decoder, packed, predictors, sequence, embedded)
+        states, places = decoder_states(
+            decoder, packed, predictors, sequence, self.needs.whole, embedded
+        )
         states = states.to(dtype)
         if top:
             words = top_words(states, weight, top, chunk=chunk, among=among, bias=head.bias)
@@ -154,13 +162,16 @@ def decoder_states(
     packed: PackedBatch,
     predictors: Tensor,
     sequence: SequenceGroup,
+    whole: bool,
     embedded: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The last hidden states [r, H] of this rank's tokens among `predictors`, int64 [R].
 
-    And which of the R those are, int64 [r]; None: all. embedded: the T tokens [T, H], where some of
-    them are patches of images.
+    And which of the R those are, int64 [r]; None: all. whole: see `RowNeeds`. embedded: the T
+    tokens [T, H], where some of them are patches of images.
     """
+    if whole:
+        return _by_rows(decoder, packed).index_select(0, predictors), None
     given = {"input_ids": packed.tokens} if embedded is None else {"inputs_embeds": embedded}
     hidden = decoder(
         **{name: sequence.own(tokens)[None] for name, tokens in given.items()},
@@ -176,11 +187,42 @@ def decoder_states(
     return hidden.index_select(0, rows), places
 
 
-def packed_attention(model: PreTrainedModel) -> PreTrainedModel:
-    """Make a model take packed batches, in place; without dropout."""
+def _by_rows(decoder: nn.Module, packed: PackedBatch) -> Tensor:
+    """Hidden states [T, H] by the decoder's own code, in one pass over whole sequences.
+
+    They are padded on the right, where no token reaches an earlier one.
+    """
+    layout = packed.layout
+    rows, _ = layout.buckets  # all sequences, and the spare slot
+    slots = layout.expand[: rows.sequences * rows.length].view(rows.sequences, rows.length)
+    hidden = decoder(
+        input_ids=packed.tokens[slots],
+        position_ids=torch.arange(rows.length, device=slots.device).expand_as(slots),
+        use_cache=False,
+    ).last_hidden_state
+    assert isinstance(hidden, Tensor)
+    return collapse(hidden.flatten(0, 1), layout)
+
+
+def packed_attention(model: PreTrainedModel) -> tuple[PreTrainedModel, RowNeeds]:
+    """Make a model take packed batches, in place, without dropout; and what it needs of them."""
     language = model.language_model if isinstance(model, OpenVLA) else model
-    language.set_attn_implementation(PACKED)
+    needs = row_needs(language)
+    if needs.whole:
+        language.set_attn_implementation(OWN)
+    else:
+        sequences_apart(language)
+        rotate_by_sequence(language)
+        language.set_attn_implementation(PACKED)
+    drop_nothing(model)
+    return model, needs
+
+
+def drop_nothing(model: nn.Module) -> None:
+    """Set each share that a model's modules drop in training to 0, in place."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    return model
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)

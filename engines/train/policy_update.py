@@ -131,7 +131,7 @@ class PolicyUpdater(Updater):
         statistics = torch.zeros(2, whole.mask.numel())
         for place, micro_rows in zip(places, mine, strict=True):
             micro = read_micro_batch(
-                self._store, batch, micro_rows, (), device, tree, self._cost.patches
+                self._store, batch, micro_rows, (), device, tree, self._cost.patches, self._needs
             )
             with torch.no_grad():
                 statistics[:, place] = torch.stack(self._forward(micro.packed)).cpu()

@@ -27,6 +27,7 @@ from engines.train.batching.packing import MiniBatch, plan_update, read_lengths,
 from engines.train.batching.read_ahead import read_ahead
 from engines.train.batching.stored_plan import read_plan
 from engines.train.model.rendezvous import Meeting
+from engines.train.model.row_needs import RowNeeds
 from engines.train.model.sequence_parallel import SequenceGroup
 from engines.train.optimizer import Optimizer, StepReport
 from engines.train.order_of_sums import in_fixed_order, made_on
@@ -46,6 +47,7 @@ class TrainRank:
     sharded: FSDPModule | None  # what is trained; None: a lone rank's, which exchanges nothing
     config: TrainConfig
     cost: CostModel
+    needs: RowNeeds  # of the model
 
 
 class UpdateWork(Protocol):
@@ -128,6 +130,7 @@ class Updater(ABC):
         self._sharded = rank.sharded
         self._config = rank.config
         self._cost = rank.cost
+        self._needs = rank.needs
         self._tally = Tally()
 
     def run(self, request: UpdateRequest) -> UpdateResult:
@@ -192,6 +195,7 @@ class Updater(ABC):
             *(self._store, batch, parts, columns, self._meeting.device),
             tree_training=self._config.tree_training,
             patches=self._cost.patches,
+            needs=self._needs,
         )
 
     @property

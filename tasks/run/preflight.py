@@ -23,7 +23,7 @@ from tasks.memory.check import check_memory
 from tasks.run.features import features_of
 from tasks.run.findings import Finding, PreflightError
 from tasks.run.packages import check_packages, installed
-from tasks.run.vllm_checks import check_vllm_on_cpu
+from tasks.run.vllm_checks import check_vllm, check_vllm_on_cpu
 
 if TYPE_CHECKING:
     from engines.models.facts import ModelFacts
@@ -275,31 +275,27 @@ def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
             f"model.path = {name} is quantised ({facts.quantised}), and weights that are packed are "
             "not trained. Set model.path to the checkpoint that it was made from."
         )
-    if facts.unsupported is not None:
-        raise PreflightError(
-            f"model.path = {name}: its attention has {facts.unsupported}, which the train engine "
-            "does not compute. Set model.path to another model."
-        )
     shared = config.train.sequence_parallel
     if facts.heads is not None and facts.heads % shared:
         raise PreflightError(
             f"train.sequence_parallel = {shared} does not divide the {facts.heads} attention heads "
             f"of {name}. Set train.sequence_parallel to a divisor of {facts.heads}."
         )
-    for limit, of in ((facts.positions, "positions"), (facts.window, "attention window")):
-        if limit is not None and longest > limit and not resumed:
-            raise PreflightError(
-                f"{what}, more than the {limit} of the model's {of}. Set data.max_prompt_tokens or "
-                f"rollout.max_new_tokens lower: together at most {limit}."
-            )
-        if limit is not None and config.longest_sequence > max(limit, longest):
-            suites = config.longest_of_suites
-            where = f"evaluation.suites.{max(suites, key=lambda name: suites[name])}"
-            raise PreflightError(
-                f"The longest sequence of {where} has {config.longest_sequence} tokens, prompt and "
-                f"completion together, more than the {limit} of the model's {of}. Set "
-                f"{where}.prompt.max_prompt_tokens or {where}.max_new_tokens lower."
-            )
+    limit = facts.positions
+    if limit is not None and longest > limit and not resumed:
+        raise PreflightError(
+            f"{what}, more than the {limit} of the model's positions. Set data.max_prompt_tokens or "
+            f"rollout.max_new_tokens lower: together at most {limit}."
+        )
+    if limit is not None and config.longest_sequence > max(limit, longest):
+        suites = config.longest_of_suites
+        where = f"evaluation.suites.{max(suites, key=lambda name: suites[name])}"
+        raise PreflightError(
+            f"The longest sequence of {where} has {config.longest_sequence} tokens, prompt and "
+            f"completion together, more than the {limit} of the model's positions. Set "
+            f"{where}.prompt.max_prompt_tokens or {where}.max_new_tokens lower."
+        )
+    check_vllm(config.rollout, facts, config.longest_sequence, "rollout")
     if not _gpus_of(config, "rollout"):
         check_vllm_on_cpu(config.rollout, facts, config.longest_sequence, "rollout")
     if not resumed:

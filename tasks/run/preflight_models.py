@@ -8,6 +8,7 @@ from functools import partial
 
 from configs.grpo import GRPOConfig
 from configs.model import Model, PretrainedModel
+from configs.train import TrainConfig
 from engines.models.checkpoints import present
 from engines.models.facts import model_facts
 from engines.train.self_test.testing import self_test
@@ -34,7 +35,7 @@ def models_tested(
                 waits.append(partial(_not_here, model.path))
             else:
                 wait = stack.enter_context(self_test(directory, longest))
-                waits.append(partial(_judged, where, model.path, wait, resumed))
+                waits.append(partial(_judged, where, model.path, wait, config.train, resumed))
         yield lambda: [wait() for wait in waits]
 
 
@@ -66,8 +67,19 @@ def _not_here(path: str) -> Finding:
     return Finding(check="self-test", found=found)
 
 
-def _judged(where: str, path: str, wait: Callable[[], Verdict], resumed: bool) -> Finding:
+def _judged(
+    where: str, path: str, wait: Callable[[], Verdict], train: TrainConfig, resumed: bool
+) -> Finding:
     verdict = wait()
+    if verdict.together is not None and (train.compile or train.sequence_parallel > 1):
+        setting = "compile = false" if train.compile else "sequence_parallel = 1"
+        raise PreflightError(f"{where}.path = {path}: {verdict.together}. Set train.{setting}.")
+    selective = train.gradient_checkpointing > 0 and train.recompute == "selective"
+    if verdict.selective and selective:
+        raise PreflightError(
+            f"{where}.path = {path}: its layers change the results of products in place, so that "
+            "train.recompute = selective gives other gradients. Set train.recompute = all."
+        )
     if verdict.untested is not None:
         return Finding(
             check="self-test",

@@ -11,17 +11,47 @@ from tasks.run.findings import PreflightError
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
+STALE = ("gpt_oss",)  # kinds of which vLLM 0.32 keeps weights of the first load, and says "loaded"
+
+
+def check_vllm(rollout: RolloutConfig, facts: ModelFacts, longest: int, where: str) -> None:
+    """Whether vLLM, with settings to be found at `where`, computes what the train engine does."""
+    if rollout.engine != "vllm":
+        return
+    if facts.kind in STALE:
+        raise PreflightError(
+            f"model_type = {facts.kind}: after a weight sync vLLM has the sinks and experts that it "
+            f"had before. Set {_other(where)}."
+        )
+    limit = facts.rope_limit
+    if limit is not None and longest > limit:
+        raise PreflightError(
+            f"The model has other rotary positions in sequences of more than {limit} tokens, and "
+            f"vLLM has them in all where one may have {longest}. Set {_other(where)}, or the lengths of "
+            f"prompts and responses so that they have {limit} at most."
+        )
+
+
+def _other(where: str) -> str:
+    """The setting with which transformers samples or scores in vLLM's place."""
+    return "rollout.engine = transformers" if where == "rollout" else f"{where}.kind = fsdp"
+
+
 def check_vllm_on_cpu(rollout: RolloutConfig, facts: ModelFacts, longest: int, where: str) -> None:
     """Whether an engine on a CPU, whose settings are to be found at `where`, can run a model."""
     if rollout.engine != "vllm":
         return
-    other = "rollout.engine = transformers" if where == "rollout" else f"{where}.kind = fsdp"
     size, heads, layers = facts.head_size, facts.kv_heads, facts.layers
     if size is not None and size not in CPU_HEAD_SIZES:
         raise PreflightError(
             f"The model's heads have {size} numbers, and vLLM on CPU takes heads of "
             f"{', '.join(map(str, CPU_HEAD_SIZES))} only. Choose another model, or set "
-            f"{other}."
+            f"{_other(where)}."
+        )
+    if facts.states:
+        raise PreflightError(
+            "The model's layers carry a state from token to token, which vLLM on a CPU does not "
+            f"compute as the train engine does. Set {_other(where)}."
         )
     if facts.window is not None or size is None or heads is None or layers is None:
         return

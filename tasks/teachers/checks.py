@@ -19,7 +19,7 @@ from storage.prompts.datasets import open_source
 from storage.prompts.source import PromptSource
 from tasks.run.findings import Finding
 from tasks.run.roles.training import FrozenModel
-from tasks.run.vllm_checks import check_vllm_on_cpu
+from tasks.run.vllm_checks import check_vllm, check_vllm_on_cpu
 from tasks.teachers.models import address_of, distillation, resolved
 
 ROWS = 1024  # of the data that are read at once
@@ -30,13 +30,16 @@ def check_teachers(config: GRPOConfig) -> list[Finding]:
     own = distillation(config)
     store = Store(config.store.uri, config.store.options)
     found = _teachers_fit(own, store, open_source(config.data.source))
-    if not config.cluster.pools[config.cluster.roles.pool_of("teacher")].gpus:
-        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens + 1
-        for name, engine in own.vllm_teachers.items():
-            facts = model_facts(resolved(store, own, name).model)
-            if facts is not None:
-                settings = engine.engine_of(config.rollout, 0)
-                check_vllm_on_cpu(settings, facts, longest, f"teachers.{name}.engine")
+    gpus = config.cluster.pools[config.cluster.roles.pool_of("teacher")].gpus
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens + 1
+    for name, engine in own.vllm_teachers.items():
+        facts = model_facts(resolved(store, own, name).model)
+        if facts is None:
+            continue
+        settings = engine.engine_of(config.rollout, 0)
+        check_vllm(settings, facts, longest, f"teachers.{name}.engine")
+        if not gpus:
+            check_vllm_on_cpu(settings, facts, longest, f"teachers.{name}.engine")
     return [Finding(check="teachers", found=found)]
 
 
@@ -96,11 +99,6 @@ def _checked_service(config: DistillConfig, store: Store, name: str, teacher: Te
 
 def _check_sizes(config: DistillConfig, name: str, facts: ModelFacts) -> None:
     """Whether a teacher reads samples as long as the student's, and has as many words as wanted."""
-    if facts.unsupported is not None:
-        raise ValueError(
-            f"The teacher {name} has {facts.unsupported}, which the train engine does not "
-            f"compute. Set teachers.{name} to another model."
-        )
     _check_length(config, name, facts.positions)
     _check_words(config, name, None if facts.shape is None else facts.shape.vocabulary)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engines.train.batching.image_turns import SeenRow, pack_turns, turns_of
 from engines.train.batching.packed_batch import Ints, PackedBatch, pack, put
+from engines.train.model.row_needs import PLAIN, RowNeeds
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 
@@ -61,6 +62,7 @@ def read_micro_batch(
     device: torch.device,
     tree_training: bool = False,
     patches: int = 0,
+    needs: RowNeeds = PLAIN,
 ) -> MicroBatch:
     """Read rows of a batch and pack them.
 
@@ -73,6 +75,7 @@ def read_micro_batch(
         tree_training: Whether all that rows begin with alike is packed once, or prompts alone.
         patches: Tokens that an image becomes, where the policy looks at images: rows are packed turn
             by turn then (image_turns.py). 0: it does not.
+        needs: Of the model.
 
     Raises:
         ObjectMissing, ObjectDamaged: By the store.
@@ -81,7 +84,9 @@ def read_micro_batch(
     if not rows:
         nothing = {name: _nothing(batch, name) for name in wanted}
         return MicroBatch(
-            packed=_seen(None, [], patches, device) if patches else pack([], [], device),
+            packed=_seen(None, [], patches, device)
+            if patches
+            else pack([], [], device, needs=needs),
             mask=torch.zeros(0, dtype=torch.bool, device=device),
             columns={name: put(values, device) for name, values in nothing.items()},
         )
@@ -95,7 +100,7 @@ def read_micro_batch(
     if patches:
         packed = _seen(data, responses, patches, device)
     else:
-        packed = pack(_rows_of(data["prompt_ids"]), responses, device, tree_training)
+        packed = pack(_rows_of(data["prompt_ids"]), responses, device, tree_training, needs)
     return MicroBatch(
         packed=packed,
         mask=put(torch.ones(total, dtype=torch.bool) if mask is None else mask, device),

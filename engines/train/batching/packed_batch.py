@@ -5,9 +5,10 @@ Attention over the packed tokens is in engines/train/model/attention.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor
 
 from engines.algorithms.jagged import Rows
+from engines.models.longrope import LONG
 from engines.train.batching.tree_training import in_order
 from engines.train.model.attention import AttentionLayout, Bucket
+from engines.train.model.row_needs import PLAIN, RowNeeds
 
 SHORTEST_SHARE = 0.75  # a bucket holds sequences of at least this share of its longest one's length
 
@@ -78,6 +81,7 @@ def pack(
     responses: Sequence[Ints],
     device: torch.device | str = "cpu",
     tree_training: bool = False,
+    needs: RowNeeds = PLAIN,
 ) -> PackedBatch:
     """Pack rows; rows whose prompts are equal share it, rows without response take no room.
 
@@ -86,12 +90,16 @@ def pack(
         responses: Of each row, int64 [R_i]; R_i may be 0.
         device: Where the tensors are put; on a CPU attention gets dense buckets, else edges.
         tree_training: Whether rows share all tokens that they begin with alike.
+        needs: Of the model.
     """
     used = [row for row, response in enumerate(responses) if len(response)]
     asked = [np.asarray(prompts[row]) for row in used]
     given = [np.asarray(responses[row]) for row in used]
     place = _beginnings_once if tree_training else _prompts_once
-    placed = place(asked, given) if used else _NOTHING
+    if used and needs.rope_limit is not None:
+        placed = _by_length(place, asked, given, needs.rope_limit)
+    else:
+        placed = place(asked, given) if used else _NOTHING
     predictors = [
         member[len(prompt) - 1 :] for member, prompt in zip(placed.members, asked, strict=False)
     ]
@@ -99,7 +107,7 @@ def pack(
     return PackedBatch(
         tokens=_tensor([placed.tokens], device),
         positions=_tensor([placed.positions], device),
-        layout=_layout(placed, device),
+        layout=_layout(placed, device, needs),
         predictors=_tensor(predictors, device),
         labels=_tensor(given, device),
         rows=Rows.of_lengths(put(torch.tensor(lengths, dtype=torch.int64), device)),
@@ -121,9 +129,31 @@ class _Placed:
     ]  # so many of the first tokens are in several rows, and so many after them
 
 
+Place: TypeAlias = Callable[[list[Ints], list[Ints]], _Placed]
+_OTHER = 2**40  # more than any token's number
+
 # A rank with a micro-batch less than others still takes part in the collectives.
 _ZERO: Ints = np.zeros(1, dtype=np.int64)
 _NOTHING = _Placed(tokens=_ZERO, positions=_ZERO, members=[_ZERO], shared=(0,))
+
+
+def _by_length(place: Place, prompts: list[Ints], responses: list[Ints], limit: int) -> _Placed:
+    """Rows of up to `limit` tokens and longer ones share nothing; positions of these are LONG higher.
+
+    Tokens of long rows are others for `place`, so that it takes none for a short row's.
+    """
+    lengths = [len(p) + len(r) - 1 for p, r in zip(prompts, responses, strict=True)]
+    extra = [_OTHER if length > limit else 0 for length in lengths]
+    placed = place(
+        [row.astype(np.int64) + more for row, more in zip(prompts, extra, strict=True)],
+        [row.astype(np.int64) + more for row, more in zip(responses, extra, strict=True)],
+    )
+    long = placed.tokens >= _OTHER
+    return replace(
+        placed,
+        tokens=np.where(long, placed.tokens - _OTHER, placed.tokens),
+        positions=np.where(long, placed.positions + LONG, placed.positions),
+    )
 
 
 def _prompts_once(prompts: list[Ints], responses: list[Ints]) -> _Placed:
@@ -215,13 +245,13 @@ def put(tensor: Tensor, device: torch.device | str) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def _layout(placed: _Placed, device: torch.device | str) -> AttentionLayout:
+def _layout(placed: _Placed, device: torch.device | str, needs: RowNeeds) -> AttentionLayout:
     """Slots of the rows, each whole."""
     members = placed.members
-    dense = torch.device(device).type == "cpu"
+    dense = needs.dense or torch.device(device).type == "cpu"
     order = sorted(range(len(members)), key=lambda i: (-len(members[i]), i))
     lengths = [len(members[i]) for i in order]
-    buckets = _buckets(lengths) if dense else ()
+    buckets = _buckets(lengths, 0 if needs.whole else SHORTEST_SHARE) if dense else ()
     widths = [bucket.length for bucket in buckets for _ in range(bucket.sequences)] or lengths
     edges = np.concatenate([[0], np.cumsum(widths)])
     spare = int(edges[-1])  # one slot more, of a sequence of its own, whose gradient is zero
@@ -261,12 +291,15 @@ def _copies(tokens: Ints, slots: Ints, start: int, stop: int, spare: int) -> Int
     return copies
 
 
-def _buckets(lengths: list[int]) -> tuple[Bucket, ...]:
-    """Dense batches of sequences sorted by falling length."""
+def _buckets(lengths: list[int], share: float) -> tuple[Bucket, ...]:
+    """Dense batches of sequences sorted by falling length.
+
+    share: of the longest one's length that each sequence of a batch has at least.
+    """
     found: list[Bucket] = []
     start = first = 0
     for i in range(1, len(lengths) + 1):
-        if i == len(lengths) or lengths[i] < SHORTEST_SHARE * lengths[first]:
+        if i == len(lengths) or lengths[i] < share * lengths[first]:
             found.append(Bucket(start=start, sequences=i - first, length=lengths[first]))
             start += (i - first) * lengths[first]
             first = i

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from engines.train.batching.micro_batch import MicroBatch, read_micro_batch
+from engines.train.model.row_needs import PLAIN, RowNeeds
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 
@@ -22,6 +23,7 @@ def read_ahead(
     device: torch.device,
     tree_training: bool = False,
     patches: int = 0,
+    needs: RowNeeds = PLAIN,
 ) -> Iterator[Iterator[MicroBatch]]:
     """The micro-batches of these rows in their order, of which a thread has the next one ready.
 
@@ -34,12 +36,12 @@ def read_ahead(
         parts: Row numbers of each micro-batch; may be empty.
         columns: Jagged columns over the response tokens that are wanted too.
         device: Where the tensors are put. On a GPU they are copied in a queue of their own.
-        tree_training, patches: As `read_micro_batch` takes them.
+        tree_training, patches, needs: As `read_micro_batch` takes them.
     """
     copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def made(rows: Sequence[int]) -> MicroBatch:
-        return read_micro_batch(store, batch, rows, columns, device, tree_training, patches)
+        return read_micro_batch(store, batch, rows, columns, device, tree_training, patches, needs)
 
     def read(
         rows: Sequence[int], free: torch.cuda.Event | None

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from engines.models.attention import causal_attention
+
 if TYPE_CHECKING:
     from engines.train.model.sequence_parallel import SequenceGroup
 
@@ -95,6 +97,20 @@ class _Collapse(torch.autograd.Function):
         return result, None
 
 
+def expand(x: Tensor, layout: AttentionLayout) -> Tensor:
+    """Tokens' rows [T, N] in their slots [S, N]; see AttentionLayout."""
+    out = _Expand.apply(x, layout)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def collapse(y: Tensor, layout: AttentionLayout) -> Tensor:
+    """Of each token the row [T, N] of the slot that counts, among the slots' [S, N]."""
+    out = _Collapse.apply(y, layout)
+    assert isinstance(out, Tensor)
+    return out
+
+
 def packed_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -122,25 +138,18 @@ def packed_attention(
         sequence_group: Ranks that share the tokens; then query, key and value are of this rank's
             alone, and so is what is returned.
         scaling: Factor on the scores.
-        sliding_window: The model's attention window in tokens; longer sequences are refused.
+        dropout: 0, to which an engine sets it.
+        sliding_window: Tokens that each one attends to, itself included; None: all before it.
+        softcap: Scores s become softcap x tanh(s / softcap).
+        s_aux: [H], scores of each head's sink, a position without a value. With it, or with softcap,
+            the layout has buckets.
 
     Returns:
         [1, T, H, E], and None for the scores.
-
-    Raises:
-        ValueError: The model's attention has dropout, soft-capped scores, sinks, or a window
-            shorter than the longest sequence.
     """
-    if dropout or softcap is not None or s_aux is not None:
-        raise ValueError(
-            "This model's attention uses dropout, soft-capped scores or sinks, which the packed "
-            "train engine does not compute. Choose another model."
-        )
-    if sliding_window is not None and sliding_window < packed_layout.longest:
-        raise ValueError(
-            f"A sequence of {packed_layout.longest} tokens is longer than the model's attention "
-            f"window of {sliding_window}. Lower rollout.max_new_tokens or filter long prompts."
-        )
+    assert not dropout, "nothing is dropped"
+    if sliding_window is not None and sliding_window >= packed_layout.longest:
+        sliding_window = None
     given = value.shape[3]
     query, key, value = _of_one_size(query, key, value)
     if sequence_group is not None:
@@ -149,10 +158,12 @@ def packed_attention(
     heads, size = query.shape[1], query.shape[3]
     q, k, v = (_to_slots(x, packed_layout) for x in (query, key, value))
     if packed_layout.edges is not None:
-        out = _varlen(q, k, v, packed_layout, scaling)
+        assert softcap is None and s_aux is None, "row_needs.py asks for buckets"
+        out = _varlen(q, k, v, packed_layout, scaling, sliding_window)
     else:
-        out = _dense(q, k, v, packed_layout, scaling)
-    out = _Collapse.apply(out.reshape(-1, heads * size), packed_layout).view(1, -1, heads, size)
+        further = Further(window=sliding_window, cap=softcap, sinks=s_aux)
+        out = _dense(q, k, v, packed_layout, scaling, further)
+    out = collapse(out.reshape(-1, heads * size), packed_layout).view(1, -1, heads, size)
     out = out if sequence_group is None else sequence_group.to_tokens(out)
     return (out if given == size else out[..., :given]), None
 
@@ -170,20 +181,36 @@ def _to_slots(x: Tensor, layout: AttentionLayout) -> Tensor:
     """[1, H, T, D] -> [S, H, D]."""
     _, heads, tokens, size = x.shape
     flat = x.transpose(1, 2).reshape(tokens, heads * size)
-    return _Expand.apply(flat, layout).view(-1, heads, size)
+    return expand(flat, layout).view(-1, heads, size)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Further:
+    """What a layer's attention has besides causal softmax."""
+
+    window: int | None = None  # tokens; None: it is as long as the longest sequence
+    cap: float | None = None  # of scores
+    sinks: Tensor | None = None  # [H]
+
+    @property
+    def none(self) -> bool:
+        return self.window is None and self.cap is None and self.sinks is None
+
+
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, window: int | None
+) -> Tensor:
     """By a kernel for sequences of any length, on CUDA."""
     edges, longest = layout.edges, layout.longest
     assert edges is not None
     options: dict[str, Any] = {}
+    sight = (-1 if window is None else window - 1, 0)  # tokens before and after one's own
     if TAKES_GROUPS:
         options["enable_gqa"] = q.shape[1] != k.shape[1]
     else:
         k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
     out = varlen_attn(
-        *(q, k, v, edges, edges, longest, longest), scale=scale, window_size=(-1, 0), **options
+        *(q, k, v, edges, edges, longest, longest), scale=scale, window_size=sight, **options
     )
     assert isinstance(out, Tensor)
     return out
@@ -200,14 +227,18 @@ def repeated(x: Tensor, heads: int) -> Tensor:
     return x.unsqueeze(2).expand(-1, -1, heads // groups, -1).reshape(slots, heads, size)
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
+def _dense(
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, further: Further
+) -> Tensor:
     """Padding stands on the right, so the causal mask alone keeps it from every real token."""
     parts = []
     for bucket in layout.buckets:
         slots = slice(bucket.start, bucket.start + bucket.sequences * bucket.length)
         shape = (bucket.sequences, bucket.length)
         query, key, value = (x[slots].view(*shape, *x.shape[1:]) for x in (q, k, v))
-        if q.dtype == torch.bfloat16 and bucket.length <= SHORT:
+        if not further.none:
+            out = _further_attention(query, key, value, scale, further)
+        elif q.dtype == torch.bfloat16 and bucket.length <= SHORT and q.device.type == "cpu":
             out = _short_attention(query, key, value, scale)
         else:
             out = _long_attention(query, key, value, scale)
@@ -226,6 +257,17 @@ def _long_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         enable_gqa=q.shape[2] != k.shape[2],
     )
     return out.transpose(1, 2)
+
+
+def _further_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, further: Further) -> Tensor:
+    """The same with what a layer has besides."""
+    return causal_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        scale=scale,
+        window=further.window,
+        cap=further.cap,
+        sinks=further.sinks,
+    ).transpose(1, 2)
 
 
 def _short_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -13,13 +13,14 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PretrainedConfig
 
 from engines.models.checkpoints import build_empty
+from engines.models.mixers import mixers
+from engines.train.model.row_needs import why_together
 from engines.train.policy import Policy
 from engines.train.self_test.comparison import (
     TOLERANCE,
     Differences,
     Unpacked,
     differences,
-    recurrent,
     rounding,
 )
 from engines.train.self_test.twin import build, samples, shorter_than, shrunken
@@ -48,8 +49,8 @@ def verdict(directory: Path, longest: int) -> Verdict:
     if getattr(config, "quantization_config", None) is not None:
         return Verdict(refused="its weights are quantised")
     try:
+        own, together = mixers(whole).names, why_together(whole)
         Policy(whole)
-        states = recurrent(whole)
     except UNFIT as error:
         return Verdict(refused=f"the train engine cannot run it ({_line(error)})")
     try:
@@ -57,12 +58,11 @@ def verdict(directory: Path, longest: int) -> Verdict:
     except Unpacked as error:
         return Verdict(refused=_window(config, longest) or str(error))
     except UNFIT as error:
-        if states:
-            return Verdict(refused=_recurrent(states))
         return Verdict(untested=f"a small one of its kind could not be made ({_line(error)})")
     if found.none:
-        return Verdict(largest=found.largest)
-    return Verdict(refused=_cause(config, longest, found, states), largest=found.largest)
+        selective = 0.0 if found.selective <= found.tolerance else found.selective
+        return Verdict(largest=found.largest, together=together, selective=selective)
+    return Verdict(refused=_cause(config, longest, found, own), largest=found.largest)
 
 
 def compared(config: PretrainedConfig) -> Differences:
@@ -84,15 +84,13 @@ def compared(config: PretrainedConfig) -> Differences:
         raise Unpacked(f"the train engine cannot run it ({_line(error)})") from error
 
 
-def _cause(
-    config: PretrainedConfig, longest: int, found: Differences, states: tuple[str, ...]
-) -> str:
+def _cause(config: PretrainedConfig, longest: int, found: Differences, own: tuple[str, ...]) -> str:
     """Why the numbers differ, as far as that is known."""
-    if states:
-        return _recurrent(states)
     if found.without_attention:
         names = ", ".join(found.without_attention)
         return f"{names} computes attention by itself, and not each packed sample apart"
+    if own:
+        return f"{', '.join(own)} does not compute samples beside others as each alone"
     if found.in_evaluation <= found.tolerance < found.alone:
         return (
             "in training it changes numbers at random (by a dropout or jitter in its config.json)"
@@ -115,10 +113,6 @@ def _window(config: PretrainedConfig, longest: int) -> str | None:
     except (Unpacked, *UNFIT):
         return None
     return f"its {' and '.join(short)} is shorter than samples of up to {longest} tokens"
-
-
-def _recurrent(states: tuple[str, ...]) -> str:
-    return f"its recurrent layers ({', '.join(states)}) run on from one packed sample into the next"
 
 
 def _line(error: BaseException) -> str:

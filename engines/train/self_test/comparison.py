@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from engines.train.activations import checkpoint_layers
 from engines.train.batching.packed_batch import pack
 from engines.train.model.attention import PACKED, packed_attention
 from engines.train.model.fsdp import layers
@@ -22,7 +23,6 @@ Samples = list[tuple[Tensor, Tensor]]  # prompt and response, int64 each
 
 TOLERANCE = 1e-4  # nats; of gradients the share of the largest one
 ALONE = SequenceGroup(group=None, rank=0, size=1, replica=0, replicas=1)
-_RECURRENT = re.compile(r"Mamba|SSM|Delta|Recurrent|Rglru|Lightning|LinearAtt|Conv(?!1D)|LSTM|Rwkv")
 _NO_MIXER = re.compile(r"norm|mlp|moe|expert|dropout|feed_?forward|ffn|linear$|identity", re.I)
 
 
@@ -38,6 +38,7 @@ class Differences:
     packed: float  # nats, of log-probs of all samples in one row
     in_evaluation: float  # nats, as `alone`, of the model as it is where nothing is dropped
     gradients: float  # of the packed samples, as a share of the largest gradient
+    selective: float  # as `gradients`, from those with train.recompute = selective
     tolerance: float  # nats, and of the gradients' share
     without_attention: tuple[str, ...]  # classes of layers that called no packed attention
 
@@ -78,7 +79,8 @@ def rounding(model: PreTrainedModel, samples: Samples) -> float:
 
 def packed_logprobs(policy: Policy, samples: Samples) -> list[Tensor]:
     """The same by the train engine, of all samples in one row."""
-    packed = pack([p.numpy() for p, _ in samples], [r.numpy() for _, r in samples])
+    prompts, responses = ([each.numpy() for each in some] for some in zip(*samples, strict=True))
+    packed = pack(prompts, responses, needs=policy.needs)
     logprobs, *_ = policy(packed, ALONE, temperature=1.0, chunk=1024, dtype=torch.float32)
     return list(logprobs.split([len(response) for _, response in samples]))
 
@@ -117,9 +119,10 @@ def differences(
     finally:
         AttentionInterface.register(PACKED, packed_attention)
     largest = _largest(alone, own), _largest(packed, own)
-    gradients = float("nan")
+    gradients, selective = float("nan"), 0.0
     if max(largest) <= tolerance:
         ours = _gradients(model, packed_logprobs(policy, samples))
+        selective = _selectively(policy, samples, ours)
         model.set_attn_implementation(attention)
         gradients = _largest_share(ours, _gradients(model, own_logprobs(model.eval(), samples)))
     return Differences(
@@ -127,26 +130,22 @@ def differences(
         packed=largest[1],
         in_evaluation=_largest(still, own),
         gradients=gradients,
+        selective=selective,
         tolerance=tolerance,
         without_attention=_without_attention(model, called),
     )
 
 
-def recurrent(model: PreTrainedModel) -> tuple[str, ...]:
-    """Classes of the decoder's modules that carry a state from token to token.
-
-    By their names, and by the convolution over tokens that most begin with.
-    """
-    own = type(model).__name__.partition("For")[0]  # RecurrentGemma's norms are not recurrent
-    names = {
-        type(module).__name__
-        for layer in layers(model.get_decoder())
-        for module in layer.modules()
-        if module is not layer and not isinstance(module, nn.Conv1d)
-        if _RECURRENT.search(type(module).__name__.removeprefix(own))
-        or any(isinstance(part, nn.Conv1d) for part in module.children())
-    }
-    return tuple(sorted(names))
+def _selectively(policy: Policy, samples: Samples, wanted: dict[str, Tensor]) -> float:
+    """By how much gradients differ where layers keep their products: some change these in place."""
+    try:
+        checkpoint_layers(policy.model, 1.0, "selective")
+        found = _gradients(policy.model, packed_logprobs(policy, samples))
+    except (RuntimeError, ValueError):  # torch and transformers say that it cannot be
+        return float("inf")
+    finally:
+        policy.model.gradient_checkpointing_disable()
+    return _largest_share(found, wanted)
 
 
 def _gradients(model: PreTrainedModel, logprobs: list[Tensor]) -> dict[str, Tensor]:

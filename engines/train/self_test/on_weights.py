@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from engines.train.batching.packed_batch import pack
-from engines.train.model.attention import PACKED
 from engines.train.policy_update import Forward
 
 # Nats by which half of the tokens may differ: rounding in bfloat16, and not what a wrong head does.
@@ -40,16 +39,18 @@ def median_difference(forward: Forward, device: torch.device) -> float:
         )
         for length, count in LENGTHS
     ]
-    packed = pack([p.numpy() for p, _ in samples], [r.numpy() for _, r in samples], device)
+    prompts, responses = ([each.numpy() for each in some] for some in zip(*samples, strict=True))
+    packed = pack(prompts, responses, device, needs=policy.needs)
     policy.eval()
     ours, *_ = forward(packed)
+    packing = model.config._attn_implementation
     model.set_attn_implementation("eager")
     if isinstance(policy, FSDPModule):
         register_fsdp_forward_method(policy, "own_logits")
     try:
         theirs = torch.cat([_own(forward, *sample, device) for sample in samples])
     finally:
-        model.set_attn_implementation(PACKED)
+        model.set_attn_implementation(packing)
         policy.train(training)
         for module in policy.modules():
             if isinstance(module, FSDPModule):

@@ -137,6 +137,8 @@ def _fewer_heads(values: dict[str, Any]) -> None:
     share = heads // groups if groups and heads % groups == 0 else 1
     least = 2 if groups > 1 else 1
     fewer = min(heads, least * min(share, _MOST_HEADS) if share > 1 else _MOST_HEADS)
+    if values.get("model_type") == "codegen":  # whose weights are cut for four TPU cores
+        fewer = min(heads, 4)
     if any(values.get(name, 0) % heads for name in _WIDTHS if isinstance(values.get(name), int)):
         return
     for name in kv_by:

@@ -13,6 +13,11 @@ class Verdict:
     refused: str | None = None  # why the train engine may not train it; a clause
     untested: str | None = None  # why it could not be tested; a clause
     largest: float | None = None  # nats by which log-probs differed at most
+    # Why its layers are not compiled and its samples not divided over ranks; a clause.
+    together: str | None = None
+    # By how much gradients differ where layers keep their products only (train.recompute =
+    # selective), as a share of the largest one; infinite: they cannot be had.
+    selective: float = 0.0
 
     def to_json(self) -> str:
         """In one line."""
