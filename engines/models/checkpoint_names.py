@@ -44,8 +44,11 @@ class CheckpointNames:
 
         The latter are mapped: they take memory as they are read.
         """
-        held = {self.in_files.get(name, name): tensor for name, tensor in tensors.items()}
-        return held | map_tensors(self.unused)
+        return self.renamed(tensors) | map_tensors(self.unused)
+
+    def renamed(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A model's tensors by the files' names."""
+        return {self.in_files.get(name, name): tensor for name, tensor in tensors.items()}
 
     def own(self, name: str) -> str | None:
         """The model's name of a tensor, which has that or the files'; None: the model lacks it."""

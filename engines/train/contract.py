@@ -94,6 +94,14 @@ class TrainEngine(Ranked):
         """The weights held, cast to `dtype`, beside a published version's."""
 
     @abstractmethod
+    def agree(self, weights: WeightsRef) -> int:
+        """Take a published version's weights where those held are others in its number format.
+
+        Where they are the same the digits that only a master has stay, as does the optimizer's state.
+        Returns the number of tensors that differed.
+        """
+
+    @abstractmethod
     def save_state(self, step: int, run: str | None = None) -> None:
         """Store weights, optimizer and counters as a snapshot of this or another run."""
 

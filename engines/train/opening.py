@@ -70,6 +70,7 @@ def trainer_on(
     on_replay: Callable[[int, int], None],
     opener: Opener[T],
     cancel: threading.Event | None = None,
+    on_rounding: Callable[[int, int], None] | None = None,
 ) -> T:
     """A trainer, or what is frozen, on the pools of a cluster; nothing is built yet.
 
@@ -81,6 +82,7 @@ def trainer_on(
         max_new_tokens=config.rollout.max_new_tokens,
         cancel=cancel,
         on_replay=on_replay,
+        on_rounding=on_rounding,
         caller=caller,
     )
     return opener(

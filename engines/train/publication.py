@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.failures import WeightMismatch
-from engines.train.model.fsdp import own_part, share
+from engines.train.model.fsdp import own_part, share, spread
 from engines.train.model.gathering import on_first, on_owners, together
 from engines.train.spec import TensorDifference, WeightsComparison
 from engines.workers.lanes import Lane, by_lanes, on_lanes
-from storage.batches.tensors import bytes_of
+from storage.batches.tensors import bytes_of, dtype_of
 from storage.objects.store import Store
 from storage.objects.write_behind import Behind
 from storage.runs.run_store import RunStore
@@ -356,3 +356,29 @@ def compare_together(
         tensors=len(found),
         differing=tuple(one for _, one in found.values() if one is not None),
     )
+
+
+@torch.no_grad()
+def agree_together(
+    store: Store, weights: WeightsRef, held: Mapping[str, Tensor], group: dist.ProcessGroup
+) -> int:
+    """Take a version's values where (sharded) weights, in its number formats, have others.
+
+    A collective. held: by the version's names; what it has besides is not looked at. Returns how many
+    tensors differed.
+    """
+    entries = on_first(group, lambda: open_manifest(store, weights).tensors)
+    owners = share({name: entries[name] for name in held}, group.size())
+    mine = stream(store, weights, {name for name in held if owners[name] == group.rank()})
+    differing = []
+    for name in (each for each in entries if each in held):
+        target = held[name]
+        own, _ = own_part(target)
+        before, dtype = own.clone(), dtype_of(entries[name].dtype)
+        whole = next(mine)[1] if owners[name] == group.rank() else None
+        spread(target, whole, owners[name], group)
+        same = before.to(dtype) == own.to(dtype)
+        if not bool(same.all()):
+            differing.append(name)
+        own.copy_(torch.where(same, before, own))
+    return len({name for names in together(group, lambda: differing) for name in names})

@@ -175,6 +175,12 @@ class ShardedModel(TrainEngine):
         self._joined()
         return self._versions().compare(weights, DTYPES[dtype])
 
+    def agree(self, weights: WeightsRef) -> int:
+        self._joined()
+        differing = self._versions().agree(weights)
+        self._masters.round()
+        return differing
+
     def save_state(self, step: int, run: str | None = None) -> None:
         meeting = self._joined()
         optimizer = self._trained()

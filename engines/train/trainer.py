@@ -56,6 +56,9 @@ class TrainerSettings:
     max_new_tokens: int
     cancel: threading.Event | None = None  # ends every wait when it is set
     on_replay: Callable[[int, int], None] = _untold  # step and last, of each that is applied again
+    # Version and tensors, where a committed version was rebuilt and its weights differ from those
+    # that were published: these are taken then. None: nothing is compared.
+    on_rounding: Callable[[int, int], None] | None = None
     caller: str | None = None  # in whose name, if not the run's: of another run that reads it
 
 
@@ -94,6 +97,8 @@ class Trainer:
             for step in range(self._held + 1, version + 1):
                 self._settings.on_replay(step, version)
                 self._update(self._stored(step) if step <= committed else self._uncommitted[step])
+                if step == committed:
+                    self._agree(step)
 
     def update(
         self,
@@ -237,6 +242,20 @@ class Trainer:
         """A committed step's update."""
         done = read_commit(self._files, step)
         return self._request(step, done.refs["batch"], recorded_algorithm(done.algorithm))
+
+    def _agree(self, step: int) -> None:
+        """Take the published weights of the run's head where a rebuilt one has others.
+
+        On another kind of CPU or GPU sums round otherwise; samples were drawn by what was published.
+        """
+        told = self._settings.on_rounding
+        if told is None:
+            return
+        self._version = None
+        weights = read_commit(self._files, step).version_out
+        if differing := self._call(TrainEngine.agree, step, weights=weights):
+            told(step, differing)
+        self._version = step
 
     def _request(self, step: int, batch: BatchRef, algorithm: AlgorithmConfig) -> UpdateRequest:
         return UpdateRequest(

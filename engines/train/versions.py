@@ -25,6 +25,7 @@ from engines.train.model.lora import adapted_layers, base_weights, factors
 from engines.train.model.master_weights import MasterWeights
 from engines.train.publication import (
     Publication,
+    agree_together,
     compare_together,
     digest_together,
     publish_together,
@@ -108,6 +109,11 @@ class Versions:
         held, group = self._weights(dtype), self._group
         return compare_together(self._files.store, weights, held, dtype, group)
 
+    def agree(self, weights: WeightsRef) -> int:
+        """Take a version's weights where those held are others; how many tensors differed."""
+        held = self._names.renamed(self._held(None))
+        return agree_together(self._files.store, weights, held, self._group)
+
     def _weights(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
         """What a version is made of: what is held, and what the checkpoint holds besides."""
         return self._names.to_files(self._held(dtype))
@@ -177,6 +183,9 @@ class AdapterVersions(Versions):
             tensors=base.tensors + mine.tensors,
             differing=base.differing + mine.differing,
         )
+
+    def agree(self, weights: WeightsRef) -> int:
+        return agree_together(self._files.store, weights, factors(self._module), self._group)
 
     @cached_property
     def _base_digests(self) -> dict[torch.dtype | None, str]:

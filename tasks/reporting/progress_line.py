@@ -13,6 +13,7 @@ from tasks.run.events import (
     EngineStarted,
     Listeners,
     Note,
+    RebuiltOtherwise,
     RoundBegan,
     RunBegan,
     RunClosing,
@@ -84,6 +85,7 @@ class ProgressLine:
         listeners.on(AttemptBegan, self.attempt_began)
         listeners.on(ShardSampled, self.shard_sampled)
         listeners.on(UpdateReplayed, self.update_replayed)
+        listeners.on(RebuiltOtherwise, self.rebuilt_otherwise)
         listeners.on(StepCommitted, self.step_committed)
         listeners.on(VersionEvaluated, self.version_evaluated)
         listeners.on(RunEnded, lambda event: self._looking.close())
@@ -178,6 +180,14 @@ class ProgressLine:
         """Which one, of how many."""
         self._terminal.doing(
             f"replaying the update of step {event.step} of {event.last} from its stored batch"
+        )
+
+    def rebuilt_otherwise(self, event: RebuiltOtherwise) -> None:
+        """Once, as a line that stays."""
+        self._terminal.say(
+            f"The stored updates give other weights here than version {event.version} has, by "
+            f"rounding (in {event.tensors} tensors; another kind of CPU or GPU adds in another "
+            "order). Its published weights are taken, and the run goes on from them."
         )
 
     def version_evaluated(self, event: VersionEvaluated) -> None:

@@ -122,6 +122,14 @@ class UpdateReplayed(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RebuiltOtherwise(Event):
+    """Stored updates came out otherwise by rounding; the trainer took the published weights."""
+
+    version: int
+    tensors: int  # that differed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepCommitted(CommitEvent):
     """A step is a part of the run."""
 

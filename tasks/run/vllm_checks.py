@@ -27,8 +27,8 @@ def check_vllm(rollout: RolloutConfig, facts: ModelFacts, longest: int, where: s
     if limit is not None and longest > limit:
         raise PreflightError(
             f"The model has other rotary positions in sequences of more than {limit} tokens, and "
-            f"vLLM has them in all where one may have {longest}. Set {_other(where)}, or the lengths of "
-            f"prompts and responses so that they have {limit} at most."
+            f"vLLM has them in all where one may have {longest}. Set {_other(where)}, or the lengths "
+            f"of prompts and responses so that they have {limit} at most."
         )
 
 

@@ -18,7 +18,7 @@ from storage.runs.origins import parent_of
 from storage.runs.run_store import RunStore
 from storage.runs.weights import WeightsRef
 from tasks.run.decay import decay_steps
-from tasks.run.events import UpdateReplayed
+from tasks.run.events import RebuiltOtherwise, UpdateReplayed
 from tasks.run.forking import parent_config
 from tasks.run.roles.role import EngineRole, StartingEngines
 from tasks.run.roles.specs import MODELS
@@ -117,8 +117,13 @@ def trainer_by(
         epoch=run.epoch,
         cancel=run.cancelled,
         on_replay=lambda step, last: run.tell(UpdateReplayed(step=step, last=last)),
+        on_rounding=_telling(run) if role == "actor" else None,  # others publish no weights
         caller=run.name,
     )
+
+
+def _telling(run: RunView) -> Callable[[int, int], None]:
+    return lambda version, tensors: run.tell(RebuiltOtherwise(version=version, tensors=tensors))
 
 
 def check_computed(trainer: Trainer, version: int, where: str) -> None:
