@@ -54,7 +54,24 @@ EXACT = [
     family("granite", logits_scaling=8.0),
     family("cohere"),
     family("phi", attention_dropout=0.0, resid_pdrop=0.0),
+    family("opt", dropout=0.1),
+    family("lfm2", full_attn_idxs=[2]),
+    family("falcon", new_decoder_architecture=True),
+    family("mistral", sliding_window=100),
 ]
+
+
+def test_layers_that_change_products_in_place_are_seen(tmp_path: Path) -> None:
+    """train.recompute = selective would give other gradients, and say nothing."""
+    falcon = verdict(
+        saved(tmp_path / "falcon", family("falcon", new_decoder_architecture=True)), 64
+    )
+    llama = verdict(saved(tmp_path / "llama", family("llama")), 64)
+    assert falcon.selective > TOLERANCE
+    assert llama.selective == 0.0
+    assert falcon.together is not None
+    assert "FalconAttention" in falcon.together
+    assert llama.together is None
 
 
 @pytest.mark.parametrize("config", EXACT, ids=lambda config: config.model_type)
@@ -149,11 +166,13 @@ FAMILIES = {
             *("gemma3_text", "gemma3n_text", "gemma4_text", "ernie4_5", "hunyuan_v1_dense"),
             *("cohere2", "granitemoe", "nanochat", "starcoder2", "exaone4", "apertus"),
             *("qwen3_moe", "glm4_moe", "mixtral", "olmoe", "afmoe", "arcee"),
-            *("helium", "gpt2", "gpt_neox", "flex_olmo"),
+            *("helium", "gpt2", "gpt_neox", "flex_olmo", "gemma2", "seed_oss", "gpt_oss"),
+            *("qwen3_next", "qwen3_5_text", "minimax", "nemotron_h", "bamba", "falcon_h1", "lfm2"),
+            *("falcon", "bloom", "gptj", "codegen", "mpt", "stablelm", "nemotron", "mamba2"),
         ),
         "exact",
     ),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "minimax", "nemotron_h", "bamba"), "recurrent"),
+    "deepseek_v32": "computes attention by itself",
 }
 
 
