@@ -557,6 +557,16 @@ def test_a_bias_is_among_the_findings(tmp_path: Path) -> None:
     assert "the gradient is biased" in said
 
 
+# Attention that looks at the tokens which an indexer chooses.
+SPARSE = {
+    **{"vocab_size": 512, "intermediate_size": 96, "num_key_value_heads": 4, "index_topk": 8},
+    **{"q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16},
+    **{"v_head_dim": 32, "index_n_heads": 2, "index_head_dim": 32, "moe_intermediate_size": 48},
+    **{"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1},
+    **{"topk_group": 1, "first_k_dense_replace": 1},
+}
+
+
 def family(folder: Path, name: str, **values: object) -> str:
     """Words for a model of a family that transformers has, without real weights."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4} | values
@@ -634,17 +644,52 @@ def test_a_resumed_run_keeps_prompts_that_its_template_refuses(tmp_path: Path) -
 
 @pytest.mark.usefixtures("no_cache")
 def test_a_model_that_the_train_engine_computes_otherwise_is_refused(tmp_path: Path) -> None:
-    words = family(tmp_path / "model", "lfm2", full_attn_idxs=[1], num_key_value_heads=2)
+    words = family(tmp_path / "model", "deepseek_v32", **SPARSE)
     said = refused(tmp_path, words)
     assert re.fullmatch(
-        rf"model\.path = {tmp_path}/model: its recurrent layers \(Lfm2ShortConv\) run on from one "
-        r"packed sample into the next, so the train engine's log-probs would be wrong by \S+ nats\. "
+        rf"model\.path = {tmp_path}/model: DeepseekV32Attention computes attention by itself, and not "
+        r"each packed sample apart, so the train engine's log-probs would be wrong by \S+ nats\. "
         r"Set model\.path to another model\.",
         said,
     )
     found = check(settings(tmp_path, words), resumed=True)[-1]
     assert found.warning
     assert found.found.endswith("nats. A new run would be refused.")
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_what_a_model_of_other_layers_does_not_bear_is_refused(tmp_path: Path) -> None:
+    hybrid = family(tmp_path / "lfm2", "lfm2", full_attn_idxs=[1], num_key_value_heads=2)
+    assert not check(settings(tmp_path, hybrid))[-1].warning
+    for word in ("train.compile=true", "train.sequence_parallel=2"):
+        said = refused(tmp_path, hybrid, word, "cluster.pools.train.workers=2")
+        assert "its layers (Lfm2ShortConv) carry a state from token to token. Set train." in said
+    own = family(tmp_path / "falcon", "falcon", new_decoder_architecture=True, num_kv_heads=2)
+    words = ["train.recompute=selective", "train.gradient_checkpointing=true"]
+    assert "gives other gradients. Set train.recompute = all." in refused(tmp_path, own, *words)
+    check(settings(tmp_path, own, words[1]))
+    check(settings(tmp_path, own, words[0]))  # nothing is computed again
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "says"),
+    [
+        ({"model_type": "gpt_oss"}, [], "vLLM has the sinks and experts that it had"),
+        (
+            {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 64},
+            [],
+            "other rotary positions in sequences of more than 64 tokens",
+        ),
+        ({"layer_types": ["conv", "full_attention"]}, [], "carry a state from token to token"),
+    ],
+)
+def test_what_vllm_computes_otherwise_is_refused(
+    config: dict[str, object], words: list[str], says: str, tmp_path: Path
+) -> None:
+    model = checkpoint(tmp_path / "model", **{"head_dim": 32, **config})
+    asked = [model, *words, "rollout.engine=vllm"]
+    assert says in refused(tmp_path, *asked)
+    assert "rollout.engine = transformers" in refused(tmp_path, *asked)
 
 
 @pytest.mark.usefixtures("no_cache")
