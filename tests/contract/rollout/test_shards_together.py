@@ -167,7 +167,7 @@ def test_slots_are_used_again_and_rows_keep_what_is_theirs() -> None:
     for number, each in enumerate(rows):
         cache.place(each, 3)
         assert each.shelf is not None
-        keys, _ = each.shelf.layer(0, like)
+        keys, _ = each.shelf.layer(0, like, like)
         keys[each.slot, :, :3] = number + 1.0
         each.length = 3
     for number in (19, 0, 7):
@@ -179,7 +179,7 @@ def test_slots_are_used_again_and_rows_keep_what_is_theirs() -> None:
             assert each.shelf is None
             continue
         assert each.shelf is not None and each.shelf.rows[each.slot] is each
-        keys, _ = each.shelf.layer(0, like)
+        keys, _ = each.shelf.layer(0, like, like)
         assert keys[each.slot, 0, :3].eq(number + 1.0).all()
         assert keys[each.slot, 0, 3:].eq(0).all()
     assert rows[4].shelf is not None and rows[4].shelf.width == 128
