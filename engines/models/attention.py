@@ -110,12 +110,11 @@ class _Scored(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, visible = ctx.saved_tensors
+        *inputs, sinks, visible = ctx.saved_tensors
         scale, cap = ctx.numbers
         with torch.enable_grad():
-            q, k, v, sinks = (
-                None if each is None else each.detach().requires_grad_() for each in inputs
-            )
+            q, k, v = (each.detach().requires_grad_() for each in inputs)
+            sinks = None if sinks is None else sinks.detach().requires_grad_()
             out = _scored(q, k, v, sinks, visible, scale, cap)
             wanted = [q, k, v] if sinks is None else [q, k, v, sinks]
             slopes = torch.autograd.grad(out, wanted, grad)
