@@ -1,16 +1,25 @@
-"""RMSNorm on CPU by the fused kernel that vLLM's library holds and vLLM 0.32 does not use there.
+"""What vLLM 0.32 on a CPU does not do by itself: a fused norm, and experts packed at each load.
 
-Without torch.compile it computes the norm from a dozen small torch operations: for a model of 135 M
-parameters a quarter of the time of a decoding step. The kernel comes in as a provider of vLLM's IR
-operations, which engines/rollout/vllm_arguments.py asks for by name.
+RMSNorm by the fused kernel that vLLM's library holds and does not use there. Without torch.compile
+it computes the norm from a dozen small torch operations: for a model of 135 M parameters a quarter of
+the time of a decoding step. The kernel comes in as a provider of vLLM's IR operations, which
+engines/rollout/vllm_arguments.py asks for by name.
+
+Experts are packed for their kernel at the first load only (not reported): after a weight sync it
+would read plain numbers as packed ones. So each load makes the kernel, and packs, anew.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from configs.environment import cpu_multiplies_bfloat16
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 PROVIDER = "refrain_cpu"
 OPERATIONS = ("rms_norm", "fused_add_rms_norm")
@@ -20,11 +29,21 @@ _VECTOR = 32  # rows of a multiple of so many elements suit the kernels, whateve
 def register() -> None:
     """Make the kernels known to vLLM, before a model is built; again in a process changes nothing."""
     from vllm import ir
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+        UnquantizedFusedMoEMethod,
+    )
     from vllm.platforms import current_platform
 
     if PROVIDER in ir.ops.rms_norm.impls:
         return
     current_platform.import_kernels()
+    process = UnquantizedFusedMoEMethod.process_weights_after_loading
+
+    def process_anew(method: UnquantizedFusedMoEMethod, layer: RoutedExperts) -> None:
+        method.moe_kernel = None  # as before the first load
+        process(method, layer)
+
+    UnquantizedFusedMoEMethod.process_weights_after_loading = process_anew  # type: ignore[method-assign, assignment]
 
     # vLLM compares the signatures, annotations included, with those of its own implementations.
     def plain(

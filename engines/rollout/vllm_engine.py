@@ -48,7 +48,9 @@ _PAUSES: dict[SyncMode, tuple[Literal["wait", "keep"], bool]] = {
 # Eager means without torch.compile too: vLLM uses it for a few lines of its sampler, which takes
 # seconds and a C++ compiler when the first shard comes. Not for this process, which may train.
 NOT_COMPILED = {"TORCHDYNAMO_DISABLE": "1"}
-_FAILURES = {kind.__name__: kind for kind in (ObjectDamaged, ObjectMissing, StoreUnavailable)}
+_FAILURES = {
+    kind.__name__: kind for kind in (ObjectDamaged, ObjectMissing, StoreUnavailable, WeightMismatch)
+}
 
 
 class _Row:

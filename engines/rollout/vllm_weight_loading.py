@@ -21,6 +21,8 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
+from engines.failures import WeightMismatch
+from engines.rollout.read_back import LoadCheck
 from engines.rollout.weight_reader import LoadedWeights
 from storage.objects.node_cache import open_node_cache
 from storage.objects.store import Store
@@ -62,9 +64,11 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
         self.store = Store(init_info.uri, init_info.options)
         self.cache = open_node_cache(self.store, init_info.node_cache_bytes)
         self.report: dict[str, Any] = {}
+        self.check = LoadCheck(self.model, self.parallel_config.tensor_parallel_size)
 
     def start_weight_update(self) -> None:
         self.report = {}
+        self.check.begin()
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -89,6 +93,12 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        try:
+            read_back = self.check.end()
+        except WeightMismatch as error:
+            self.report = {"failure": type(error).__name__, "message": str(error)}
+            raise
+        self.report |= {"found": read_back.found, "unseen": read_back.unseen}
 
     def shutdown(self) -> None:
         """Nothing stays open between updates."""
@@ -97,7 +107,7 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
         wanted = {name for name, _ in self.model.named_parameters()}
         before = COUNTER.total().bytes_read
         offered = LoadedWeights(self.store, ref, self.cache, share=self._share)
-        loaded = cast(_LoadsWeights, self.model).load_weights(iter(offered))
+        loaded = cast(_LoadsWeights, self.model).load_weights(self.check.watch(offered))
         missing = sorted(wanted - loaded) if loaded is not None else []
         if missing:
             raise ValueError(f"policy version {ref.version} left {missing[0]} as it was")
@@ -134,7 +144,8 @@ class WeightsReporter:
     weight_transfer_engine: StoreTransferEngine
 
     def weights_report(self) -> dict[str, Any]:
-        """version, digest, tensors and nbytes of the last update, or failure and message."""
+        """Of the last update: version, digest, tensors, nbytes, and what kinds of tensors were found
+        or unseen when they were read back; or failure and message."""
         return self.weight_transfer_engine.report
 
     def free_memory(self) -> int:

@@ -559,11 +559,24 @@ def test_a_bias_is_among_the_findings(tmp_path: Path) -> None:
 
 # Attention that looks at the tokens which an indexer chooses.
 SPARSE = {
-    "vocab_size": 512, "intermediate_size": 96, "num_key_value_heads": 4, "index_topk": 8,
-    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
-    "v_head_dim": 32, "index_n_heads": 2, "index_head_dim": 32, "moe_intermediate_size": 48,
-    "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1,
-    "topk_group": 1, "first_k_dense_replace": 1,
+    "vocab_size": 512,
+    "intermediate_size": 96,
+    "num_key_value_heads": 4,
+    "index_topk": 8,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "index_n_heads": 2,
+    "index_head_dim": 32,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
 }
 
 
