@@ -42,7 +42,9 @@ class ReadBack:
 class _Chosen:
     name: str
     rows: list[Tensor]  # pieces of rows, each [at most _PIECE]
-    columns: list[Tensor]  # of the column that each rank of a row-parallel layer has first
+    columns: list[
+        list[Tensor]
+    ]  # the same of each column that a rank of a row-parallel layer has first
 
 
 class LoadCheck:
@@ -101,8 +103,7 @@ class LoadCheck:
         return any(
             sum(any(_within(piece, place) for place in places) for piece in pieces)
             >= len(pieces) / (2 * self._ranks)
-            for pieces in (chosen.rows, chosen.columns)
-            if pieces
+            for pieces in (chosen.rows, *chosen.columns)
         )
 
     def _places(self, name: str) -> Iterator[Tensor]:
@@ -153,9 +154,8 @@ def _chosen(name: str, tensor: Tensor, ranks: int) -> _Chosen:
     ]
     firsts = sorted({rank * width // ranks for rank in range(ranks)}) if tensor.dim() == 2 else []
     columns = [
-        table[row : row + high, column].clone()
+        [table[row : row + high, column].clone() for row in _spread(height - high)]
         for column in firsts
-        for row in _spread(height - high)
     ]
     return _Chosen(name, rows, columns)
 

@@ -140,7 +140,8 @@ def test_one_layer_is_not_found_in_another() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("by", ["rows", "columns"])
-def test_a_rank_has_its_share_only(rank: int, by: str) -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_rank_has_its_share_only(rank: int, by: str, packed: bool) -> None:
     """Of layers that are split by rows or by columns over two ranks."""
 
     class Part(nn.Module):
@@ -157,6 +158,11 @@ def test_a_rank_has_its_share_only(rank: int, by: str) -> None:
     check = LoadCheck(part, ranks=2)
     check.begin()
     for tensor in dict(check.watch(whole.items())).values():
-        part.weight.data = tensor.chunk(2, dim=0 if by == "rows" else 1)[rank].clone()
+        share = tensor.chunk(2, dim=0 if by == "rows" else 1)[rank].clone()
+        if packed:
+            part.weight.data = torch.rand(0, 48)
+            part.cpu_linear = lambda x: x @ share.T  # noqa: B023
+        else:
+            part.weight.data = share
 
     assert check.end().found == ("o_proj.weight",)
