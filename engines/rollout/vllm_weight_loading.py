@@ -16,6 +16,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -32,6 +33,8 @@ from storage.runs.weights_reading import ALL, Share
 
 if TYPE_CHECKING:
     import torch
+
+logger = init_logger(__name__)
 
 
 @dataclass
@@ -99,6 +102,8 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
             self.report = {"failure": type(error).__name__, "message": str(error)}
             raise
         self.report |= {"found": read_back.found, "unseen": read_back.unseen}
+        if read_back.unseen:
+            logger.info_once("Not comparable with the policy: %s", ", ".join(read_back.unseen))
 
     def shutdown(self) -> None:
         """Nothing stays open between updates."""

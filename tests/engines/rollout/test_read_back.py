@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from engines.failures import WeightMismatch
+from engines.rollout import read_back
 from engines.rollout.read_back import LoadCheck, ReadBack
-
-NAMES = ("q_proj", "k_proj")
 
 
 class Product:
@@ -166,3 +165,12 @@ def test_a_rank_has_its_share_only(rank: int, by: str, packed: bool) -> None:
             part.weight.data = share
 
     assert check.end().found == ("o_proj.weight",)
+
+
+def test_a_piece_is_found_where_blocks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_back, "_BLOCK", 10)
+    values = torch.arange(37.0)
+
+    assert all(read_back._within(values[at : at + 6], values) for at in range(32))
+    assert not read_back._within(torch.tensor([8.0, 9.0, 11.0]), values)
+    assert not read_back._within(torch.arange(38.0), values)

@@ -87,10 +87,15 @@ def test_experts_are_those_of_the_last_sync(made: Callable[..., Model]) -> None:
         engine.sync(model.publish(0, 0.0))
         engine.sync(model.publish(1, 0.2))
         scores = engine.score([row.tolist() for row in rows], [5, 5])
+        llm = engine._process.llm
+        (report,) = engine._process.run(llm.collective_rpc("weights_report"))
 
     own = own_logprobs(model.policy, [(row[:5], row[5:]) for row in rows])
     for wanted, found in zip(own, scores, strict=True):
         assert float((wanted.detach() - torch.tensor(found)).abs().max()) < 1e-4
+    # Only what is packed for the experts' kernel is not read back.
+    assert len(report["found"]) == 12
+    assert all(".experts." in name for name in report["unseen"])
 
 
 def test_a_sync_that_vllm_only_says_it_made_fails(made: Callable[..., Model]) -> None:
