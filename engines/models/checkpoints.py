@@ -16,12 +16,12 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from configs.model import Model, PretrainedModel, RandomModel
-from engines.models.making import convert_gguf, draw, quiet
+from engines.models.making import convert_gguf, draw, quiet, unpack_mxfp4
 from engines.start_progress import reporting_growth
 from storage.runs.weights import MANIFEST
 
@@ -40,6 +40,9 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")  # of weights; unpickling may ru
 # Any of these is a tokenizer's vocabulary.
 _TOKENIZERS = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json")
 _COMPANIONS = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+
+# Packed weights that are read as bfloat16.
+UNPACKED = ("mxfp4",)
 
 ModelConfig = PretrainedModel | RandomModel
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -78,8 +81,8 @@ def materialize(config: ModelConfig, cache: Path = DEFAULT_CACHE) -> Path:
     """A directory with config.json, the tokenizer's files and *.safetensors for `config`.
 
     A directory is returned as it is, a hub id is downloaded to the hub's own cache; a GGUF file is
-    dequantised to float32 and a random model is drawn, once, under `cache`. Safe to call from
-    several processes at once: one makes the directory, the others wait for it.
+    dequantised to float32, mxfp4 weights to bfloat16, and a random model is drawn, once, under
+    `cache`. Safe to call from several processes at once: one makes the directory, the others wait.
 
     Raises ValueError as `check_model` does, RuntimeError if the hub cannot be reached.
     """
@@ -87,11 +90,13 @@ def materialize(config: ModelConfig, cache: Path = DEFAULT_CACHE) -> Path:
     if isinstance(config, RandomModel):
         return _made_once(_place(config, cache), lambda target: draw(config, target))
     source = _locate(config.path)
-    if source is None:
-        return _from_hub(config)
-    if source.is_dir():
-        return source
-    return _made_once(_place(config, cache), lambda target: convert_gguf(source, target))
+    if source is not None and source.is_file():
+        return _made_once(_place(config, cache), lambda target: convert_gguf(source, target))
+    directory = _from_hub(config) if source is None else source
+    if quantisation(json.loads((directory / "config.json").read_text())) not in UNPACKED:
+        return directory
+    place = _place_of_unpacked(directory, cache)
+    return _made_once(place, lambda target: unpack_mxfp4(directory, target))
 
 
 def prepared(model: Model, cache: Path) -> Path:
@@ -106,9 +111,10 @@ def prepared(model: Model, cache: Path) -> Path:
 
 
 def present(config: ModelConfig, cache: Path = DEFAULT_CACHE) -> Path | None:
-    """The directory that `materialize` would give, if nothing has to be made or downloaded for it.
+    """The directory that says what `config` is, if nothing has to be made or downloaded for it.
 
-    Imports neither torch nor transformers. Raises ValueError as `check_model` does.
+    It is the one that `materialize` gives, but for packed weights, which that unpacks. Imports
+    neither torch nor transformers. Raises ValueError as `check_model` does.
     """
     source = None if isinstance(config, RandomModel) else _locate(config.path)
     if isinstance(config, PretrainedModel) and source is None:
@@ -140,9 +146,27 @@ def _place(config: ModelConfig, cache: Path) -> Path:
         stat = source.stat()
         name = source.stem
         facts = {"gguf": source.name, "size": stat.st_size, "mtime": stat.st_mtime_ns}
+    return _place_by(name, facts, cache)
+
+
+def _place_of_unpacked(directory: Path, cache: Path) -> Path:
+    """Where the directory made from one with packed weights is kept."""
+    files = sorted(directory.glob("*.safetensors"))
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    config = (directory / "config.json").read_text()
+    return _place_by(directory.name, {"unpacked": stats, "config": config}, cache)
+
+
+def _place_by(name: str, facts: dict[str, object], cache: Path) -> Path:
     facts["conversion"] = _CONVERSION
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     return (cache / f"{name}-{digest}").absolute()
+
+
+def quantisation(config: Mapping[str, Any]) -> str | None:
+    """How config.json says that weights are packed, as transformers finds it; None: they are not."""
+    found = config.get("quantization_config") or config.get("compression_config")
+    return str(found.get("quant_method", "a method not named")) if found else None
 
 
 def companion_files(directory: Path) -> dict[str, bytes]:

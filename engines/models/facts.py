@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.model import PretrainedModel, RandomModel
-from engines.models.checkpoints import DEFAULT_CACHE, gguf_file, present
+from engines.models.checkpoints import DEFAULT_CACHE, gguf_file, present, quantisation
 from engines.models.vla.shapes import VisionShape, tiny_towers, vision_of
 
 _ARRAY, _STRING = 9, 8
@@ -208,7 +208,7 @@ def _of_directory(directory: Path) -> ModelFacts:
         rope_limit=_rope_limit(text),
         vision=vision,
         rows=text.get("vocab_size"),
-        quantised=_quantised(whole),
+        quantised=quantisation(whole),
         plain_head=_plain_head(text),
     )
 
@@ -302,12 +302,6 @@ def _has_states(text: dict[str, Any]) -> bool:
     kinds = {str(each) for each in text.get("layer_types") or ()}
     sizes = ("linear_key_head_dim", "mamba_d_state", "ssm_state_size", "conv_L_cache", "state_size")
     return bool(kinds & set(_STATES)) or any(name in text for name in sizes)
-
-
-def _quantised(config: dict[str, Any]) -> str | None:
-    """As transformers finds it: quantization_config, or compression_config of an older name."""
-    found = config.get("quantization_config") or config.get("compression_config")
-    return str(found.get("quant_method", "a method not named")) if found else None
 
 
 def _has_chat_template(directory: Path) -> bool:

@@ -1,13 +1,15 @@
-"""Checkpoints made here: a random Llama with a token for each character; a GGUF file dequantised."""
+"""Checkpoints made here: a random Llama of characters, and packed weights as plain ones."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
+import shutil
 import string
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from configs.model import RandomModel
 
@@ -24,7 +26,7 @@ def draw(config: RandomModel, target: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     vision = config.vision
-    characters = _character_tokenizer(0 if vision is None else vision.actions)
+    characters = character_tokenizer(0 if vision is None else vision.actions)
     llama = LlamaConfig(
         vocab_size=len(characters),
         hidden_size=config.hidden_size,
@@ -46,11 +48,11 @@ def draw(config: RandomModel, target: Path) -> None:
             from engines.models.vla.openvla import OpenVLA, tiny_config
 
             model = OpenVLA(tiny_config(text=llama, **vision.model_dump()))
-    _save(model, target)
+    save(model, target)
     characters.save_pretrained(target)
 
 
-def _character_tokenizer(actions: int = 0) -> PreTrainedTokenizerBase:
+def character_tokenizer(actions: int = 0) -> PreTrainedTokenizerBase:
     """A token for each printable character, <pad>, <bos>, <eos>, <unk>; a plain chat template.
 
     actions: so many action tokens come last, <0> after the others.
@@ -98,10 +100,41 @@ def convert_gguf(source: Path, target: Path) -> None:
             dtype=torch.float32,
             quantization_config=GgufConfig(dequantize=True),
         )
-    _save(model, target)
+    save(model, target)
 
 
-def _save(model: PreTrainedModel, target: Path) -> None:
+def unpack_mxfp4(source: Path, target: Path) -> None:
+    """Save a checkpoint whose experts are in mxfp4 as an ordinary bfloat16 one.
+
+    Source: OCP Microscaling Formats 1.0: blocks of 32 4-bit numbers with a power of two each.
+    """
+    import torch
+    from huggingface_hub import save_torch_state_dict
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.quantization_config import Mxfp4Config
+
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        source,
+        use_safetensors=True,
+        trust_remote_code=False,
+        dtype=torch.bfloat16,
+        quantization_config=Mxfp4Config(dequantize=True),
+        output_loading_info=True,
+    )
+    model, info = loaded
+    for name in sorted(info["missing_keys"]):
+        raise ValueError(f"{source} has no tensor {name}. Set model.path to a complete checkpoint.")
+    # save_pretrained of transformers 5.19 leaves the experts out of such a model (not reported).
+    save_torch_state_dict(dict(model.state_dict()), target)
+    for file in source.iterdir():
+        if file.is_file() and not file.name.endswith((".safetensors", ".safetensors.index.json")):
+            shutil.copy(file, target)
+    config = json.loads((source / "config.json").read_text())
+    del config["quantization_config"]
+    (target / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}, indent=1))
+
+
+def save(model: PreTrainedModel, target: Path) -> None:
     # Else transformers 5.19 writes nothing in a process that is not rank 0 of a group (not reported).
     model.should_save_on_this_rank = bool  # type: ignore[assignment]
     model.save_pretrained(target)

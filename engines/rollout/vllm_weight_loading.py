@@ -112,7 +112,8 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
         wanted = {name for name, _ in self.model.named_parameters()}
         before = COUNTER.total().bytes_read
         offered = LoadedWeights(self.store, ref, self.cache, share=self._share)
-        loaded = cast(_LoadsWeights, self.model).load_weights(self.check.watch(offered))
+        weights = self.check.watch(self._but_unknown_head(offered))
+        loaded = cast(_LoadsWeights, self.model).load_weights(weights)
         missing = sorted(wanted - loaded) if loaded is not None else []
         if missing:
             raise ValueError(f"policy version {ref.version} left {missing[0]} as it was")
@@ -124,6 +125,15 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
             "nbytes": offered.nbytes,
             "bytes_read": COUNTER.total().bytes_read - before,
         }
+
+    def _but_unknown_head(self, offered: LoadedWeights) -> Iterator[tuple[str, torch.Tensor]]:
+        """Without an output head that is the embedding, where vLLM's model has none: Gemma 2's."""
+        paths = (path.rpartition(".")[2] for path, _ in self.model.named_modules())
+        known = "lm_head" in paths
+        for name, tensor in offered:
+            is_head = name.split(".")[-2:] == ["lm_head", "weight"]
+            if known or not is_head or not offered.is_copy(name):
+                yield name, tensor
 
     @property
     def _share(self) -> Share:

@@ -110,6 +110,10 @@ class LoadedWeights:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         return stream(self._store, version, names, self._cache, self._share)
 
+    def is_copy(self, name: str) -> bool:
+        """Whether another tensor of the version has the same bytes."""
+        return self._whole.is_copy(name)
+
     def held(self) -> HeldVersion:
         """The version with the digest of the tensors that were taken, not of those offered."""
         adapter, digest = self._manifest.adapter, self._whole.digest()
@@ -136,6 +140,11 @@ class _Taken:
         self._names.append(name)
         self.read += 1
         self.nbytes += self._entries[name].nbytes
+
+    def is_copy(self, name: str) -> bool:
+        """Whether another one has the same bytes."""
+        wanted = self._entries[name].digest
+        return any(e.digest == wanted for other, e in self._entries.items() if other != name)
 
     def digest(self) -> str:
         """Of those taken."""

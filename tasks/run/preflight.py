@@ -17,6 +17,7 @@ from configs.new_run import check_finite, check_new_run, warnings_of
 from configs.optional_packages import pip_install
 from configs.rollout import RolloutConfig
 from configs.storage import TrackingConfig
+from engines.models.checkpoints import UNPACKED
 from engines.processes.other_users import other_people
 from engines.train.model.compiled import check_compiling
 from tasks.memory.check import check_memory
@@ -270,7 +271,7 @@ def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
             f"model = {name} looks at images, and nothing shows it any. Set episodes.sees = frames, "
             "or model to a language model."
         )
-    if facts.quantised is not None and not resumed:
+    if facts.quantised not in (None, *UNPACKED) and not resumed:
         raise PreflightError(
             f"model.path = {name} is quantised ({facts.quantised}), and weights that are packed are "
             "not trained. Set model.path to the checkpoint that it was made from."
@@ -302,7 +303,10 @@ def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
         check_tokenizer(config.model)
     _check_template(config, facts)
     known = "not stated" if facts.positions is None else f"{facts.positions} tokens"
-    return f"{name}: longest sequence {known}, samples of up to {prompt} + {response} tokens"
+    packed = f"; its {facts.quantised} weights are unpacked to bfloat16" if facts.quantised else ""
+    return (
+        f"{name}: longest sequence {known}, samples of up to {prompt} + {response} tokens{packed}"
+    )
 
 
 def _name_of(config: GRPOConfig) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PretrainedConfig
 
-from engines.models.checkpoints import build_empty
+from engines.models.checkpoints import UNPACKED, build_empty, quantisation
 from engines.models.mixers import mixers
 from engines.train.model.row_needs import why_together
 from engines.train.policy import Policy
@@ -46,7 +46,7 @@ def verdict(directory: Path, longest: int) -> Verdict:
     except (*UNFIT, OSError) as error:
         return Verdict(refused=f"transformers cannot build it ({_line(error)})")
     config = whole.config
-    if getattr(config, "quantization_config", None) is not None:
+    if quantisation(config.to_dict()) not in (None, *UNPACKED):
         return Verdict(refused="its weights are quantised")
     try:
         own, together = mixers(whole).names, why_together(whole)

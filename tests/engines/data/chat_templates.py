@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from engines.models.making import _character_tokenizer
+from engines.models.making import character_tokenizer
 
 SPECIAL = (
     "<|im_start|>",
@@ -22,7 +22,7 @@ SPECIAL = (
     "</s>",
 )
 
-PLAIN = _character_tokenizer().chat_template
+PLAIN = character_tokenizer().chat_template
 
 # SmolLM2: ChatML, and a system message where the chat brings none.
 DEFAULT_SYSTEM = """
@@ -101,7 +101,7 @@ INST = """
 @cache
 def characters(template: str | None) -> PreTrainedTokenizerFast:
     """A token for each printable character and for each of SPECIAL."""
-    made: Any = copy.deepcopy(_character_tokenizer())
+    made: Any = copy.deepcopy(character_tokenizer())
     made.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
     made.chat_template = template
     return made

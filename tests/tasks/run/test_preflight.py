@@ -280,6 +280,12 @@ def test_a_models_own_files_are_read(
     assert says in refused(tmp_path, checkpoint(tmp_path / "model", **config), *words)
 
 
+def test_weights_in_mxfp4_are_said_to_be_unpacked(tmp_path: Path) -> None:
+    word = checkpoint(tmp_path / "model", quantization_config={"quant_method": "mxfp4"})
+    (found,) = (f.found for f in check_settings(settings(tmp_path, word)) if f.check == "model")
+    assert found.endswith("; its mxfp4 weights are unpacked to bfloat16")
+
+
 def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
     word = checkpoint(tmp_path / "model")
     check_settings(settings(tmp_path, word))
