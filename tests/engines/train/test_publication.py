@@ -15,7 +15,12 @@ from engines.train import publication
 from engines.train.model.fsdp import own_part, shard
 from engines.train.model.gathering import on_first, together
 from engines.train.model.rendezvous import meet
-from engines.train.publication import compare_together, digest_together, publish_together
+from engines.train.publication import (
+    agree_together,
+    compare_together,
+    digest_together,
+    publish_together,
+)
 from engines.workers import lanes
 from storage.objects.errors import StoreError
 from storage.objects.store import Store
@@ -94,6 +99,14 @@ def scenario(rank: int, world: int, ports: list[int], folder: Path) -> dict[str,
         seen[f"refused {size}"] = attempt(lambda: put(f"of-{size}", 1, other, group))  # noqa: B023
         seen[f"less {size}"] = put(f"of-{size}", 2, other, group, every=3)
         assert put(f"of-{size}", 2, other, group, every=3) == seen[f"less {size}"]
+        # Of the published version one tensor is otherwise, one within its rounding, others the same.
+        near, _ = own_part(other["layers.0.weight"])
+        near *= 1 + 2**-16
+        held = {name: each for name, each in other.items() if name != "norm.bias"}
+        seen[f"agreed {size}"] = agree_together(store, ref, held, group)
+        seen[f"taken {size}"] = own_part(other["layers.1.weight"])[0].clone()
+        seen[f"kept {size}"] = near.clone(), own_part(state["layers.0.weight"])[0].clone()
+        seen[f"rank's {size}"] = own_part(state["layers.1.weight"])[0].clone()
     state = sharded(meeting.group, 2)
     if rank == 2:  # its disk is full, once
         publication.write_shard = full  # type: ignore[assignment]
@@ -179,6 +192,21 @@ def test_what_differs_is_found_by_the_rank_that_has_it(seen: list[dict[str, obje
             (one,) = differs.differing  # type: ignore[attr-defined]
             assert (one.name, one.elements) == ("layers.1.weight", 40)
             assert "already published" in str(rank[f"refused {size}"])
+
+
+def test_ranks_take_a_version_where_they_hold_another(seen: list[dict[str, object]]) -> None:
+    """In bfloat16 as published; what rounds to the same keeps its float32."""
+    for size in (1, 2, 4):
+        for rank in seen[:size]:
+            assert 1 <= rank[f"agreed {size}"] <= 2  # type: ignore[operator]
+            taken, own = rank[f"taken {size}"], rank[f"rank's {size}"]
+            assert isinstance(taken, Tensor) and isinstance(own, Tensor)
+            assert torch.equal(taken, own.bfloat16().float())
+            kept, before = rank[f"kept {size}"]  # type: ignore[misc]
+            same = kept.bfloat16() == before.bfloat16()
+            assert torch.equal(kept[~same], kept[~same].bfloat16().float())
+            assert torch.equal(kept[same], (before * (1 + 2**-16))[same])
+            assert same.float().mean() > 0.9 or not same.numel()
 
 
 def test_an_error_of_one_rank_is_every_ranks(seen: list[dict[str, object]], folder: Path) -> None:
