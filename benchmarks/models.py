@@ -185,7 +185,7 @@ class Family:
         from configs.rollout import RolloutConfig
         from engines.models.facts import model_facts
         from engines.rollout.contract import RolloutSpec, engine_class
-        from tasks.run.vllm_checks import check_vllm_on_cpu
+        from tasks.run.vllm_checks import check_vllm, check_vllm_on_cpu
 
         model = PretrainedModel(path=str(self.directory))
         arguments = {"max_num_batched_tokens": 2048} if kind == "vllm" else {}
@@ -194,6 +194,7 @@ class Family:
         )
         facts = model_facts(model)
         assert facts is not None
+        check_vllm(rollout, facts, 4 * LONGEST, "rollout")
         check_vllm_on_cpu(rollout, facts, 4 * LONGEST, "rollout")
         engine = imported_class(engine_class(rollout))(
             RolloutSpec(

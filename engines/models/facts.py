@@ -7,11 +7,12 @@ GGUF file in the header before its tensors.
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import string
 import struct
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +68,17 @@ UNSAID: dict[str, dict[str, Any]] = {
     "smollm3": {"tie_word_embeddings": True, "num_key_value_heads": 4},
     "starcoder2": {"tie_word_embeddings": True, "num_key_value_heads": 2},
 }
+# Models like Llama but for attention by their own code, in rows of which no two share a prompt: what
+# an update of these keeps is not planned.
+_APART = ("nemotron", "stablelm")
+_OFF = 0.05  # share by which weights that are counted may be others than a shape has
 # What layers are called that carry a state from token to token, in layer_types.
 _STATES = ("linear_attention", "conv", "mamba", "mamba2", "recurrent")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """The sizes of a decoder with gated feed-forward layers (Llama, Qwen, Mistral and their like)."""
+    """The sizes of a decoder like Llama's, or with plain feed-forward layers."""
 
     hidden: int  # width of the residual stream
     layers: int
@@ -85,12 +90,14 @@ class ModelShape:
     tied: bool  # whether the output head is the embedding
     vision: VisionShape | None = None  # of a policy that looks at images
     head_norms: bool = False  # whether queries and keys are normed, as Qwen3's are
+    gated: bool = True  # whether feed-forward layers have a gate, and so three matrices
 
     @property
     def layer_parameters(self) -> int:
         """Weights of a layer, without biases."""
         attention = 2 * self.hidden * self.head_size * (self.heads + self.kv_heads)
-        return attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        matrices = 3 if self.gated else 2
+        return attention + matrices * self.hidden * self.intermediate + 2 * self.hidden
 
     @property
     def parameters(self) -> int:
@@ -193,7 +200,10 @@ def _of_directory(directory: Path) -> ModelFacts:
         text["hidden_size"] // heads if heads and text.get("hidden_size") else None
     )
     compressed, states = text.get("kv_lora_rank") is not None, _has_states(text)
-    shape = _shape(text, head_size, vision, _head_norms(directory))
+    tensors = _tensors(directory)
+    shape = _shape(text, head_size, vision, any(".q_norm." in name for name in tensors))
+    if vision is None and shape is not None:
+        shape = _fitting(shape, tensors)
     return ModelFacts(
         positions=_positions(text),
         window=text.get("sliding_window") if text.get("use_sliding_window", True) else None,
@@ -202,7 +212,7 @@ def _of_directory(directory: Path) -> ModelFacts:
         kv_heads=None if compressed else text.get("num_key_value_heads") or heads,
         head_size=head_size,
         chat_template=_has_chat_template(directory),
-        shape=None if compressed or states else shape,
+        shape=None if compressed or states or text.get("model_type") in _APART else shape,
         states=states,
         kind=text.get("model_type"),
         rope_limit=_rope_limit(text),
@@ -235,6 +245,9 @@ def _shape(
         "head_size": head_size,
         "vocabulary": text.get("vocab_size"),
     }
+    widths = sizes["intermediate"]
+    if isinstance(widths, list):  # of each layer
+        sizes["intermediate"] = widths[0] if len(set(widths)) == 1 else None
     if any("expert" in name for name in text):
         return None
     tied = bool(text.get("tie_word_embeddings", False))
@@ -252,18 +265,36 @@ def _plain_head(text: dict[str, Any]) -> bool:
     return not (capped or divided or biased) and all(scale == 1 for scale in scales)
 
 
-def _head_norms(directory: Path) -> bool:
-    """Whether a checkpoint has weights of a norm of queries; False where its files do not say."""
-    index, single = (directory / f"model.safetensors{end}" for end in (".index.json", ""))
-    try:
-        if index.exists():
-            return any(".q_norm." in name for name in json.loads(index.read_text())["weight_map"])
-        with single.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = file.read(min(length, single.stat().st_size))  # a damaged one says anything
-        return any(".q_norm." in name for name in json.loads(header))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return False  # who reads the weights says what is wrong with them
+def _tensors(directory: Path) -> dict[str, list[int]]:
+    """Shape of each tensor of a checkpoint; none where a file does not say.
+
+    Who reads the weights says what is wrong with them.
+    """
+    found: dict[str, list[int]] = {}
+    for path in directory.glob("*.safetensors"):
+        try:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = file.read(min(length, path.stat().st_size))  # a damaged one says anything
+            said = json.loads(header)
+            found |= {n: list(map(int, one["shape"])) for n, one in said.items() if n[:2] != "__"}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return {}
+    return found
+
+
+def _fitting(shape: ModelShape, tensors: Mapping[str, Sequence[int]]) -> ModelShape | None:
+    """With a gate or without, as its weights are counted; None where they are other ones."""
+    inside = {name for name in tensors if "language_model" in name} or set(tensors)
+    heads = {name for name in tensors if name.split(".")[-2:-1] in (["lm_head"], ["embed_out"])}
+    names = {name for name in inside - heads if not name.startswith("mtp.")}
+    counted = sum(math.prod(tensors[name]) for name in names)
+    if not shape.tied:
+        counted += shape.vocabulary * shape.hidden
+    for one in (shape, replace(shape, gated=False)):
+        if not names or abs(counted / one.parameters - 1) <= _OFF:
+            return one
+    return None
 
 
 def _whole_shape(

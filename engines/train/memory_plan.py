@@ -283,6 +283,8 @@ def adapted_sizes(shape: ModelShape, lora: LoraConfig) -> list[int]:
         "up_proj": shape.hidden + shape.intermediate,
         "down_proj": shape.intermediate + shape.hidden,
     }
+    if not shape.gated:
+        del sizes["gate_proj"]
     wanted = sizes if lora.target_modules == "all-linear" else lora.target_modules
     return [sizes[name] for name in wanted if name in sizes]
 
@@ -321,7 +323,8 @@ def layer_bytes(
     keys, values and its output in slots, and the output in tokens for the projection; by plain matrix
     products (short sequences in bfloat16 on a CPU) queries, keys and values twice, and the scores.
     The feed-forward layer keeps its two inputs, the gate's activation and their product; by kernels
-    not the activation. Of an adapted linear layer what the second factor reads is kept besides.
+    not the activation; without a gate what its activation reads and gives. Of an adapted linear layer
+    what the second factor reads is kept besides.
     """
     kernels = by_kernels(train, on_gpu)
     heads, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
@@ -332,7 +335,8 @@ def layer_bytes(
     else:
         slot = 2 * (heads + 2 * keys) + shape.heads * batch.longest
     attention = c * (batch.slots * slot + batch.tokens * heads)
-    feed_forward = (3 if kernels else 4) * c * batch.tokens * shape.intermediate
+    inner = (3 if kernels else 4) if shape.gated else 2
+    feed_forward = inner * c * batch.tokens * shape.intermediate
     low = 0 if lora is None else c * batch.tokens * lora.rank * len(adapted_sizes(shape, lora))
     normed = 2 * normed_bytes(shape.hidden, batch, c, lora, kernels)
     if shape.head_norms:  # what they give goes on to be rotated, which keeps nothing
@@ -347,7 +351,8 @@ def selected_bytes(shape: ModelShape, batch: Batch, c: int) -> int:
     And the result of attention, in slots, with a float32 for each head.
     """
     heads, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
-    results = heads + 2 * keys + 2 * shape.hidden + 2 * shape.intermediate
+    inner = (2 if shape.gated else 1) * shape.intermediate
+    results = heads + 2 * keys + 2 * shape.hidden + inner
     attention = batch.slots * (c * RESULTS * heads + FLOAT * shape.heads)
     return c * batch.tokens * (shape.hidden + results) + attention
 

@@ -218,11 +218,15 @@ def packed_attention(model: PreTrainedModel) -> tuple[PreTrainedModel, RowNeeds]
     return model, needs
 
 
+# What mixtures of experts multiply by numbers about 1, in training alone.
+JITTER = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
+
+
 def drop_nothing(model: nn.Module) -> None:
-    """Set each share that a model's modules drop in training to 0, in place."""
+    """Set to 0, in place, what modules drop in training, or change at random."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, float):
+            if ("drop" in name or name in JITTER) and isinstance(value, float):
                 setattr(module, name, 0.0)

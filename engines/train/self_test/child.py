@@ -17,6 +17,8 @@ from engines.models.mixers import mixers
 from engines.train.model.row_needs import why_together
 from engines.train.policy import Policy
 from engines.train.self_test.comparison import (
+    MOST,
+    SURE,
     TOLERANCE,
     Differences,
     Unpacked,
@@ -31,9 +33,6 @@ UNFIT = (
     *(ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError),
     *(RuntimeError, ImportError, StrictDataclassError),
 )
-
-SURE = 10.0  # times what rounding does: more is none
-MOST = 0.02  # nats of tolerance with which a model still counts as tested
 
 
 def verdict(directory: Path, longest: int) -> Verdict:
@@ -60,7 +59,7 @@ def verdict(directory: Path, longest: int) -> Verdict:
     except UNFIT as error:
         return Verdict(untested=f"a small one of its kind could not be made ({_line(error)})")
     if found.none:
-        selective = 0.0 if found.selective <= found.tolerance else found.selective
+        selective = 0.0 if found.selective <= found.tolerance_of_gradients else found.selective
         return Verdict(largest=found.largest, together=together, selective=selective)
     return Verdict(refused=_cause(config, longest, found, own), largest=found.largest)
 

@@ -10,9 +10,12 @@ import pytest
 import transformers
 from transformers import AutoConfig
 
-from benchmarks.families import FAMILIES, HEADS
+from benchmarks.families import FAMILIES, HEADS, make
 from configs.model import PretrainedModel
+from engines.models.checkpoints import build_empty
 from engines.models.facts import UNSAID, ModelFacts, model_facts
+from engines.models.mixers import mixers
+from engines.train.model.row_needs import row_needs
 
 # What published files of these say, and no more: the rest are defaults of transformers' class.
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -45,6 +48,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         },
         "vision_config": {"model_type": "qwen3_5"},
     },
+}
+
+# Mixtures, layers with a state, attention by a model's own code, weights that Llama has not, and
+# sizes by other names.
+UNPLANNED = {
+    *("Mixtral", "Qwen3-MoE", "Qwen3-Next", "OLMoE", "GraniteMoE", "gpt-oss", "DeepSeek V3"),
+    *("GLM 4 MoE", "Qwen3.5", "LFM2", "Falcon-H1", "Bamba", "Mamba 2"),
+    *("Nemotron", "StableLM", "GPT-2", "GPT-J", "BLOOM", "Falcon", "Gemma 3n", "Gemma 4"),
 }
 
 
@@ -95,3 +106,25 @@ def test_of_a_file_that_says_all(family: str, tmp_path: Path) -> None:
     kind, sizes = FAMILIES[family]
     config = getattr(transformers, kind)(**sizes)
     assert_as_transformers_has_it(tmp_path, json.loads(config.to_json_string(use_diff=False)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_counted_right_or_not_at_all(family: str, tmp_path: Path) -> None:
+    """Also where a model is built otherwise, such as one whose rows stand apart, there is no plan."""
+    found = model_facts(PretrainedModel(path=str(make(family, tmp_path / "model"))))
+    assert found is not None
+    if found.shape is None:
+        assert family in UNPLANNED
+        return
+    model = build_empty(tmp_path / "model")
+    count = sum(weight.numel() for weight in model.parameters())
+    assert found.shape.parameters == pytest.approx(count, rel=0.02)
+    assert not row_needs(model).whole and not mixers(model).recurrent
+    assert family not in UNPLANNED
+
+
+def test_a_width_for_each_layer(tmp_path: Path) -> None:
+    same = {"model_type": "llama", **HEADS, "intermediate_size": [96] * 4}
+    found = facts_of(tmp_path, same)
+    assert found.shape is not None and found.shape.intermediate == 96
+    assert facts_of(tmp_path, {**same, "intermediate_size": [96, 96, 96, 128]}).shape is None
