@@ -1,4 +1,4 @@
-"""Whether vLLM on a CPU can run a model, before anything starts."""
+"""Whether vLLM can run a model, and computes what the train engine does, before anything starts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from tasks.run.findings import PreflightError
 
 # vllm/v1/attention/backends/cpu_attn.py of vLLM 0.32
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-
-
+# Kinds that see one token past their window there, and not in transformers (vLLM 0.32).
+WIDER = ("cohere2",)
 STALE = ("gpt_oss",)  # kinds of which vLLM 0.32 keeps weights of the first load, and says "loaded"
 
 
@@ -22,6 +22,12 @@ def check_vllm(rollout: RolloutConfig, facts: ModelFacts, longest: int, where: s
         raise PreflightError(
             f"model_type = {facts.kind}: after a weight sync vLLM has the sinks and experts that it "
             f"had before. Set {_other(where)}."
+        )
+    if facts.kind in WIDER and facts.window is not None and longest > facts.window:
+        raise PreflightError(
+            f"model_type = {facts.kind}: vLLM has a token attend to one token more than its "
+            f"window of {facts.window}, and one sequence may have {longest}. Set {_other(where)}, "
+            f"or the lengths of prompts and responses so that they have {facts.window} at most."
         )
     limit = facts.rope_limit
     if limit is not None and longest > limit:

@@ -700,6 +700,11 @@ def test_what_a_model_of_other_layers_does_not_bear_is_refused(tmp_path: Path) -
             "other rotary positions in sequences of more than 64 tokens",
         ),
         ({"layer_types": ["conv", "full_attention"]}, [], "carry a state from token to token"),
+        (
+            {"model_type": "cohere2", "sliding_window": 20},
+            [],
+            "attend to one token more than its window of 20",
+        ),
     ],
 )
 def test_what_vllm_computes_otherwise_is_refused(
@@ -709,6 +714,12 @@ def test_what_vllm_computes_otherwise_is_refused(
     asked = [model, *words, "rollout.engine=vllm"]
     assert says in refused(tmp_path, *asked)
     assert "rollout.engine = transformers" in refused(tmp_path, *asked)
+
+
+def test_vllm_is_taken_within_the_window(tmp_path: Path) -> None:
+    config = {"model_type": "cohere2", "sliding_window": 200, "head_dim": 32}
+    words = [checkpoint(tmp_path / "model", **config), "rollout.engine=vllm"]
+    check_settings(settings(tmp_path, *words))
 
 
 @pytest.mark.usefixtures("no_cache")
