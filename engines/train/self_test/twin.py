@@ -143,7 +143,7 @@ def _fewer_heads(values: dict[str, Any]) -> None:
         return
     for name in kv_by:
         values[name] = fewer if values[name] == heads else min(values[name], least)
-    for name in ("mamba_num_heads", "mamba_n_heads"):
+    for name in ("mamba_num_heads", "mamba_n_heads", "n_mamba_heads", "mamba_d_ssm"):
         if isinstance(values.get(name), int) and values[name] * fewer % heads == 0:
             values[name] = values[name] * fewer // heads
     values[heads_by] = fewer

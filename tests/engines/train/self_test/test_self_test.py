@@ -58,6 +58,7 @@ EXACT = [
     family("lfm2", full_attn_idxs=[2]),
     family("falcon", new_decoder_architecture=True),
     family("mistral", sliding_window=100),
+    family("falcon_h1", mamba_d_ssm=1536, mamba_n_heads=24, mamba_d_head=64, num_attention_heads=8),
     family("mixtral", num_local_experts=4, router_jitter_noise=0.2),
 ]
 
