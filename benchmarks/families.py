@@ -92,6 +92,7 @@ FAMILIES: dict[str, tuple[str, Sizes]] = {
     "Qwen3": ("Qwen3Config", {**HEADS, "tie_word_embeddings": True}),
     "Mistral": ("MistralConfig", {**HEADS, **WINDOW}),
     "Ministral 3": ("Ministral3Config", {**HEADS, "sliding_window": None}),
+    "Gemma": ("GemmaConfig", HEADS),
     "Gemma 2": ("Gemma2Config", GEMMA),
     "Gemma 3": ("Gemma3TextConfig", {**GEMMA, **EVERY_OTHER}),
     "Gemma 3n": (
@@ -122,9 +123,11 @@ FAMILIES: dict[str, tuple[str, Sizes]] = {
             "final_logit_softcapping": 30.0,
         },
     ),
+    "VaultGemma": ("VaultGemmaConfig", {**GEMMA, **EVERY_OTHER}),
     "Phi 1 and 2": ("PhiConfig", BASE),
     "Phi 3": ("Phi3Config", {**BASE, **WINDOW}),
     "Phi 4 longrope": ("Phi3Config", {**BASE, **LONGROPE}),
+    "OLMo": ("OlmoConfig", {**BASE, "clip_qkv": 8.0}),
     "OLMo 2": ("Olmo2Config", BASE),
     "OLMo 3": ("Olmo3Config", {**BASE, **WINDOW}),
     "SmolLM3": (
@@ -141,10 +144,24 @@ FAMILIES: dict[str, tuple[str, Sizes]] = {
     "EXAONE 4": ("Exaone4Config", {**HEADS, **WINDOW, **EVERY_OTHER}),
     "Apertus": ("ApertusConfig", BASE),
     "NanoChat": ("NanoChatConfig", BASE),
+    "Arcee": ("ArceeConfig", HEADS),
+    "Helium": ("HeliumConfig", HEADS),
     "Nemotron": ("NemotronConfig", HEADS),
     "StarCoder 2": ("Starcoder2Config", {**BASE, **WINDOW}),
     "StableLM": ("StableLmConfig", BASE),
+    "OPT": (
+        "OPTConfig",
+        {
+            **{name: BASE[name] for name in (*IDS, "vocab_size", "hidden_size")},
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "ffn_dim": 128,
+            "max_position_embeddings": 256,
+            "word_embed_proj_dim": 64,
+        },
+    ),
     "GPT-2": ("GPT2Config", {**OLD, "n_embd": 64, "n_positions": 256}),
+    "GPT-BigCode": ("GPTBigCodeConfig", {**OLD, "n_embd": 64, "n_positions": 256}),
     "GPT-J": ("GPTJConfig", {**OLD, "n_embd": 64, "n_positions": 256, "rotary_dim": 16}),
     "GPT-NeoX": ("GPTNeoXConfig", {n: v for n, v in BASE.items() if n != "num_key_value_heads"}),
     "BLOOM": ("BloomConfig", {**OLD, "hidden_size": 64}),
@@ -177,6 +194,17 @@ FAMILIES: dict[str, tuple[str, Sizes]] = {
         {**HEADS, **MAMBA, "mamba_d_ssm": 128, "num_hidden_layers": 2},
     ),
     "Bamba": ("BambaConfig", {**BASE, **MAMBA, "attn_layer_indices": [1], "num_hidden_layers": 3}),
+    "Granite 4": (
+        "GraniteMoeHybridConfig",
+        {
+            **BASE,
+            **MAMBA,
+            **GRANITE,
+            "layer_types": ["mamba", "mamba", "attention", "mamba"],
+            "shared_intermediate_size": 96,
+            "position_embedding_type": "nope",
+        },
+    ),
     "Mamba 2": (
         "Mamba2Config",
         {
@@ -193,6 +221,7 @@ FAMILIES: dict[str, tuple[str, Sizes]] = {
     ),
     # Mixtures of experts.
     "Mixtral": ("MixtralConfig", {**BASE, **LOCAL_EXPERTS, "sliding_window": None}),
+    "Qwen2-MoE": ("Qwen2MoeConfig", {**BASE, **EXPERTS, "shared_expert_intermediate_size": 64}),
     "Qwen3-MoE": ("Qwen3MoeConfig", {**HEADS, **EXPERTS, "norm_topk_prob": True}),
     "Qwen3-Next": (
         "Qwen3NextConfig",
@@ -200,7 +229,29 @@ FAMILIES: dict[str, tuple[str, Sizes]] = {
     ),
     "OLMoE": ("OlmoeConfig", {**BASE, "num_experts": 4, "num_experts_per_tok": 2}),
     "GraniteMoE": ("GraniteMoeConfig", {**BASE, **GRANITE, **LOCAL_EXPERTS}),
+    "ERNIE 4.5 MoE": (
+        "Ernie4_5_MoeConfig",
+        {
+            **BASE,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 64,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1,
+            "moe_layer_interval": 1,
+        },
+    ),
     "gpt-oss": ("GptOssConfig", {**HEADS, **LOCAL_EXPERTS, **WINDOW}),
+    "MiniMax": (
+        "MiniMaxConfig",
+        {
+            **HEADS,
+            **LOCAL_EXPERTS,
+            "block_size": 16,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+        },
+    ),
+    "DeepSeek V2": ("DeepseekV2Config", {**BASE, **ROUTED, **LATENT, "topk_method": "greedy"}),
     "DeepSeek V3": ("DeepseekV3Config", {**BASE, **ROUTED, **LATENT}),
     "GLM 4 MoE": ("Glm4MoeConfig", {**HEADS, **ROUTED, "use_qk_norm": True}),
 }

@@ -265,6 +265,7 @@ def number(value: float) -> str:
 
 def looked_at(directory: Path, with_vllm: bool) -> dict[str, str]:
     """The cells of one family, by the columns' names; `refused` alone where it is."""
+    from configs.lora import LoraConfig
     from engines.train.self_test.child import verdict
 
     with tempfile.TemporaryDirectory() as folder:
@@ -290,7 +291,10 @@ def looked_at(directory: Path, with_vllm: bool) -> dict[str, str]:
         cells |= attempt("transformers", lambda: by("transformers"))
         if with_vllm:
             cells |= attempt("vllm", lambda: by("vllm"))
-        cells |= attempt("lora", lambda: number(family.trained("adapter", lora=True)[2]))
+        if unfit := LoraConfig().unfit(said.linear):
+            cells["lora"] = f"refused: {unfit.split('. ')[0]}"
+        else:
+            cells |= attempt("lora", lambda: number(family.trained("adapter", lora=True)[2]))
         cells |= attempt("plan", family.plan)
     return cells
 

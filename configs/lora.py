@@ -1,5 +1,6 @@
 """Training a low-rank adapter on a frozen base, instead of all weights."""
 
+from collections.abc import Iterable
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -27,6 +28,25 @@ class LoraConfig(Settings):
     def scale(self) -> float:
         """What the product of the two matrices is multiplied by."""
         return self.alpha / self.rank
+
+    def unfit(self, layers: Iterable[str]) -> str | None:
+        """Why adapters cannot be put on a decoder, a sentence or two; None: they can.
+
+        layers: the last parts of its linear layers' names.
+        """
+        names = sorted(set(layers))
+        if not names:
+            return (
+                "lora: the model's decoder has no linear layer that an adapter can be put on. Set "
+                "lora = null to train all weights."
+            )
+        wanted = names if self.target_modules == "all-linear" else self.target_modules
+        if unknown := sorted(set(wanted) - set(names)):
+            return (
+                f"lora.target_modules has {unknown[0]}, and no linear layer of the decoder has that "
+                f"name. Its layers are {', '.join(names)}."
+            )
+        return None
 
     @model_validator(mode="after")
     def _targets_can_be_adapted(self) -> Self:

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from configs.grpo import GRPOConfig
+from configs.lora import LoraConfig
 from configs.model import Model, PretrainedModel
 from configs.train import TrainConfig
 from engines.models.checkpoints import present
@@ -35,7 +36,9 @@ def models_tested(
                 waits.append(partial(_not_here, model.path))
             else:
                 wait = stack.enter_context(self_test(directory, longest))
-                waits.append(partial(_judged, where, model.path, wait, config.train, resumed))
+                adapter = config.lora if where == "model" else None
+                judge = partial(_judged, where, model.path, wait, config.train, adapter)
+                waits.append(partial(judge, resumed))
         yield lambda: [wait() for wait in waits]
 
 
@@ -68,7 +71,12 @@ def _not_here(path: str) -> Finding:
 
 
 def _judged(
-    where: str, path: str, wait: Callable[[], Verdict], train: TrainConfig, resumed: bool
+    where: str,
+    path: str,
+    wait: Callable[[], Verdict],
+    train: TrainConfig,
+    lora: LoraConfig | None,
+    resumed: bool,
 ) -> Finding:
     verdict = wait()
     if verdict.together is not None and (train.compile or train.sequence_parallel > 1):
@@ -87,6 +95,8 @@ def _judged(
             warning=True,
         )
     if verdict.refused is None:
+        if lora is not None and (unfit := lora.unfit(verdict.linear)):
+            raise PreflightError(f"{where}.path = {path}: {unfit}")
         return Finding(
             check="self-test",
             found=f"{path}: a small one of its kind gives transformers' own log-probs and gradients",

@@ -11,18 +11,19 @@ from tasks.run.findings import PreflightError
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # Kinds that see one token past their window there, and not in transformers (vLLM 0.32).
 WIDER = ("cohere2",)
-STALE = ("gpt_oss",)  # kinds of which vLLM 0.32 keeps weights of the first load, and says "loaded"
+# What vLLM 0.32 does not do right in a weight sync, by kind of model.
+UNLOADED = {
+    "gpt_oss": "after a weight sync vLLM has the sinks and experts that it had before",
+    "bloom": "vLLM does not take its output head in a weight sync",
+}
 
 
 def check_vllm(rollout: RolloutConfig, facts: ModelFacts, longest: int, where: str) -> None:
     """Whether vLLM, with settings to be found at `where`, computes what the train engine does."""
     if rollout.engine != "vllm":
         return
-    if facts.kind in STALE:
-        raise PreflightError(
-            f"model_type = {facts.kind}: after a weight sync vLLM has the sinks and experts that it "
-            f"had before. Set {_other(where)}."
-        )
+    if said := UNLOADED.get(facts.kind or ""):
+        raise PreflightError(f"model_type = {facts.kind}: {said}. Set {_other(where)}.")
     if facts.kind in WIDER and facts.window is not None and longest > facts.window:
         raise PreflightError(
             f"model_type = {facts.kind}: vLLM has a token attend to one token more than its "

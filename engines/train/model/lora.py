@@ -48,24 +48,24 @@ class LoraLinear(nn.Linear):
         return out + self.scale * functional.linear(low, self.lora_B)
 
 
+def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """The decoder's, by name: those that adapters can be put on."""
+    modules = model.get_decoder().named_modules()
+    return {name: module for name, module in modules if type(module) is nn.Linear}
+
+
 def inject(model: PreTrainedModel, lora: LoraConfig) -> None:
     """Freeze a model and put adapters on its decoder's linear layers, in place.
 
-    Raises ValueError for a target that names none of them.
+    Raises ValueError for a target that names none of them, and where there are none.
     """
     model.requires_grad_(False)
-    decoder = model.get_decoder()
-    layers = {name: module for name, module in decoder.named_modules() if type(module) is nn.Linear}
-    names = {name.rpartition(".")[2] for name in layers}
-    wanted = names if lora.target_modules == "all-linear" else set(lora.target_modules)
-    if unknown := sorted(wanted - names):
-        raise ValueError(
-            f"lora.target_modules has {unknown[0]}, and no linear layer of the decoder has that "
-            f"name. Its layers are {', '.join(sorted(names)) or 'none that LoRA can be put on'}."
-        )
+    decoder, layers = model.get_decoder(), linear_layers(model)
+    if said := lora.unfit(name.rpartition(".")[2] for name in layers):
+        raise ValueError(said)
     for name, linear in layers.items():
         parent, _, last = name.rpartition(".")
-        if last in wanted:
+        if lora.target_modules == "all-linear" or last in lora.target_modules:
             setattr(decoder.get_submodule(parent), last, LoraLinear(linear, lora.rank, lora.scale))
 
 

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from engines.models.checkpoints import UNPACKED, build_empty, quantisation
 from engines.models.mixers import mixers
+from engines.train.model.lora import linear_layers
 from engines.train.model.row_needs import why_together
 from engines.train.policy import Policy
 from engines.train.self_test.comparison import (
@@ -49,6 +50,7 @@ def verdict(directory: Path, longest: int) -> Verdict:
         return Verdict(refused="its weights are quantised")
     try:
         own, together = mixers(whole).names, why_together(whole)
+        linear = tuple(sorted({name.rpartition(".")[2] for name in linear_layers(whole)}))
         Policy(whole)
     except UNFIT as error:
         return Verdict(refused=f"the train engine cannot run it ({_line(error)})")
@@ -60,7 +62,7 @@ def verdict(directory: Path, longest: int) -> Verdict:
         return Verdict(untested=f"a small one of its kind could not be made ({_line(error)})")
     if found.none:
         selective = 0.0 if found.selective <= found.tolerance_of_gradients else found.selective
-        return Verdict(largest=found.largest, together=together, selective=selective)
+        return Verdict(largest=found.largest, together=together, selective=selective, linear=linear)
     return Verdict(refused=_cause(config, longest, found, own), largest=found.largest)
 
 

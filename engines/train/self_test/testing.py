@@ -51,7 +51,7 @@ def self_test(directory: Path, longest: int) -> Iterator[Callable[[], Verdict]]:
             return Verdict(untested=f"its self-test had not ended after {LIMIT:.0f} s")
         try:
             told = Verdict.from_json(out.splitlines()[-1])
-        except (ValueError, TypeError, IndexError):
+        except (ValueError, TypeError, KeyError, IndexError):
             last = (err.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
             return Verdict(untested=f"its self-test broke off ({last[:200]})")
         _keep(directory, longest, told)
@@ -74,7 +74,7 @@ def _kept(directory: Path, longest: int) -> Verdict | None:
         if folder is None:
             return None
         return Verdict.from_json((folder / _name(directory, longest)).read_text())
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, KeyError):
         return None
 
 

@@ -18,6 +18,7 @@ class Verdict:
     # By how much gradients differ where layers keep their products only (train.recompute =
     # selective), as a share of the largest one; infinite: they cannot be had.
     selective: float = 0.0
+    linear: tuple[str, ...] = ()  # the last parts of the names of the decoder's linear layers
 
     def to_json(self) -> str:
         """In one line."""
@@ -25,5 +26,6 @@ class Verdict:
 
     @classmethod
     def from_json(cls, text: str) -> Verdict:
-        """What `to_json` made; ValueError or TypeError for anything else."""
-        return cls(**json.loads(text))
+        """What `to_json` made; ValueError, TypeError or KeyError for anything else."""
+        said = json.loads(text)
+        return cls(**{**said, "linear": tuple(said["linear"])})

@@ -688,11 +688,27 @@ def test_what_a_model_of_other_layers_does_not_bear_is_refused(tmp_path: Path) -
     assert "gives other gradients. Set train.recompute = all." in refused(tmp_path, own, *words)
     check(settings(tmp_path, own, words[1]))
     check(settings(tmp_path, own, words[0]))  # nothing is computed again
+    adapter = "lora={rank: 4, target_modules: [gate_proj]}"
+    assert "lora.target_modules has gate_proj, and no linear layer" in refused(
+        tmp_path, hybrid, adapter
+    )
+    check(settings(tmp_path, hybrid, "lora.rank=4"))
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_a_model_that_no_adapter_fits_on_is_refused(tmp_path: Path) -> None:
+    """GPT-2's layers are products with transposed weights."""
+    gpt2 = family(tmp_path / "gpt2", "gpt2", n_embd=64, n_head=4, n_positions=1024)
+    check(settings(tmp_path, gpt2))
+    assert "decoder has no linear layer that an adapter can be put on. Set lora = null" in refused(
+        tmp_path, gpt2, "lora.rank=4"
+    )
 
 
 @pytest.mark.parametrize(
     ("config", "words", "says"),
     [
+        ({"model_type": "bloom"}, [], "vLLM does not take its output head"),
         ({"model_type": "gpt_oss"}, [], "vLLM has the sinks and experts that it had"),
         (
             {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 64},
