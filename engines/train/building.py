@@ -83,7 +83,8 @@ def build(
         whole: See `whole_on`.
     """
     model = build_empty(directory)
-    check_heads(model.config.get_text_config().num_attention_heads, sharing)
+    if heads := getattr(model.config.get_text_config(), "num_attention_heads", None):
+        check_heads(heads, sharing)
     if (why := why_together(model)) is not None and (sharing > 1 or spec.train.compile):
         setting = "sequence_parallel = 1" if sharing > 1 else "compile = false"
         raise ValueError(f"The model of role {spec.role}: {why}. Set train.{setting}.")

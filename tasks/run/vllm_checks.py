@@ -14,6 +14,7 @@ WIDER = ("cohere2",)
 # What vLLM 0.32 does not do right in a weight sync, by kind of model.
 UNLOADED = {
     "gpt_oss": "after a weight sync vLLM has the sinks and experts that it had before",
+    "mixtral": "vLLM calls its experts otherwise than policy versions do",
     "bloom": "vLLM does not take its output head in a weight sync",
 }
 

@@ -22,8 +22,8 @@ from tests.engines.train.train_ranks import Ranks, samples, spec, stored, update
 from tests.ports import free_ports
 
 GRPO = AlgorithmConfig()
-# A state from token to token, attention by the model's own code, sinks and experts.
-FAMILIES = ("qwen3.5", "falcon", "gpt oss")
+# A state from token to token, attention by the model's own code, sinks and experts, no attention.
+FAMILIES = ("qwen3.5", "falcon", "gpt oss", "mamba2")
 
 
 def trained(
@@ -64,7 +64,7 @@ def pair() -> Iterator[Ranks]:
 
 def test_two_ranks_learn_what_one_does(folder: Path, pair: Ranks) -> None:
     store, batch = Store(str(folder / "store")), stored(folder, samples())
-    alone = trained(0, 1, free_ports(3), folder, batch)
+    alone = trained(0, 1, free_ports(4), folder, batch)
     together, other = pair.run(trained, folder, batch)
 
     assert together == other
