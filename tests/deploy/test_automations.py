@@ -51,6 +51,7 @@ def wait_until_fired(platform: Platform, name: str, times: int = 1, timeout: flo
     raise AssertionError(f"{name} was not triggered; {platform.log('server.log')}")
 
 
+@pytest.mark.slow
 def test_a_guard_and_repeated_retries_fire(platform: Platform) -> None:
     send(platform, "refrain.attempt.failed", "flaky", times=4)
     send(platform, "refrain.attempt.failed", "other", times=4)

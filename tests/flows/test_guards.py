@@ -68,6 +68,7 @@ def check(parent: RunStore, child: RunStore) -> None:
     assert [one.ledger.drawn for one in committed(child)] == [12, 16, 20, 24]
 
 
+@pytest.mark.slow
 def test_a_guard_takes_the_run_back_and_it_ends_by_itself(launch: Launch) -> None:
     run = launch(*WORDS)
     code, out = run.end()

@@ -82,6 +82,7 @@ def test_steps_overlap_within_the_bound(launch: Launch, tmp_path: Path, kept: st
     assert (done.returncode, "Equal, to the bit." in done.stdout) == (0, True), done.stdout
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_it_trains_on_the_same_prompts(
     launch: Launch, undisturbed: RunStore, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.cluster
 SECRET = "planted-secret-3d1f"
 
 
+@pytest.mark.slow
 def test_a_run_on_s3_goes_on_after_a_stop_and_leaks_no_credential(
     launch: Launch,
     s3_server: Endpoint,  # noqa: F811

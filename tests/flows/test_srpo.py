@@ -79,6 +79,7 @@ def check(commit: Commit, store: Store) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_run_is_on_record(launch: Launch) -> None:
     run = launch(*WORDS, "steps=2", module="flows.srpo").whole()
     store = run.files.store

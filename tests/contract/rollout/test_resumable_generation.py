@@ -118,6 +118,7 @@ def tokens(world: World, saved: BatchRef | None) -> int:
     return 0 if saved is None else int(saved.lengths(world.store, "response_ids").sum())
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_another_engine_goes_on_when_vllm_is_killed(
     built: Callable[[str], RolloutEngine], world: World, threads: ThreadPoolExecutor

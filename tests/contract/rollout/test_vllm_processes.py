@@ -41,6 +41,7 @@ def owner(world: World) -> Iterator[subprocess.Popen[str]]:
         kill_all(session(process.pid))
 
 
+@pytest.mark.slow
 def test_vllm_dies_with_its_owner(
     owner: subprocess.Popen[str], built: Callable[[str], RolloutEngine], world: World
 ) -> None:
