@@ -308,7 +308,7 @@ def attempt(name: str, work: Callable[[], str | dict[str, str]]) -> dict[str, st
     except PreflightError as error:
         return {name: f"refused: {' '.join(str(error).split()).split('. ')[0]}"}
     except Exception as error:  # whatever a model's code or vLLM raises is what is to be told
-        line = " ".join(str(error).split()).split(". ")[0]
+        line = " ".join(str(error).split()).split(". ")[0].split("; its log is ")[0]
         return {name: f"{type(error).__name__}: {line[:160]}"}
     return found if isinstance(found, dict) else {name: found}
 

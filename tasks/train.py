@@ -18,6 +18,7 @@ from prefect.states import State
 from configs.grpo import GRPOConfig
 from configs.process import begin_process, close_to_others
 from configs.resolving import resolve, this_machine
+from storage.objects.store import Store
 from storage.prompts.cursor import Exhausted
 from storage.runs.commit_log import Commit
 from tasks.commit import snapshot
@@ -30,6 +31,7 @@ from tasks.run.continue_from import NothingNew
 from tasks.run.events import Note, SnapshotStored, StepBegan
 from tasks.run.findings import slow_here
 from tasks.run.flow_options import forget_results, result_of
+from tasks.run.flow_run import begun_before
 from tasks.run.life_cycle import BranchEnded, finish, shown, started
 from tasks.run.opening import open_run
 from tasks.run.preflight import check
@@ -57,6 +59,8 @@ def train(
             begin_process()  # a server's worker has not
             close_to_others()
             config = resolve(config, this_machine()).settings  # a command has resolved its own
+            if resume is None and (resume := _begun_before(config)) is not None:
+                fork = None  # it has been made
             findings = check(config, resumed=resume is not None)
             findings += slow_here(config)  # a deployment was made on another machine
             try:
@@ -64,6 +68,8 @@ def train(
             except NothingNew as nothing:
                 return skipped(nothing)
             run = stack.enter_context(started(opened, reporting_on(Terminal())))
+            if resume is not None:
+                run.tell(Note(text=f"Going on with {run.name} after step {run.head}"))
             for finding in findings:
                 if finding.warning:
                     run.tell(Note(text=finding.found, warning=True))
@@ -81,6 +87,11 @@ def train(
         for feature in run.features:
             feature.after_steps(run, results)
         return finish(run, data_over=made)
+
+
+def _begun_before(config: GRPOConfig) -> str | None:
+    """The run of an earlier attempt of this flow run."""
+    return begun_before(Store(config.store.uri, config.store.options), config.name)
 
 
 def make_steps(

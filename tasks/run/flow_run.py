@@ -1,11 +1,17 @@
-"""Which flow run this is, and where its page is."""
+"""Which flow run this is, where its page is, and which run an earlier attempt of it began."""
 
 from __future__ import annotations
 
 from uuid import UUID
 
+from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 from prefect.utilities.urls import url_for
+
+from storage.objects.store import Store
+from storage.runs.run_store import RunStore
+
+FIELD = "flow_run"  # of run.json: the id of the flow run that began the run
 
 
 def flow_run_id() -> UUID | None:
@@ -17,3 +23,21 @@ def flow_run_url() -> str | None:
     """Page of the flow run on the dashboard."""
     found = flow_run_id()
     return url_for("flow-run", obj_id=found) if found else None
+
+
+def begun_before(store: Store, family: str) -> str | None:
+    """The run that an earlier attempt of this flow run began, as after Retry on its page.
+
+    None: this is the first attempt, or none came so far. Of several, which rollbacks make, the first.
+
+    family: what the names of its runs begin with.
+    """
+    found = flow_run_id()
+    if found is None:
+        return None
+    with get_client(sync_client=True) as client:
+        states = client.read_flow_run_states(found)
+    if sum(state.is_running() for state in states) < 2:
+        return None
+    runs = (RunStore(store, name) for name in store.children() if name.startswith(f"{family}-"))
+    return next((run.run for run in runs if run.constant(FIELD) == str(found)), None)

@@ -37,6 +37,8 @@ from tasks.run.code_changes import FIELD as CODE_FILES
 from tasks.run.code_changes import code_files
 from tasks.run.continue_from import NothingNew, beginning, first_cursor
 from tasks.run.features import features_of, tidy
+from tasks.run.flow_run import FIELD as FLOW_RUN
+from tasks.run.flow_run import flow_run_id
 from tasks.run.forking import origin_of_fork
 from tasks.run.meaning_changes import FIELD as MEANINGS
 from tasks.run.opened_run import OpenedRun, Position
@@ -187,6 +189,8 @@ def begin(opened: OpenedRun, position: Position) -> None:
         CODE_FILES: code_files(opened.config),
         VERSION_NAMES: names_to_begin_with(files, origin),
     }
+    if (of := flow_run_id()) is not None:
+        record[FLOW_RUN] = str(of)
     tree = working_tree(Path.cwd())
     if tree is not None:
         record[GIT] = tree.model_dump(mode="json")
