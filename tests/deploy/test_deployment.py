@@ -106,20 +106,21 @@ def test_a_run_by_the_api_a_schedule_and_a_cancel(platform: Platform) -> None:
 @pytest.mark.slow
 def test_retry_on_the_page_goes_on_with_the_run(platform: Platform) -> None:
     """Cancelled after a step and tried again, twice: one run, each step made once."""
-    store = {"store.uri": f"file://{platform.home}/retried", "steps": 6}
-    flow_run = platform.submit("tiny", platform.config("tiny", **store)).json()["id"]
+    store = Store(f"file://{platform.home}/retried")
+    config = platform.config("tiny", **{"store.uri": store.uri, "steps": 6})
+    flow_run = platform.submit("tiny", config).json()["id"]
     wait_for_a_step(platform, flow_run)
     set_state = f"{platform.api}/flow_runs/{flow_run}/set_state"
     API.post(set_state, json={"state": {"type": "CANCELLING"}}).raise_for_status()
     platform.wait(flow_run, "CANCELLED", timeout=60)
-    (name,) = Store(store["store.uri"]).children()
+    (name,) = store.children()
     before = committed_steps(platform.home / "retried" / name)
     assert 0 < len(before) < 6
 
     retry = {"type": "SCHEDULED", "name": "AwaitingRetry", "message": "Retry from the UI"}
     API.post(set_state, json={"state": retry}).raise_for_status()
     platform.wait(flow_run, "COMPLETED")
-    assert list(Store(store["store.uri"]).children()) == [name]
+    assert list(store.children()) == [name]
     after = committed_steps(platform.home / "retried" / name)
     assert len(after) == 6
     assert {step: after[step] for step in before} == before

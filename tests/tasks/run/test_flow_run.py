@@ -34,13 +34,14 @@ class Server:
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     made = Store(f"file://{tmp_path}")
-    for name, begun_by in {
+    runs: dict[str, dict[str, str]] = {
         "tiny-1": {},
         "tiny-2": {FIELD: str(uuid4())},
         "tiny-3": {FIELD: str(THIS)},
         "tiny-4": {FIELD: str(THIS)},  # by a rollback of tiny-3
         "other-1": {FIELD: str(THIS)},
-    }.items():
+    }
+    for name, begun_by in runs.items():
         RunStore(made, name).write_run({"config": {}, **begun_by})
     return made
 
