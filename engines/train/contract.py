@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from engines.train.spec import (
         LogprobRequest,
         TeachRequest,
+        UpdateProfile,
         UpdateRequest,
         UpdateResult,
         WeightsComparison,
@@ -52,6 +53,10 @@ class TrainEngine(Ranked):
     @abstractmethod
     def update(self, request: UpdateRequest) -> UpdateResult:
         """Train on a batch: train.epochs passes of train.mini_batches optimizer steps."""
+
+    @abstractmethod
+    def profile(self, request: UpdateRequest, key: str) -> UpdateProfile:
+        """The same, recorded by torch's profiler; the store gets rank 0's trace under `key`."""
 
     @abstractmethod
     def cost(self) -> CostModel:

@@ -8,6 +8,7 @@ engines/train/sharded_model.py.
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import nullcontext
 
 import torch
@@ -34,6 +35,7 @@ from engines.train.spec import (
     ColumnsResult,
     LogprobRequest,
     TeachRequest,
+    UpdateProfile,
     UpdateRequest,
     UpdateResult,
 )
@@ -113,6 +115,14 @@ class FSDPEngine(ShardedModel):
         result = self._begun(request).run(request)
         self.version = request.step
         return result
+
+    def profile(self, request: UpdateRequest, key: str) -> UpdateProfile:
+        from engines.train.profiling import recorded
+
+        result, found, trace = recorded(lambda: self.update(request), self._device)
+        if self._joined().group.rank() == 0:
+            self._store.write(key, trace)
+        return dataclasses.replace(found, trace=key, tokens=int(result.metrics["train/tokens"]))
 
     def _begun(self, request: UpdateRequest) -> Updater:
         """What makes the update of a step; from now on the weights are no version's."""

@@ -181,6 +181,34 @@ class UpdateResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OperationTime:
+    """What an operation of torch, or a kernel of a GPU, took in an update."""
+
+    name: str  # empty: several short ones together
+    group: str  # as engines/train/profiling.py has them
+    seconds: float  # on a GPU its kernels', on a CPU its own without those that it calls
+    calls: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateProfile:
+    """Where the time of an update went, on one rank."""
+
+    seconds: float  # of the whole update, under the profiler
+    busy: float | None  # share of these in which a GPU ran a kernel; None on a CPU
+    operations: tuple[OperationTime, ...]  # the longest first
+    trace: str = ""  # key in the store of Chrome's trace, gzipped
+    tokens: int = 0  # that were computed, on all ranks
+
+    def by_group(self) -> dict[str, float]:
+        """Seconds by group, the longest first."""
+        found: dict[str, float] = {}
+        for one in self.operations:
+            found[one.group] = found.get(one.group, 0.0) + one.seconds
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TensorDifference:
     """A tensor that is not, to the bit, the published one of its name."""
 

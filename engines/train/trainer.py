@@ -35,7 +35,13 @@ from storage.runs.snapshots import ReplayStart, base_of
 from storage.runs.weights import WeightsRef
 
 if TYPE_CHECKING:
-    from engines.train.spec import ColumnsResult, LogprobColumn, UpdateResult, WeightsComparison
+    from engines.train.spec import (
+        ColumnsResult,
+        LogprobColumn,
+        UpdateProfile,
+        UpdateResult,
+        WeightsComparison,
+    )
 
 P = ParamSpec("P")  # what a method takes
 R = TypeVar("R")  # what it returns
@@ -116,6 +122,21 @@ class Trainer:
             self.at(step - 1)
             self._uncommitted[step] = request
             return self._update(dataclasses.replace(request, plan=plan))
+
+    def profile(
+        self, step: int, batch: BatchRef, algorithm: AlgorithmConfig, key: str
+    ) -> UpdateProfile:
+        """Where the time of a step's update goes; the store gets a trace of it under `key`.
+
+        The update is made once before, so that buffers and kernels are there, and the one that is
+        looked at is of the same batch after it. The gang holds no version of the run then.
+        """
+        request = self._request(step, batch, algorithm)
+        with self._lock:
+            self.at(step - 1)
+            self._update(request)
+            self._version = None
+            return self._call(TrainEngine.profile, step, request=request, key=key)
 
     def cost(self, version: int) -> CostModel:
         """What plans of micro-batches are balanced by; asked of the gang, at a version, once."""

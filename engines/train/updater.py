@@ -334,6 +334,8 @@ class Updater(ABC):
             "flops_per_second": flops / seconds,
             "seconds": seconds,
         }
+        if self._config.engine != "elastic":  # whose workers, unlike the aggregator, come and go
+            found["tokens_per_second_per_device"] = tokens / seconds / self._meeting.world
         if device.type == "cuda":
             name = torch.cuda.get_device_name(device)
             mfu = utilisation(flops / seconds, name, self._meeting.world)

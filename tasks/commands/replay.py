@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +65,18 @@ def answer(request: Request) -> Answer:
     files, step = named_step(request)
     if request.arguments.episodes:
         return replayed_episodes(files, step)
+    commit = made_again(files, step)
+    config = settings(files, commit, request.cluster)
+    done = replay(files, commit, config)
+    return Answer(
+        record=_record(files, commit, done),
+        shown=_shown(files, commit, done),
+        good=done.equal or done.within,
+    )
+
+
+def made_again(files: RunStore, step: int) -> Commit:
+    """The commit of a step of which all is there. Raises ValueError where it is not."""
     commit = read_commit(files, step)
     try:
         check_state(files, step - 1)
@@ -74,13 +88,7 @@ def answer(request: Request) -> Answer:
             f"made of ({error}). Set store.keep_steps and store.keep_snapshots higher in a run "
             "whose steps are to be replayed."
         ) from error
-    config = settings(files, commit, request.cluster)
-    done = replay(files, commit, config)
-    return Answer(
-        record=_record(files, commit, done),
-        shown=_shown(files, commit, done),
-        good=done.equal or done.within,
-    )
+    return commit
 
 
 def named_step(request: Request) -> tuple[RunStore, int]:
@@ -105,17 +113,7 @@ def settings(files: RunStore, commit: Commit, cluster: Any) -> GRPOConfig:
 
 def replay(files: RunStore, commit: Commit, config: GRPOConfig) -> Replayed:
     """Start the train workers alone, rebuild the version before, and apply the step's batch."""
-    for name in ("distributed", "fsspec", "botocore"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    roles = config.cluster.roles
-    pools = {roles.actor: config.cluster.pools[roles.actor]}
-    if config.train.engine == "elastic":
-        aggregator = roles.pool_of("aggregator")
-        pools[aggregator] = config.cluster.pools[aggregator]
-    _say(f"starting {sum(pool.workers for pool in pools.values())} train worker(s)")
-    only = config.cluster.model_copy(update={"pools": pools})
-    with open_cluster(only, preload=ENGINE_MODULES) as cluster:
-        trainer = _trainer(cluster, files, config, commit.step)
+    with lone_trainer(files, config, commit.step) as trainer:
         algorithm = recorded_algorithm(commit.algorithm)
         result = trainer.update(commit.step, commit.refs["batch"], algorithm)
         dtype, weights = config.rollout.dtype, commit.version_out
@@ -138,6 +136,22 @@ def replay(files: RunStore, commit: Commit, config: GRPOConfig) -> Replayed:
         equal=equal,
         share=share,
     )
+
+
+@contextmanager
+def lone_trainer(files: RunStore, config: GRPOConfig, step: int) -> Iterator[Trainer]:
+    """A trainer on workers of its own, which makes updates up to a step again."""
+    for name in ("distributed", "fsspec", "botocore"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    roles = config.cluster.roles
+    pools = {roles.actor: config.cluster.pools[roles.actor]}
+    if config.train.engine == "elastic":
+        aggregator = roles.pool_of("aggregator")
+        pools[aggregator] = config.cluster.pools[aggregator]
+    _say(f"starting {sum(pool.workers for pool in pools.values())} train worker(s)")
+    only = config.cluster.model_copy(update={"pools": pools})
+    with open_cluster(only, preload=ENGINE_MODULES) as cluster:
+        yield _trainer(cluster, files, config, step)
 
 
 def _demand(files: RunStore, steps: range, config: GRPOConfig, now: MadeOn) -> ReplayDemand:

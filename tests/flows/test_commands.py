@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import shutil
@@ -26,7 +27,7 @@ from configs.overrides import ConfigError
 from configs.storage import StoreConfig
 from engines.models.checkpoints import load_tokenizer
 from engines.workers.inspection import NotReached, WorkerView
-from flows import audit, export, inspect, lineage, replay, rescore, samples
+from flows import audit, export, inspect, lineage, profile, replay, rescore, samples
 from storage.objects import documents
 from storage.objects.store import Store
 from storage.runs.commit_log import head, read_commit
@@ -272,6 +273,24 @@ def test_replay(world: World, ask: Ask) -> None:
     code, _, err = ask(replay.main, world.child.run, "4")
     assert code == 2
     assert "has no committed step 4. Name one from 1 to 3." in err
+
+
+@pytest.mark.slow
+def test_a_profile_of_an_update(world: World, ask: Ask, tmp_path: Path) -> None:
+    run, trace = world.child.run, tmp_path / "trace.json.gz"
+    before = set(world.child.store.list(run))
+    code, out, err = ask(profile.main, run, "2", "--to", str(trace), "--json")
+    assert code == 0, err
+    record = json.loads(out)
+    assert record["tokens"] == read_commit(world.parent, 2).metrics["train/tokens"]
+    seconds = sum(one["seconds"] for one in record["operations"])
+    assert seconds == pytest.approx(sum(record["groups"].values()))
+    assert {"matrix products", "attention", "log-probs"} < set(record["groups"])
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert any(one.get("name") == "aten::mm" for one in events)
+    assert set(world.child.store.list(run)) == before
+    code, _, err = ask(profile.main, run, "2", "--to", str(trace))
+    assert (code, "trace.json.gz is there already. Name a new file" in err) == (2, True)
 
 
 @pytest.mark.slow

@@ -254,3 +254,10 @@ def lost_peer(rank: int, world: int, ports: list[int], folder: Path) -> list[str
 def test_a_group_with_a_restarted_rank_is_made_anew(pair: Ranks, folder: Path) -> None:
     first, second = pair.run(lost_peer, folder)
     assert len({*first, *second}) == 1
+
+
+def test_tokens_by_the_second_are_told_for_a_device_too(seen: dict[int, list[Seen]]) -> None:
+    for world, ranks in seen.items():
+        metrics = ranks[0].updates[0].metrics
+        by_device = metrics["train/tokens_per_second_per_device"]
+        assert by_device * world == pytest.approx(metrics["train/tokens_per_second"])
