@@ -11,7 +11,7 @@ import argparse
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from configs.terminal_text import json_text, print_text, terminal_text
 from tasks.reporting.output import until_nobody_reads
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from configs.storage import StoreConfig
     from storage.objects.store import Store
     from storage.runs.run_store import RunStore
+
+Q = TypeVar("Q")  # what a command was asked
 
 GOOD, FOUND, BAD_INPUT = 0, 1, 2  # exit codes
 WIDTH = 140  # columns of the output where it is no terminal
@@ -121,6 +123,14 @@ def one_of(*options: Option, required: bool = False) -> OneOf:
     return OneOf(options, required)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreRequest:
+    """What a command was asked that looks at all runs of a store."""
+
+    store: StoreConfig
+    arguments: argparse.Namespace  # the command's own options
+
+
 class Command:
     """The main function of a command that looks at a stored run."""
 
@@ -146,25 +156,68 @@ class Command:
         return run(words, lambda request: answering(self.answer)(request))
 
 
-def answering(path: str) -> Callable[[Request], Answer]:
-    """The function that a command's path names."""
+class StoreCommand(Command):
+    """The same of a command that looks at all runs of a store."""
+
+    def __call__(self) -> int:
+        words = _of_store(argparse.ArgumentParser(f"refrain {self.name}", None, self.description))
+        for one in self._options:
+            one.add_to(words)
+        return run(words, lambda asked: answering(self.answer)(asked), asked_of=_store_request)
+
+
+def answering(path: str) -> Callable[[Any], Answer]:
+    """The function that a command's path names; it takes what the command was asked."""
     module, _, name = path.partition(":")
-    found: Callable[[Request], Answer] = getattr(importlib.import_module(module), name)
+    found: Callable[[Any], Answer] = getattr(importlib.import_module(module), name)
     return found
+
+
+def _request(arguments: argparse.Namespace) -> Request:
+    from storage.objects.store import Store
+
+    cluster = [word for word in arguments.words if word.startswith("cluster.")]
+    if not arguments.starts_workers:
+        cluster = []  # refused below, as settings that mean nothing here
+    if arguments.at_step:
+        arguments.run, arguments.step = split_step(arguments.run)
+    if arguments.several:
+        arguments.others = [word for word in arguments.words if "=" not in word]
+        arguments.words = [word for word in arguments.words if "=" in word]
+    store = store_of([word for word in arguments.words if word not in cluster])
+    files = find_run(Store(store.uri, store.options), arguments.run)
+    return Request(files=files, store=store, cluster=cluster, arguments=arguments)
+
+
+def _of_store(found: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    found.epilog = "Exit code: 0 all is good, 1 a problem was found, 2 bad input."
+    found.add_argument(
+        "words",
+        nargs="*",
+        metavar="key=value",
+        help="settings of where the runs are: store.uri=… (default: the store that runs use)",
+    )
+    found.add_argument("--json", action="store_true", help="print one JSON object")
+    return found
+
+
+def _store_request(arguments: argparse.Namespace) -> StoreRequest:
+    return StoreRequest(store=store_of(arguments.words), arguments=arguments)
 
 
 @until_nobody_reads
 def run(
     words_of: argparse.ArgumentParser,
-    work: Callable[[Request], Answer],
+    work: Callable[[Q], Answer],
     argv: Sequence[str] | None = None,
+    asked_of: Callable[[argparse.Namespace], Q] = _request,  # type: ignore[assignment]
 ) -> int:
-    """Carry out a command; returns the exit code."""
+    """Carry out a command; returns the exit code. asked_of: what it was asked, by its words."""
     arguments = words_of.parse_intermixed_args(argv)
     from configs.overrides import ConfigError
 
     try:
-        answer = work(_request(arguments))
+        answer = work(asked_of(arguments))
     except (ConfigError, ValueError) as error:
         return _refuse(error, BAD_INPUT)
     except RuntimeError as error:  # of the store or of workers: named errors with a sentence
@@ -186,22 +239,6 @@ def _refuse(error: Exception, code: int) -> int:
 def _plain(value: Any) -> Any:
     """Values of NumPy and sets, which JSON does not know."""
     return sorted(value) if isinstance(value, (set, frozenset)) else value.item()
-
-
-def _request(arguments: argparse.Namespace) -> Request:
-    from storage.objects.store import Store
-
-    cluster = [word for word in arguments.words if word.startswith("cluster.")]
-    if not arguments.starts_workers:
-        cluster = []  # refused below, as settings that mean nothing here
-    if arguments.at_step:
-        arguments.run, arguments.step = split_step(arguments.run)
-    if arguments.several:
-        arguments.others = [word for word in arguments.words if "=" not in word]
-        arguments.words = [word for word in arguments.words if "=" in word]
-    store = store_of([word for word in arguments.words if word not in cluster])
-    files = find_run(Store(store.uri, store.options), arguments.run)
-    return Request(files=files, store=store, cluster=cluster, arguments=arguments)
 
 
 def split_step(name: str) -> tuple[str, int | None]:

@@ -74,7 +74,7 @@ def answer(request: Request) -> Answer:
     ]
     record: dict[str, Any] = {
         "run": files.run,
-        "state": _state(bool(holder), finished, back),
+        "state": state_of(bool(holder), finished, back),
         "steps_committed": done,
         "steps": config.steps,
         "origin": None if origin is None else str(origin),
@@ -104,7 +104,8 @@ def answer(request: Request) -> Answer:
     return Answer(record=record, shown=[*shown, *_committed(steps)], good=good)
 
 
-def _state(running: bool, finished: bool, back: RolledBack | None) -> str:
+def state_of(running: bool, finished: bool, back: RolledBack | None) -> str:
+    """What a run is doing, in a word or a clause."""
     if back is not None:
         return f"rolled back to step {back.to} by {back.guard}, continued as {back.child}"
     return "running" if running else "finished" if finished else "stopped"

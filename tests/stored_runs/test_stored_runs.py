@@ -8,13 +8,16 @@ of the others weights, trainer states and batches are left out.
 
 from __future__ import annotations
 
+import json
 import shutil
+import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 import torch
 
+from flows.runs import main as main_of_runs
 from storage.audit.audit import audit
 from storage.objects.store import Store
 from storage.runs.commit_log import head, history
@@ -107,3 +110,55 @@ def test_a_run_that_was_killed_goes_on_where_it_was(
     if same_bits():
         assert [commit.version_out.digest for commit in commits] == DIGESTS
     assert audit(run.files).problems == []
+
+
+def listed(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str
+) -> tuple[int, str, str]:
+    """What `refrain runs` says of a store: exit code, output, errors."""
+    monkeypatch.setattr(sys, "argv", ["runs", f"store.uri=file://{folder}", *words])
+    code = main_of_runs()
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_runs_are_listed(
+    unpacked: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shutil.copytree(unpacked / "grpo", tmp_path / "store")
+    (killed,) = runs(unpacked, "grpo-killed")
+    shutil.copytree(unpacked / "grpo-killed" / killed.run, tmp_path / "store" / killed.run)
+    broken = tmp_path / "store" / "broken-20261127-000000-0000"
+    broken.mkdir()
+    (broken / "run.json").write_text("{")
+
+    code, out, _ = listed(tmp_path / "store", capsys, monkeypatch, "--json", "--sizes")
+    record = json.loads(out)
+    found = {one["run"]: one for one in record["listed"]}
+    assert (code, record["runs"], len(found)) == (0, 4, 4)
+    for files in runs(tmp_path, "store"):
+        one = found[files.run]
+        if files.run == broken.name:
+            assert one["state"].startswith("cannot be read: ")
+            continue
+        last = next(iter(history(files)))
+        assert one["step"] == last.step
+        assert one["reward"] == last.metrics["reward/mean"]
+        assert 0 < one["committed"] - one["begun"] < 600
+        kept = [path for path in (tmp_path / "store" / files.run).rglob("*") if path.is_file()]
+        sizes = (path.stat().st_size for path in kept if path.suffix != ".lock")  # of this machine
+        assert one["bytes"] == sum(sizes)
+    states = {one["run"].rsplit("-", 3)[0]: one["state"] for one in record["listed"]}
+    assert (states["grpo"], states["grpo-killed"]) == ("finished", "stopped")
+    assert [one["origin"] is None for one in record["listed"]].count(False) == 1
+    assert record["listed"][0]["run"] == broken.name  # begun last, by its name
+
+    code, out, _ = listed(tmp_path / "store", capsys, monkeypatch, "--last", "1")
+    assert code == 0
+    assert "4 runs in" in out and "1 of them here" in out and killed.run not in out
+    assert listed(tmp_path / "none", capsys, monkeypatch)[1].startswith("There is no run in")
+    code, _, err = listed(tmp_path / "store", capsys, monkeypatch, "--last", "-1")
+    assert (code, err) == (2, "--last -1 is no number of runs. 0 is all.\n")

@@ -1,0 +1,147 @@
+"""The runs of a store, a line for each."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from configs.overrides import ConfigError
+from storage.objects.errors import StoreError
+from storage.objects.store import Store
+from storage.runs.commit_log import Outline, head, read_outline
+from storage.runs.live import is_done, read_end
+from storage.runs.origins import origin_of, start_of
+from storage.runs.run_lease import holder_of
+from storage.runs.run_store import RUN_NAME, RunStore
+from tasks.commands.command import Answer, StoreRequest, bytes_text, heading, table, text
+from tasks.commands.inspect import state_of
+from tasks.run.recorded_flow import flow_of, settings_of
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+BEGUN = re.compile(r"-(\d{8}-\d{6})-[0-9a-f]{4}$")  # of a run's name, as new_name has it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListedRun:
+    """A run as the list has it."""
+
+    run: str
+    flow: str = ""  # package.module:function that makes it
+    state: str  # running, finished, stopped, rolled back …, or why it cannot be read
+    step: int = 0  # last committed one
+    steps: int | None = None  # that it was asked for
+    reward: float | None = None  # mean, of the last step
+    begun: float | None = None  # seconds since 1970, by its name
+    committed: float | None = None  # when its last step was
+    origin: str | None = None  # RUN@STEP where it began
+    bytes: int | None = None  # in the store; None: not asked for
+
+    @property
+    def at_work(self) -> float:
+        """When it was at work last, as far as that is known."""
+        return max(self.committed or 0.0, self.begun or 0.0)
+
+
+def answer(request: StoreRequest) -> Answer:
+    """List them. Raises ConfigError for a store that holds none."""
+    if request.arguments.last < 0:
+        raise ConfigError(f"--last {request.arguments.last} is no number of runs. 0 is all.")
+    store = Store(request.store.uri, request.store.options)
+    names = [
+        name
+        for name in store.children()
+        if RUN_NAME.fullmatch(name) and store.exists(RunStore(store, name).run_json_key)
+    ]
+    found = sorted(map(_listed, [RunStore(store, name) for name in names]), key=lambda one: one.run)
+    found.sort(key=lambda one: -one.at_work)
+    chosen = found[: request.arguments.last or None]
+    if request.arguments.sizes:
+        chosen = [_sized(store, one) for one in chosen]
+    record = {"store": store.uri, "runs": len(found), "listed": [asdict(one) for one in chosen]}
+    return Answer(record=record, shown=_shown(store, found, chosen, request.arguments.sizes))
+
+
+def _listed(files: RunStore) -> ListedRun:
+    begun = _begun(files.run)
+    try:
+        config, origin = settings_of(files), origin_of(files)
+        step = head(files)
+        last = None if step is None else read_outline(files, step)
+        done = step or start_of(files)
+        finished, end = is_done(files, done), read_end(files)
+        back = None if end is None or not finished else end.rolled_back
+        return ListedRun(
+            run=files.run,
+            flow=flow_of(files),
+            state=state_of(bool(holder_of(files)), finished, back),
+            step=done,
+            steps=config.steps if last is None else _asked(last, config.steps),
+            reward=None if last is None else last.metrics.get("reward/mean"),
+            begun=begun,
+            committed=None if last is None else last.committed_at,
+            origin=None if origin is None else str(origin),
+        )
+    except (StoreError, ConfigError, ValueError) as error:
+        first = " ".join(str(error).split())
+        return ListedRun(run=files.run, state=f"cannot be read: {first[:200]}", begun=begun)
+
+
+def _asked(last: Outline, steps: int) -> int:
+    """The steps of a run that was perhaps given others since it began."""
+    now = last.update.get("steps")
+    return now if isinstance(now, int) else steps
+
+
+def _begun(name: str) -> float | None:
+    found = BEGUN.search(name)
+    if found is None:
+        return None
+    try:
+        begun = datetime.datetime.strptime(found[1], "%Y%m%d-%H%M%S")
+    except ValueError:  # digits of a name that a person gave
+        return None
+    return begun.replace(tzinfo=datetime.UTC).timestamp()
+
+
+def _sized(store: Store, one: ListedRun) -> ListedRun:
+    sizes = store.sizes(store.list(one.run))
+    return ListedRun(**{**asdict(one), "bytes": sum(sizes.values())})
+
+
+def _shown(
+    store: Store, found: list[ListedRun], chosen: list[ListedRun], sizes: bool
+) -> list[RenderableType]:
+    if not found:
+        return [text(f"There is no run in {store.uri}.")]
+    lines = table(
+        *("run", "state", "steps", "reward", "last step", "from"),
+        *(["size"] if sizes else []),
+        right=("steps", "reward", "size"),
+    )
+    for one in chosen:
+        steps = f"{one.step}" if one.steps is None else f"{one.step}/{one.steps}"
+        lines.add_row(
+            one.run,
+            text(one.state),
+            steps,
+            "" if one.reward is None else f"{one.reward:.3f}",
+            "" if one.committed is None else _ago(one.committed),
+            one.origin or "",
+            *([bytes_text(one.bytes or 0)] if sizes else []),
+        )
+    more = f", {len(chosen)} of them here" if len(chosen) < len(found) else ""
+    runs = "1 run" if len(found) == 1 else f"{len(found)} runs"
+    return [heading(f"{runs} in {store.uri}{more}"), lines]
+
+
+def _ago(then: float) -> str:
+    """How long a moment is ago, for people."""
+    seconds = max(0, int(datetime.datetime.now(datetime.UTC).timestamp() - then))
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds // size} {unit} ago"
+    return f"{seconds} s ago"
