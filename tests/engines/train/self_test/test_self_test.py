@@ -162,36 +162,27 @@ def test_a_child_that_breaks_off_is_no_verdict(
 
 
 # What transformers' classes of causal models have for sizes; as many kinds of models as there are.
-FAMILIES = {
-    **dict.fromkeys(
-        (
-            *("qwen2", "qwen3", "mistral", "ministral3", "olmo2", "olmo3", "smollm3", "glm4"),
-            *("gemma3_text", "gemma3n_text", "gemma4_text", "ernie4_5", "hunyuan_v1_dense"),
-            *("cohere2", "granitemoe", "nanochat", "starcoder2", "exaone4", "apertus"),
-            *("qwen3_moe", "glm4_moe", "mixtral", "olmoe", "afmoe", "arcee"),
-            *("helium", "gpt2", "gpt_neox", "flex_olmo", "gemma2", "seed_oss", "gpt_oss"),
-            *("qwen3_next", "qwen3_5_text", "minimax", "nemotron_h", "bamba", "falcon_h1", "lfm2"),
-            *("falcon", "bloom", "gptj", "codegen", "mpt", "stablelm", "nemotron", "mamba2"),
-        ),
-        "exact",
-    ),
-    "deepseek_v32": "computes attention by itself",
-}
+FAMILIES = (
+    *("qwen2", "qwen3", "mistral", "ministral3", "olmo2", "olmo3", "smollm3", "glm4"),
+    *("gemma3_text", "gemma3n_text", "gemma4_text", "ernie4_5", "hunyuan_v1_dense"),
+    *("cohere2", "granitemoe", "nanochat", "starcoder2", "exaone4", "apertus"),
+    *("qwen3_moe", "glm4_moe", "mixtral", "olmoe", "afmoe", "arcee"),
+    *("helium", "gpt2", "gpt_neox", "flex_olmo", "gemma2", "seed_oss", "gpt_oss"),
+    *("qwen3_next", "qwen3_5_text", "minimax", "nemotron_h", "bamba", "falcon_h1", "lfm2"),
+    *("falcon", "bloom", "gptj", "codegen", "mpt", "stablelm", "nemotron", "mamba2"),
+    "deepseek_v32",
+)
 
 
 # Without which transformers cannot build a model of its own defaults.
-ABSENT = {"hunyuan_v1_dense": {"head_dim": 128}}
+ABSENT = {"hunyuan_v1_dense": {"head_dim": 128}, "nemotron": {"num_key_value_heads": 8}}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_family_is_silently_wrong(tmp_path: Path, name: str) -> None:
     found = verdict(saved(tmp_path, family(name, **ABSENT.get(name, {}))), longest=128)
-    if FAMILIES[name] == "exact":
-        assert (found.refused, found.untested) == (None, None)
-    else:
-        assert found.refused is not None
-        assert FAMILIES[name] in found.refused
+    assert (found.refused, found.untested) == (None, None)
 
 
 @pytest.mark.slow
