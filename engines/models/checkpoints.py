@@ -93,7 +93,8 @@ def materialize(config: ModelConfig, cache: Path = DEFAULT_CACHE) -> Path:
     if source is not None and source.is_file():
         return _made_once(_place(config, cache), lambda target: convert_gguf(source, target))
     directory = _from_hub(config) if source is None else source
-    if quantisation(json.loads((directory / "config.json").read_text())) not in UNPACKED:
+    config_file = directory / "config.json"  # of a hub's model there may be none
+    if not config_file.exists() or quantisation(_read_json(config_file)) not in UNPACKED:
         return directory
     place = _place_of_unpacked(directory, cache)
     return _made_once(place, lambda target: unpack_mxfp4(directory, target))
@@ -161,6 +162,16 @@ def _place_by(name: str, facts: dict[str, object], cache: Path) -> Path:
     facts["conversion"] = _CONVERSION
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     return (cache / f"{name}-{digest}").absolute()
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(
+            f"{file} cannot be read: {error}. Set model.path to a complete transformers checkpoint."
+        ) from error
+    return found
 
 
 def quantisation(config: Mapping[str, Any]) -> str | None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from configs.model import PretrainedModel, RandomModel
 from engines.models.checkpoints import DEFAULT_CACHE, gguf_file, present, quantisation
+from engines.models.tensor_files import stored_tensors
 from engines.models.vla.shapes import VisionShape, tiny_towers, vision_of
 
 _ARRAY, _STRING = 9, 8
@@ -265,22 +266,15 @@ def _plain_head(text: dict[str, Any]) -> bool:
     return not (capped or divided or biased) and all(scale == 1 for scale in scales)
 
 
-def _tensors(directory: Path) -> dict[str, list[int]]:
-    """Shape of each tensor of a checkpoint; none where a file does not say.
+def _tensors(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of each tensor of a checkpoint; none where its files do not say.
 
     Who reads the weights says what is wrong with them.
     """
-    found: dict[str, list[int]] = {}
-    for path in directory.glob("*.safetensors"):
-        try:
-            with path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                header = file.read(min(length, path.stat().st_size))  # a damaged one says anything
-            said = json.loads(header)
-            found |= {n: list(map(int, one["shape"])) for n, one in said.items() if n[:2] != "__"}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return {}
-    return found
+    try:
+        return {name: one.shape for name, one in (stored_tensors(directory) or {}).items()}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
 
 
 def _fitting(shape: ModelShape, tensors: Mapping[str, Sequence[int]]) -> ModelShape | None:

@@ -63,7 +63,8 @@ def recorded(work: Callable[[], R], device: torch.device) -> tuple[R, UpdateProf
         seen.export_chrome_trace(str(file))
         trace = gzip.compress(file.read_bytes(), 6)
     events = seen.events() or []
-    kernels = [one for one in events if one.device_type != DeviceType.CPU]
+    # Ranges that code names, such as FSDP's, are drawn on the device too, and span its idle time.
+    kernels = [e for e in events if e.device_type != DeviceType.CPU and not e.is_user_annotation]
     if on_gpu:
         spans = [(one.name, one.time_range.start, one.time_range.end) for one in kernels]
         times = [(name, (end - start) / 1e6) for name, start, end in spans]

@@ -11,7 +11,7 @@ import argparse
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from configs.terminal_text import json_text, print_text, terminal_text
 from tasks.reporting.output import until_nobody_reads
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from configs.storage import StoreConfig
     from storage.objects.store import Store
     from storage.runs.run_store import RunStore
-
-Q = TypeVar("Q")  # what a command was asked
 
 GOOD, FOUND, BAD_INPUT = 0, 1, 2  # exit codes
 WIDTH = 140  # columns of the output where it is no terminal
@@ -56,12 +54,14 @@ def parser(
     after_run: tuple[str, str, str, Callable[[str], Any]] | None = None,
     at_step: bool = False,
     several: bool = False,
+    of_store: bool = False,
 ) -> argparse.ArgumentParser:
     """The words that every such command takes; the command adds its own options.
 
     `cluster`: whether it starts workers. `after_run`: name, metavar, help and type of a word that
     follows the run's name. `at_step`: RUN@STEP names a step, which is then `arguments.step`.
-    `several`: further runs may be named; they are then `arguments.others`.
+    `several`: further runs may be named; they are then `arguments.others`. `of_store`: it looks at
+    all runs of a store, none is named, and it is asked by a StoreRequest.
     """
     settings = "store.uri=… cluster.…=…" if cluster else "store.uri=…"
     found = argparse.ArgumentParser(
@@ -71,7 +71,7 @@ def parser(
     )
     if at_step:
         found.add_argument("run", metavar="RUN[@STEP]", help="name of the run [its last step]")
-    else:
+    elif not of_store:
         found.add_argument("run", metavar="RUN", help="name of the run")
     if after_run is not None:
         word, metavar, meaning, kind = after_run
@@ -83,6 +83,7 @@ def parser(
         help=f"settings of where it is: {settings} (default: the store that runs use)",
     )
     found.set_defaults(starts_workers=cluster, at_step=at_step, step=None, several=several)
+    found.set_defaults(of_store=of_store)
     found.add_argument("--json", action="store_true", help="print one JSON object")
     return found
 
@@ -156,16 +157,6 @@ class Command:
         return run(words, lambda request: answering(self.answer)(request))
 
 
-class StoreCommand(Command):
-    """The same of a command that looks at all runs of a store."""
-
-    def __call__(self) -> int:
-        words = _of_store(argparse.ArgumentParser(f"refrain {self.name}", None, self.description))
-        for one in self._options:
-            one.add_to(words)
-        return run(words, lambda asked: answering(self.answer)(asked), asked_of=_store_request)
-
-
 def answering(path: str) -> Callable[[Any], Answer]:
     """The function that a command's path names; it takes what the command was asked."""
     module, _, name = path.partition(":")
@@ -173,9 +164,11 @@ def answering(path: str) -> Callable[[Any], Answer]:
     return found
 
 
-def _request(arguments: argparse.Namespace) -> Request:
+def _request(arguments: argparse.Namespace) -> Request | StoreRequest:
     from storage.objects.store import Store
 
+    if arguments.of_store:
+        return StoreRequest(store=store_of(arguments.words), arguments=arguments)
     cluster = [word for word in arguments.words if word.startswith("cluster.")]
     if not arguments.starts_workers:
         cluster = []  # refused below, as settings that mean nothing here
@@ -189,35 +182,18 @@ def _request(arguments: argparse.Namespace) -> Request:
     return Request(files=files, store=store, cluster=cluster, arguments=arguments)
 
 
-def _of_store(found: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    found.epilog = "Exit code: 0 all is good, 1 a problem was found, 2 bad input."
-    found.add_argument(
-        "words",
-        nargs="*",
-        metavar="key=value",
-        help="settings of where the runs are: store.uri=… (default: the store that runs use)",
-    )
-    found.add_argument("--json", action="store_true", help="print one JSON object")
-    return found
-
-
-def _store_request(arguments: argparse.Namespace) -> StoreRequest:
-    return StoreRequest(store=store_of(arguments.words), arguments=arguments)
-
-
 @until_nobody_reads
 def run(
     words_of: argparse.ArgumentParser,
-    work: Callable[[Q], Answer],
+    work: Callable[[Any], Answer],
     argv: Sequence[str] | None = None,
-    asked_of: Callable[[argparse.Namespace], Q] = _request,  # type: ignore[assignment]
 ) -> int:
-    """Carry out a command; returns the exit code. asked_of: what it was asked, by its words."""
+    """Carry out a command, whose work takes what it was asked; returns the exit code."""
     arguments = words_of.parse_intermixed_args(argv)
     from configs.overrides import ConfigError
 
     try:
-        answer = work(asked_of(arguments))
+        answer = work(_request(arguments))
     except (ConfigError, ValueError) as error:
         return _refuse(error, BAD_INPUT)
     except RuntimeError as error:  # of the store or of workers: named errors with a sentence

@@ -9,7 +9,7 @@ from prefect.runtime import flow_run
 from prefect.utilities.urls import url_for
 
 from storage.objects.store import Store
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RUN_NAME, RunStore
 
 FIELD = "flow_run"  # of run.json: the id of the flow run that began the run
 
@@ -39,5 +39,6 @@ def begun_before(store: Store, family: str) -> str | None:
         states = client.read_flow_run_states(found)
     if sum(state.is_running() for state in states) < 2:
         return None
-    runs = (RunStore(store, name) for name in store.children() if name.startswith(f"{family}-"))
+    names = (name for name in store.children() if name.startswith(f"{family}-"))
+    runs = (RunStore(store, name) for name in names if RUN_NAME.fullmatch(name))
     return next((run.run for run in runs if run.constant(FIELD) == str(found)), None)

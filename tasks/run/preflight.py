@@ -296,16 +296,17 @@ def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
             f"completion together, more than the {limit} of the model's positions. Set "
             f"{where}.prompt.max_prompt_tokens or {where}.max_new_tokens lower."
         )
-    check_vllm(config.rollout, facts, config.longest_sequence, "rollout")
+    check_vllm(config.rollout, facts, config.longest_sequence, "rollout", resumed)
     if not _gpus_of(config, "rollout"):
         check_vllm_on_cpu(config.rollout, facts, config.longest_sequence, "rollout")
     if not resumed:
         check_tokenizer(config.model)
     _check_template(config, facts)
     known = "not stated" if facts.positions is None else f"{facts.positions} tokens"
-    packed = f"; its {facts.quantised} weights are unpacked to bfloat16" if facts.quantised else ""
+    packed = facts.quantised if facts.quantised in UNPACKED else None
+    unpacked = f"; its {packed} weights are unpacked to bfloat16" if packed else ""
     return (
-        f"{name}: longest sequence {known}, samples of up to {prompt} + {response} tokens{packed}"
+        f"{name}: longest sequence {known}, samples of up to {prompt} + {response} tokens{unpacked}"
     )
 
 

@@ -20,13 +20,19 @@ UNLOADED = {
 }
 
 
-def check_vllm(rollout: RolloutConfig, facts: ModelFacts, longest: int, where: str) -> None:
-    """Whether vLLM, with settings to be found at `where`, computes what the train engine does."""
+def check_vllm(
+    rollout: RolloutConfig, facts: ModelFacts, longest: int, where: str, resumed: bool = False
+) -> None:
+    """Whether vLLM, with settings to be found at `where`, computes what the train engine does.
+
+    resumed: the run was begun before a window was looked at here; its steps were made so.
+    """
     if rollout.engine != "vllm":
         return
     if said := UNLOADED.get(facts.kind or ""):
         raise PreflightError(f"model_type = {facts.kind}: {said}. Set {_other(where)}.")
-    if facts.kind in WIDER and facts.window is not None and longest > facts.window:
+    beyond = facts.window is not None and longest > facts.window
+    if facts.kind in WIDER and beyond and not resumed:
         raise PreflightError(
             f"model_type = {facts.kind}: vLLM has a token attend to one token more than its "
             f"window of {facts.window}, and one sequence may have {longest}. Set {_other(where)}, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,15 @@ def test_weights_are_counted_right_or_not_at_all(family: str, tmp_path: Path) ->
     assert found.shape.parameters == pytest.approx(count, rel=0.02)
     assert not row_needs(model).whole and not mixers(model).recurrent
     assert family not in UNPLANNED
+
+
+def test_the_same_weights_in_another_form_are_not_counted_twice(tmp_path: Path) -> None:
+    """Mistral's checkpoints hold consolidated.safetensors beside transformers' files."""
+    directory = make("Mistral", tmp_path / "model")
+    alone = model_facts(PretrainedModel(path=str(directory)))
+    shutil.copy(directory / "model.safetensors", directory / "consolidated.safetensors")
+    assert alone is not None and alone.shape is not None
+    assert model_facts(PretrainedModel(path=str(directory))) == alone
 
 
 def test_a_width_for_each_layer(tmp_path: Path) -> None:

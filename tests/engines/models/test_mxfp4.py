@@ -15,6 +15,7 @@ from benchmarks.families import FAMILIES
 from configs.model import PretrainedModel
 from engines.models import checkpoints
 from engines.models.facts import model_facts
+from engines.models.making import character_tokenizer
 from engines.train.self_test.child import verdict
 from engines.train.self_test.twin import build
 
@@ -44,6 +45,7 @@ def packed(tmp_path: Path) -> Path:
             120, 126, sizes, generator=bits, dtype=torch.uint8
         )
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    character_tokenizer().save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4"}
     (folder / "config.json").write_text(json.dumps(config))
@@ -70,6 +72,7 @@ def test_each_number_is_the_standards(packed: Path, tmp_path: Path) -> None:
             assert torch.equal(tensor.float(), wanted)
         else:
             assert torch.equal(tensor, before[name])
+    assert checkpoints.load_tokenizer(directory).vocab_size > 0
     assert "quantization_config" not in json.loads((directory / "config.json").read_text())
     assert checkpoints.materialize(model, tmp_path / "cache") == directory  # not made again
 

@@ -65,6 +65,20 @@ def longest_rows(folder: Path) -> BatchRef:
     return write_batch(Store(str(folder / "store")), "run/batch.safetensors", columns)
 
 
+def update_by(engine: FSDPEngine, batch: BatchRef) -> None:
+    """The engine alone makes its first update."""
+    engine.join(0, 1, "127.0.0.1", 0, 1, 60.0)
+    engine.update(
+        UpdateRequest(
+            step=1,
+            batch=batch,
+            algorithm=AlgorithmConfig(),
+            temperature=TEMPERATURE,
+            max_new_tokens=RESPONSE,
+        )
+    )
+
+
 @pytest.fixture
 def hooked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes that autograd keeps of each micro-batch, weights left out."""
@@ -113,17 +127,7 @@ def test_activations_weights_and_moments_are_what_the_plan_says(
     lora = settings.get("lora")
     settings = {name: value for name, value in settings.items() if name != "lora"}
     engine = FSDPEngine(spec(tmp_path, **settings).model_copy(update={"lora": lora}))
-    engine.join(0, 1, "127.0.0.1", 0, 1, 60.0)
-    batch = longest_rows(tmp_path)
-    engine.update(
-        UpdateRequest(
-            step=1,
-            batch=batch,
-            algorithm=AlgorithmConfig(),
-            temperature=TEMPERATURE,
-            max_new_tokens=RESPONSE,
-        )
-    )
+    update_by(engine, longest_rows(tmp_path))
     held = engine.memory_held("host")
     engine.leave()
 
@@ -164,16 +168,7 @@ def test_norms_of_queries_and_keys_are_in_the_plan(
     shape = shape_of(model)
     assert shape.head_norms and not shape_of().head_norms
     engine = FSDPEngine(spec(tmp_path).model_copy(update={"lora": lora, "model": model}))
-    engine.join(0, 1, "127.0.0.1", 0, 1, 60.0)
-    engine.update(
-        UpdateRequest(
-            step=1,
-            batch=longest_rows(tmp_path),
-            algorithm=AlgorithmConfig(),
-            temperature=TEMPERATURE,
-            max_new_tokens=RESPONSE,
-        )
-    )
+    update_by(engine, longest_rows(tmp_path))
     engine.leave()
     train = TrainConfig(compute_dtype="float32", micro_batch_tokens=4096)
     largest = largest_batch(4096, PROMPT, RESPONSE, ROWS, GROUP, 1)
@@ -193,16 +188,7 @@ def test_layers_without_a_gate_are_in_the_plan(
     shape = shape_of(model)
     assert not shape.gated and shape_of().gated
     engine = FSDPEngine(spec(tmp_path).model_copy(update={"model": model}))
-    engine.join(0, 1, "127.0.0.1", 0, 1, 60.0)
-    engine.update(
-        UpdateRequest(
-            step=1,
-            batch=longest_rows(tmp_path),
-            algorithm=AlgorithmConfig(),
-            temperature=TEMPERATURE,
-            max_new_tokens=RESPONSE,
-        )
-    )
+    update_by(engine, longest_rows(tmp_path))
     engine.leave()
     train = TrainConfig(compute_dtype="float32", micro_batch_tokens=4096)
     largest = largest_batch(4096, PROMPT, RESPONSE, ROWS, GROUP, 1)

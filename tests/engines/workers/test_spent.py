@@ -72,7 +72,7 @@ def test_the_processes_that_a_process_started_count() -> None:
         time.sleep(0.05)
     alive = cpu_seconds()
     child.communicate(b"\n")
-    assert alive - before >= 0.39  # of hundredths, as floats
+    assert round(alive - before, 2) >= 0.4  # of hundredths, as floats
     assert cpu_seconds() >= alive - 0.05, "it has ended, and counts still"
 
 

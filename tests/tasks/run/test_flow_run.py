@@ -43,6 +43,7 @@ def store(tmp_path: Path) -> Store:
     }
     for name, begun_by in runs.items():
         RunStore(made, name).write_run({"config": {}, **begun_by})
+    (tmp_path / "tiny-1 (copy)").mkdir()  # of a person, and no name of a run
     return made
 
 

@@ -284,6 +284,9 @@ def test_weights_in_mxfp4_are_said_to_be_unpacked(tmp_path: Path) -> None:
     word = checkpoint(tmp_path / "model", quantization_config={"quant_method": "mxfp4"})
     (found,) = (f.found for f in check_settings(settings(tmp_path, word)) if f.check == "model")
     assert found.endswith("; its mxfp4 weights are unpacked to bfloat16")
+    word = checkpoint(tmp_path / "other", quantization_config={"quant_method": "awq"})
+    resumed = check_settings(settings(tmp_path, word), resumed=True)
+    assert not any("unpacked" in finding.found for finding in resumed)
 
 
 def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
@@ -730,6 +733,14 @@ def test_what_vllm_computes_otherwise_is_refused(
     asked = [model, *words, "rollout.engine=vllm"]
     assert says in refused(tmp_path, *asked)
     assert "rollout.engine = transformers" in refused(tmp_path, *asked)
+
+
+def test_a_run_that_was_begun_goes_on_beyond_the_window(tmp_path: Path) -> None:
+    """Its steps were made so, by a Refrain that did not look at it."""
+    config = {"model_type": "cohere2", "sliding_window": 20, "head_dim": 32}
+    words = [checkpoint(tmp_path / "model", **config), "rollout.engine=vllm"]
+    assert "one token more" in refused(tmp_path, *words)
+    check_settings(settings(tmp_path, *words), resumed=True)
 
 
 def test_vllm_is_taken_within_the_window(tmp_path: Path) -> None:

@@ -143,9 +143,8 @@ def test_verdicts_are_kept_in_a_folder_of_the_user_alone(
     with self_test(model, 64) as wait:
         assert wait() == Verdict(refused="kept")
     folder.chmod(0o707)  # others may have written what is in it
-    monkeypatch.setattr("sys.executable", "/bin/false")
     with self_test(model, 64) as wait:
-        assert "broke off" in (wait().untested or "")  # it is tested again
+        assert wait() == first
 
 
 def test_a_child_that_breaks_off_is_no_verdict(
