@@ -12,7 +12,9 @@ of one sequence at a time with eager attention, but for the gradient (a share of
 - sampled and scored, by the transformers engine and by vLLM after a second sync: log-probs of the
   tokens that it drew, and of given ones, under the version's folder.
 - LoRA: as export, of an adapter that is merged into its base.
-- plan: the weights that the memory plan counts, as a share of those that there are.
+- plan: the weights that the memory plan counts, as a share of those that there are, and what it says
+  that a micro-batch keeps, as a share of what autograd keeps of it (float32, samples as
+  long as they may be).
 
 A family is refused where the self-test before a run refuses it. Each runs in a process of its own.
 """
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from engines.rollout.engine import RolloutEngine
+    from engines.train.batching.packed_batch import PackedBatch
     from storage.objects.store import Store
     from storage.runs.weights import WeightsRef
 
@@ -46,7 +49,7 @@ COLUMNS = {
     "transformers": "transformers engine: sampled, scored",
     "vllm": "vLLM: sampled, scored",
     "lora": "LoRA",
-    "plan": "plan",
+    "plan": "plan: weights, kept",
 }
 LIMIT = 900.0  # seconds for a family
 LONGEST = 48  # tokens of a sample
@@ -211,13 +214,46 @@ class Family:
 
     def plan(self) -> str:
         from configs.model import PretrainedModel
-        from engines.models.facts import model_facts
+        from configs.train import TrainConfig
+        from engines.train.memory_plan import Batch, activation_bytes
+        from tasks.memory.holders import sizes_of
 
-        facts = model_facts(PretrainedModel(path=str(self.directory)))
-        if facts is None or facts.shape is None:
+        shape = sizes_of(PretrainedModel(path=str(self.directory)), LONGEST + 1, "float32")
+        if shape is None:
             return "none"
         model = plain(self.directory)
-        return f"{facts.shape.parameters / sum(w.numel() for w in model.parameters()):.3f}"
+        weights = sum(weight.numel() for weight in model.parameters())
+        kept, packed = kept_by(model)
+        batch = Batch(
+            tokens=packed.tokens.numel(),
+            slots=packed.layout.expand.numel(),
+            responses=packed.labels.numel(),
+            longest=LONGEST,
+            several=False,
+        )
+        train = TrainConfig(compute_dtype="float32")
+        planned = activation_bytes(shape, train, batch, 4, on_gpu=False)
+        return f"{shape.parameters / weights:.3f}, {planned / kept:.3f}"
+
+
+def kept_by(model: PreTrainedModel) -> tuple[int, PackedBatch]:
+    """Bytes that autograd keeps of a micro-batch: two prompts, four samples of LONGEST of each."""
+    import numpy as np
+
+    from benchmarks.memory import counted
+    from engines.train.batching.packed_batch import pack
+    from engines.train.policy import decoder_states, packed_attention
+    from engines.train.self_test.comparison import ALONE
+
+    model, needs = packed_attention(model)
+    prompts = [np.full(LONGEST // 2, 40 + row // 4) for row in range(8)]
+    responses = [np.full(LONGEST + 1 - len(prompt), 50 + n) for n, prompt in enumerate(prompts)]
+    packed, kept = pack(prompts, responses, needs=needs), dict[int, int]()
+    with counted(kept):
+        # Its result lives until all is counted, so that no other storage gets an address again.
+        states = decoder_states(model.get_decoder(), packed, packed.predictors, ALONE, needs.whole)
+    del states
+    return sum(kept.values()), packed
 
 
 def plain(directory: Path) -> PreTrainedModel:

@@ -270,6 +270,16 @@ def build_empty(directory: Path) -> PreTrainedModel:
     return _build(_config(directory), "float32", "meta")
 
 
+def build_without_values(directory: Path, dtype: Dtype) -> PreTrainedModel:
+    """The same on a CPU, for torch's FakeTensorMode, which the caller has entered."""
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():  # some draw weights by values, which are not there
+        model = _build(_config(directory), dtype, "cpu")
+    model.tie_weights()  # which is part of it
+    return model
+
+
 def build_untied(directory: Path, dtype: Dtype, device: str) -> PreTrainedModel:
     """The model of `directory`, weights not loaded, its output head apart from the embedding.
 

@@ -7,18 +7,16 @@ GGUF file in the header before its tensors.
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import string
 import struct
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from configs.model import PretrainedModel, RandomModel
 from engines.models.checkpoints import DEFAULT_CACHE, gguf_file, present, quantisation
-from engines.models.tensor_files import stored_tensors
 from engines.models.vla.shapes import VisionShape, tiny_towers, vision_of
 
 _ARRAY, _STRING = 9, 8
@@ -69,17 +67,25 @@ UNSAID: dict[str, dict[str, Any]] = {
     "smollm3": {"tie_word_embeddings": True, "num_key_value_heads": 4},
     "starcoder2": {"tie_word_embeddings": True, "num_key_value_heads": 2},
 }
-# Models like Llama but for attention by their own code, in rows of which no two share a prompt: what
-# an update of these keeps is not planned.
-_APART = ("nemotron", "stablelm")
-_OFF = 0.05  # share by which weights that are counted may be others than a shape has
+# Decoders whose sizes follow from config.json as Llama's do, and whether their queries and keys are
+# normed. What others keep is seen by going through their code (engines/train/tracing.py).
+LIKE_LLAMA = {
+    "granite": False,
+    "llama": False,
+    "ministral3": False,
+    "mistral": False,
+    "qwen2": False,
+    "qwen3": True,
+    "seed_oss": False,
+    "smollm3": False,
+}
 # What layers are called that carry a state from token to token, in layer_types.
 _STATES = ("linear_attention", "conv", "mamba", "mamba2", "recurrent")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """The sizes of a decoder like Llama's, or with plain feed-forward layers."""
+    """The sizes of a decoder like Llama's."""
 
     hidden: int  # width of the residual stream
     layers: int
@@ -91,21 +97,36 @@ class ModelShape:
     tied: bool  # whether the output head is the embedding
     vision: VisionShape | None = None  # of a policy that looks at images
     head_norms: bool = False  # whether queries and keys are normed, as Qwen3's are
-    gated: bool = True  # whether feed-forward layers have a gate, and so three matrices
 
     @property
     def layer_parameters(self) -> int:
         """Weights of a layer, without biases."""
         attention = 2 * self.hidden * self.head_size * (self.heads + self.kv_heads)
-        matrices = 3 if self.gated else 2
-        return attention + matrices * self.hidden * self.intermediate + 2 * self.hidden
+        return attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+
+    @property
+    def inside(self) -> int:
+        """Weights of all layers."""
+        return self.layers * self.layer_parameters
 
     @property
     def parameters(self) -> int:
         """Weights in all; a head that is tied counts once."""
         tables = (1 if self.tied else 2) * self.vocabulary * self.hidden
         vision = 0 if self.vision is None else self.vision.parameters
-        return self.layers * self.layer_parameters + tables + self.hidden + vision
+        return self.inside + tables + self.hidden + vision
+
+    @property
+    def state(self) -> int:
+        """Numbers that decoding keeps of a sequence, however long it is."""
+        return 0
+
+    def cached_numbers(self, parts: int = 1) -> int:
+        """Numbers that decoding keeps of a token, on each of so many devices.
+
+        Where there are more of them than heads of keys, each has one.
+        """
+        return 2 * self.layers * max(1, self.kv_heads // parts) * self.head_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +144,7 @@ class ModelFacts:
     kv_heads: int | None  # heads of keys and values; None also where a layer keeps others
     head_size: int | None  # numbers in one head's key
     chat_template: bool  # whether its tokenizer has one
-    shape: ModelShape | None = None  # None also for mixtures of experts and recurrent layers
+    shape: ModelShape | None = None  # None also where its code has to be gone through for them
     states: bool = False  # whether layers carry a state from token to token
     kind: str | None = None  # model_type, of its text model
     rope_limit: int | None = None  # tokens from which on sequences have other rotary positions
@@ -200,21 +221,18 @@ def _of_directory(directory: Path) -> ModelFacts:
     head_size = text.get("head_dim") or (
         text["hidden_size"] // heads if heads and text.get("hidden_size") else None
     )
-    compressed, states = text.get("kv_lora_rank") is not None, _has_states(text)
-    tensors = _tensors(directory)
-    shape = _shape(text, head_size, vision, any(".q_norm." in name for name in tensors))
-    if vision is None and shape is not None:
-        shape = _fitting(shape, tensors)
+    compressed = text.get("kv_lora_rank") is not None
+    window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
     return ModelFacts(
         positions=_positions(text),
-        window=text.get("sliding_window") if text.get("use_sliding_window", True) else None,
+        window=window,
         layers=text.get("num_hidden_layers"),
         heads=heads,
         kv_heads=None if compressed else text.get("num_key_value_heads") or heads,
         head_size=head_size,
         chat_template=_has_chat_template(directory),
-        shape=None if compressed or states or text.get("model_type") in _APART else shape,
-        states=states,
+        shape=_shape(text, head_size, vision) if window is None else None,
+        states=_has_states(text),
         kind=text.get("model_type"),
         rope_limit=_rope_limit(text),
         vision=vision,
@@ -233,9 +251,12 @@ def made_vision(config: RandomModel) -> VisionShape | None:
 
 
 def _shape(
-    text: dict[str, Any], head_size: int | None, vision: VisionShape | None, head_norms: bool
+    text: dict[str, Any], head_size: int | None, vision: VisionShape | None
 ) -> ModelShape | None:
-    """By config.json; None where it does not say all, or has experts."""
+    """By config.json; None where it does not say all, or its model is another one than Llama's."""
+    kind = str(text.get("model_type"))
+    if vision is None and kind not in LIKE_LLAMA:
+        return None
     heads = text.get("num_attention_heads")
     sizes = {
         "hidden": text.get("hidden_size"),
@@ -246,13 +267,8 @@ def _shape(
         "head_size": head_size,
         "vocabulary": text.get("vocab_size"),
     }
-    widths = sizes["intermediate"]
-    if isinstance(widths, list):  # of each layer
-        sizes["intermediate"] = widths[0] if len(set(widths)) == 1 else None
-    if any("expert" in name for name in text):
-        return None
     tied = bool(text.get("tie_word_embeddings", False))
-    return _whole_shape(sizes, tied, head_norms, vision)
+    return _whole_shape(sizes, tied, LIKE_LLAMA.get(kind, False), vision)
 
 
 def _plain_head(text: dict[str, Any]) -> bool:
@@ -264,31 +280,6 @@ def _plain_head(text: dict[str, Any]) -> bool:
     divided = text.get("dim_model_base") not in (None, text.get("hidden_size"))
     biased = text.get("model_type") in ("phi", "gptj", "codegen")
     return not (capped or divided or biased) and all(scale == 1 for scale in scales)
-
-
-def _tensors(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of each tensor of a checkpoint; none where its files do not say.
-
-    Who reads the weights says what is wrong with them.
-    """
-    try:
-        return {name: one.shape for name, one in (stored_tensors(directory) or {}).items()}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return {}
-
-
-def _fitting(shape: ModelShape, tensors: Mapping[str, Sequence[int]]) -> ModelShape | None:
-    """With a gate or without, as its weights are counted; None where they are other ones."""
-    inside = {name for name in tensors if "language_model" in name} or set(tensors)
-    heads = {name for name in tensors if name.split(".")[-2:-1] in (["lm_head"], ["embed_out"])}
-    names = {name for name in inside - heads if not name.startswith("mtp.")}
-    counted = sum(math.prod(tensors[name]) for name in names)
-    if not shape.tied:
-        counted += shape.vocabulary * shape.hidden
-    for one in (shape, replace(shape, gated=False)):
-        if not names or abs(counted / one.parameters - 1) <= _OFF:
-            return one
-    return None
 
 
 def _whole_shape(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from configs.rollout import RolloutConfig
-from engines.models.facts import ModelShape
+from engines.models.traced_shape import Shape
 
 GIB = 2**30
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -54,19 +54,17 @@ class VllmShare:
         return self.weights + self.longest * self.token
 
 
-def vllm_share(rollout: RolloutConfig, shape: ModelShape, longest: int, gpu: int) -> VllmShare:
+def vllm_share(rollout: RolloutConfig, shape: Shape, longest: int, gpu: int) -> VllmShare:
     """Of a GPU with so many bytes; longest: tokens of a sample."""
-    parts = rollout.tensor_parallel_size
-    keys = max(1, shape.kv_heads // parts)  # where there are more GPUs than heads each has one
     return VllmShare(
         whole=int(rollout.gpu_memory_utilization * gpu),
         weights=weights_bytes(rollout, shape),
-        token=2 * shape.layers * keys * shape.head_size * BYTES[rollout.dtype],
+        token=shape.cached_numbers(rollout.tensor_parallel_size) * BYTES[rollout.dtype],
         longest=-(-longest // BLOCK) * BLOCK,
     )
 
 
-def weights_bytes(rollout: RolloutConfig, shape: ModelShape) -> int:
+def weights_bytes(rollout: RolloutConfig, shape: Shape) -> int:
     """The model on each device; the output head is a weight of its own, tied or not."""
     tables = 2 * shape.vocabulary * shape.hidden
     inside = shape.parameters - (1 if shape.tied else 2) * shape.vocabulary * shape.hidden
@@ -74,7 +72,7 @@ def weights_bytes(rollout: RolloutConfig, shape: ModelShape) -> int:
 
 
 def engine_bytes(
-    rollout: RolloutConfig, shape: ModelShape, samples: int, longest: int
+    rollout: RolloutConfig, shape: Shape, samples: int, longest: int
 ) -> dict[str, int]:
     """What an engine holds by holder, but for vLLM on GPUs (`vllm_share`).
 
@@ -88,5 +86,5 @@ def engine_bytes(
     if rollout.engine == "vllm":
         return {"weights": weights, "keys and values": int(rollout.kv_cache_gib * GIB)}
     longest = 1 << (longest - 1).bit_length()  # a row's room is doubled as it grows
-    token = 2 * shape.layers * shape.kv_heads * shape.head_size * BYTES[rollout.dtype]
-    return {"weights": weights, "keys and values": samples * longest * token}
+    each = (longest * shape.cached_numbers() + shape.state) * BYTES[rollout.dtype]
+    return {"weights": weights, "keys and values": samples * each}

@@ -49,9 +49,15 @@ def checkpoint_layers(
 
 
 def _keep_products(_: object, operator: Any, *args: Any, **named: Any) -> CheckpointPolicy:
+    if is_product(operator):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def is_product(operator: Any) -> bool:
+    """Whether an operation of torch is a matrix product or attention."""
     name = operator.name().partition(".")[0]
-    kept = name in PRODUCTS or "attention" in name or "attn" in name
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return name in PRODUCTS or "attention" in name or "attn" in name
 
 
 def pinned(tensor: Tensor) -> Tensor | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from configs.lora import LoraConfig
 from configs.train import TrainConfig
 from engines.models.facts import ModelShape
+from engines.models.traced_shape import Kept, Shape, TracedShape
 from engines.models.vla.shapes import TowerShape
 from engines.train.batching.packing import WHOLE
 from engines.train.resident_memory import LIBRARIES, PRIMITIVES, buffer_bytes, most_resident
@@ -138,7 +139,7 @@ def largest_turns(
 
 
 def plan_rank(
-    shape: ModelShape,
+    shape: Shape,
     train: TrainConfig,
     batch: Batch,
     *,
@@ -167,7 +168,9 @@ def plan_rank(
     logits = 0 if role == "critic" else logits_bytes(shape, train, batch, role, on_gpu)
     gathered, one = (
         0 if plain else gathered_bytes(shape, train, shards, c),
-        max(layer_bytes(shape, train, batch, c, on_gpu, lora), tower_layer_bytes(shape, batch, c)),
+        max(
+            *layers_bytes(shape, train, batch, c, on_gpu, lora), tower_layer_bytes(shape, batch, c)
+        ),
     )
     if frozen:  # nothing is kept for a backward pass
         passing = {"gathered": gathered, "one layer": one // 2, "logits": logits}
@@ -226,7 +229,7 @@ def plan_worker(plan: MemoryPlan) -> MemoryPlan:
     )
 
 
-def plan_aggregator(shape: ModelShape, train: TrainConfig, on_gpu: bool) -> MemoryPlan:
+def plan_aggregator(shape: Shape, train: TrainConfig, on_gpu: bool) -> MemoryPlan:
     """What the aggregator of elastic training holds, and takes to add gradients up.
 
     Of the largest weight, the embedding: the sum, what is added to it, and its bytes as they come.
@@ -244,7 +247,7 @@ def plan_aggregator(shape: ModelShape, train: TrainConfig, on_gpu: bool) -> Memo
 
 
 def _stages(
-    shape: ModelShape,
+    shape: Shape,
     batch: Batch,
     held: int,
     passing: dict[str, int],
@@ -257,7 +260,7 @@ def _stages(
     pieces: bytes of the optimizer's state that come from the host at a time. plain: without FSDP.
     """
     table = shape.vocabulary * shape.hidden
-    outside = shape.parameters - shape.layers * shape.layer_parameters
+    outside = shape.parameters - shape.inside
     before = passing["gradients"] if batch.several else 0
     first = held + before + passing["gathered"] + passing["activations"]
     busy = max(passing["logits"], passing["one layer"])
@@ -283,30 +286,56 @@ def adapted_sizes(shape: ModelShape, lora: LoraConfig) -> list[int]:
         "up_proj": shape.hidden + shape.intermediate,
         "down_proj": shape.intermediate + shape.hidden,
     }
-    if not shape.gated:
-        del sizes["gate_proj"]
     wanted = sizes if lora.target_modules == "all-linear" else lora.target_modules
     return [sizes[name] for name in wanted if name in sizes]
 
 
-def adapter_parameters(shape: ModelShape, lora: LoraConfig) -> int:
+def adapter_parameters(shape: Shape, lora: LoraConfig) -> int:
     """Numbers in the factors of all adapted layers."""
+    if isinstance(shape, TracedShape):
+        return lora.rank * sum(size for name, size in shape.linear if _is_adapted(name, lora))
     return shape.layers * lora.rank * sum(adapted_sizes(shape, lora))
 
 
-def gathered_bytes(shape: ModelShape, train: TrainConfig, shards: int, c: int) -> int:
+def _is_adapted(name: str, lora: LoraConfig) -> bool:
+    return lora.target_modules == "all-linear" or name in lora.target_modules
+
+
+def gathered_bytes(shape: Shape, train: TrainConfig, shards: int, c: int) -> int:
     """Weights gathered at once: all of them, or those outside the layers and of two layers.
 
     FSDP gathers the next layer while one computes, into a buffer that is copied out.
     """
     again = shards > 1 if train.reshard_after_forward == "auto" else train.reshard_after_forward
     towers = () if shape.vision is None else shape.vision.towers
-    outside = shape.parameters - shape.layers * shape.layer_parameters
+    outside = shape.parameters - shape.inside
     outside -= sum(one.layers * one.layer_parameters for one in towers)
-    inside = min(shape.layers, 3 if again else shape.layers) * shape.layer_parameters
+    inside = min(shape.inside, 3 * shape.layer_parameters) if again else shape.inside
     # Towers are gone through before the layers, whose weights are gathered where they are let go.
     seeing = [min(one.layers, 3 if again else one.layers) * one.layer_parameters for one in towers]
     return c * (outside + (max(inside, *seeing, 0) if again else inside + sum(seeing)))
+
+
+def layers_bytes(
+    shape: Shape,
+    train: TrainConfig,
+    batch: Batch,
+    c: int,
+    on_gpu: bool,
+    lora: LoraConfig | None = None,
+) -> list[int]:
+    """What each decoder layer keeps for its backward pass.
+
+    Of a shape that was traced what its code on a CPU keeps, on a GPU too.
+    """
+    if not isinstance(shape, TracedShape):
+        return [layer_bytes(shape, train, batch, c, on_gpu, lora)] * shape.layers
+    low = 0
+    if lora is not None:
+        adapted = sum(_is_adapted(name, lora) for name, _ in shape.linear)
+        rank = lora.rank - (1 if shape.adapter else 0)
+        low = math.ceil(c * batch.tokens * rank * adapted / shape.layers)
+    return [_of(layer.kept, batch, c) + low for layer in shape.stack]
 
 
 def layer_bytes(
@@ -323,8 +352,7 @@ def layer_bytes(
     keys, values and its output in slots, and the output in tokens for the projection; by plain matrix
     products (short sequences in bfloat16 on a CPU) queries, keys and values twice, and the scores.
     The feed-forward layer keeps its two inputs, the gate's activation and their product; by kernels
-    not the activation; without a gate what its activation reads and gives. Of an adapted linear layer
-    what the second factor reads is kept besides.
+    not the activation. Of an adapted linear layer what the second factor reads is kept besides.
     """
     kernels = by_kernels(train, on_gpu)
     heads, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
@@ -335,7 +363,7 @@ def layer_bytes(
     else:
         slot = 2 * (heads + 2 * keys) + shape.heads * batch.longest
     attention = c * (batch.slots * slot + batch.tokens * heads)
-    inner = (3 if kernels else 4) if shape.gated else 2
+    inner = 3 if kernels else 4
     feed_forward = inner * c * batch.tokens * shape.intermediate
     low = 0 if lora is None else c * batch.tokens * lora.rank * len(adapted_sizes(shape, lora))
     normed = 2 * normed_bytes(shape.hidden, batch, c, lora, kernels)
@@ -351,8 +379,7 @@ def selected_bytes(shape: ModelShape, batch: Batch, c: int) -> int:
     And the result of attention, in slots, with a float32 for each head.
     """
     heads, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
-    inner = (2 if shape.gated else 1) * shape.intermediate
-    results = heads + 2 * keys + 2 * shape.hidden + inner
+    results = heads + 2 * keys + 2 * shape.hidden + 2 * shape.intermediate
     attention = batch.slots * (c * RESULTS * heads + FLOAT * shape.heads)
     return c * batch.tokens * (shape.hidden + results) + attention
 
@@ -391,7 +418,7 @@ def normed_bytes(
 
 
 def activation_bytes(
-    shape: ModelShape,
+    shape: Shape,
     train: TrainConfig,
     batch: Batch,
     c: int,
@@ -400,7 +427,10 @@ def activation_bytes(
 ) -> int:
     """What is kept between forward and backward pass; of checkpointed layers their input alone."""
     again = checkpointed(train.gradient_checkpointing, shape.layers)
-    whole = (shape.layers - again) * layer_bytes(shape, train, batch, c, on_gpu, lora)
+    whole = sum(layers_bytes(shape, train, batch, c, on_gpu, lora)[again:])
+    if isinstance(shape, TracedShape):
+        anew, outside = _traced_inputs(shape, train, batch, c, again), _of(shape.outside, batch, c)
+        return whole + anew + outside
     if train.recompute == "selective":
         inputs = again * selected_bytes(shape, batch, c)
     else:
@@ -408,7 +438,19 @@ def activation_bytes(
     return whole + inputs + normed_bytes(shape.hidden, batch, c, lora, by_kernels(train, on_gpu))
 
 
-def tower_layer_bytes(shape: ModelShape, batch: Batch, c: int) -> int:
+def _traced_inputs(shape: TracedShape, train: TrainConfig, batch: Batch, c: int, again: int) -> int:
+    """What the first layers keep, so many, where they are computed anew."""
+    kept = sum(_of(layer.input, batch, c) for layer in shape.stack[:again])
+    if train.recompute == "selective":
+        kept += sum(_of(layer.products, batch, c) for layer in shape.stack[:again])
+    return kept
+
+
+def _of(kept: Kept, batch: Batch, c: int) -> int:
+    return kept.of(batch.tokens, batch.slots, batch.longest, c)
+
+
+def tower_layer_bytes(shape: Shape, batch: Batch, c: int) -> int:
     """What a layer of the wider vision tower keeps for its backward pass; 0 where there is none."""
     towers = () if shape.vision is None else shape.vision.towers
     return max((_tower_layer(one, batch.images, c) for one in towers), default=0)
@@ -423,7 +465,7 @@ def _tower_layer(tower: TowerShape, images: int, c: int) -> int:
     return c * images * (tower.patches + tower.prefix) * each
 
 
-def vision_bytes(shape: ModelShape, train: TrainConfig, batch: Batch, c: int) -> int:
+def vision_bytes(shape: Shape, train: TrainConfig, batch: Batch, c: int) -> int:
     """What the vision part keeps between the passes; of checkpointed layers their input alone.
 
     All layers of the towers are checkpointed where any of the decoder's is. The projector keeps what
@@ -447,9 +489,7 @@ def checkpointed(share: float, count: int) -> int:
     return math.ceil(share * count - 1e-9)
 
 
-def logits_bytes(
-    shape: ModelShape, train: TrainConfig, batch: Batch, role: str, on_gpu: bool
-) -> int:
+def logits_bytes(shape: Shape, train: TrainConfig, batch: Batch, role: str, on_gpu: bool) -> int:
     """Logits of a block, their exponentials and one copy, and hidden states with their gradient.
 
     By kernels a block is FUSED times as wide, and its logits are all there is of it. A teacher looks
@@ -466,7 +506,7 @@ def logits_bytes(
 
 
 def _holes(
-    shape: ModelShape,
+    shape: Shape,
     train: TrainConfig,
     batch: Batch,
     plan: MemoryPlan,
@@ -475,22 +515,20 @@ def _holes(
     lora: LoraConfig | None,
 ) -> int:
     """Resident on a CPU beside the tensors of a plan, and beside libraries."""
-    layer = c * shape.layer_parameters
+    layer = shape.inside // shape.layers  # of different ones the mean
     trained = "gradients" in plan.passing and lora is None
     table = 0
     if trained and plan.passing["head"]:
         whole = shape.vocabulary * shape.hidden
         before = FLOAT * whole // shards if batch.several else 0  # of earlier micro-batches
         table = before + (c + FLOAT) * whole + (FLOAT * whole if shards > 1 else 0)
-    layers = shape.layers * layer_bytes(shape, train, batch, c, False, lora)
+    layers = sum(layers_bytes(shape, train, batch, c, False, lora))
     most = most_resident(
         plan.peak,
         sum(plan.held.values()),
         plan.passing,
         forward=layers if lora or trained else 0,
-        buffers=buffer_bytes(
-            shape.layers, layer, FLOAT * shape.layer_parameters if trained else 0, shards
-        ),
+        buffers=buffer_bytes(shape.layers, c * layer, FLOAT * layer if trained else 0, shards),
         table=table,
     )
     return most - plan.peak + (PRIMITIVES if c != FLOAT else 0)

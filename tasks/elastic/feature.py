@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from configs.grpo import GRPOConfig
-from engines.models.facts import ModelShape
+from engines.models.traced_shape import Shape
 from storage.runs.gradients import remove_gradients
 from tasks.memory.holders import Holder, Ranks
 from tasks.run.features import Feature
 
 
-def _holders(config: GRPOConfig, shape: ModelShape) -> Iterator[Holder]:
+def _holders(config: GRPOConfig, shape: Shape) -> Iterator[Holder]:
     """The aggregator: any worker of its pool may be it."""
     yield Ranks(role="aggregator", name="aggregator", shape=shape)
 

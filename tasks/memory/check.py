@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from configs.grpo import GRPOConfig
-from engines.models.facts import model_facts
 from engines.workers.out_of_memory import size_of
-from tasks.memory.holders import HoldersOf, MemoryDemand, Ranks, Vllm, plan_of
+from tasks.memory.holders import HoldersOf, MemoryDemand, Ranks, Vllm, plan_of, sizes_of
 from tasks.memory.places import gpu_limit, places
 from tasks.memory.remedies import too_large
 from tasks.memory.vllm_shares import no_room
@@ -23,10 +22,10 @@ def check_memory(config: GRPOConfig, of_features: tuple[HoldersOf, ...] = ()) ->
 
     of_features: what those of the run add to it.
     """
-    facts = model_facts(config.model)
-    shape = None if facts is None else facts.shape
+    train, adapter = config.train, config.lora is not None
+    shape = sizes_of(config.model, config.longest_sequence, train.compute_dtype, adapter)
     if shape is None:
-        return ["no plan: the model's files do not say its sizes, or not as Llama's do"]
+        return ["no plan: the model's files are not here, or its code asks for values that are not"]
     demand = MemoryDemand(config=config, shape=shape, of_features=of_features)
     found = list(places(demand))
     for place in found:

@@ -14,10 +14,13 @@ from typing import TypeAlias
 
 from configs.cluster.cluster import Role
 from configs.grpo import GRPOConfig
-from configs.model import Model
+from configs.model import Model, PretrainedModel
 from configs.rollout import RolloutConfig
+from engines.models.checkpoints import present
 from engines.models.facts import ModelShape, model_facts
+from engines.models.traced_shape import Shape
 from engines.rollout.memory_plan import UNPLANNED, VllmShare, engine_bytes, vllm_share
+from engines.train.cached_child import BrokeOff
 from engines.train.memory_plan import (
     Batch,
     MemoryPlan,
@@ -27,6 +30,7 @@ from engines.train.memory_plan import (
     plan_rank,
     plan_worker,
 )
+from engines.train.traced import traced_shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +39,7 @@ class Ranks:
 
     role: Role
     name: str  # actor, teacher NAME
-    shape: ModelShape
+    shape: Shape
     remedy: str | None = None  # where a pool that is not the actor's cannot hold it
 
 
@@ -67,7 +71,7 @@ class Vllm:
     pool: str
     settings: RolloutConfig
     named: str  # where these settings are: rollout, teachers.NAME.engine, rewards.functions[]
-    shape: ModelShape | None  # of its model; None: not known here
+    shape: Shape | None  # of its model; None: not known here
     longest: int  # tokens of a sample, or of a judge's question and answer
     remedy: str | None = None  # None: its share is that of the engines that sample
 
@@ -86,7 +90,7 @@ class Vllm:
 
 Holder: TypeAlias = Ranks | WorkerEngine | Vllm
 # Those that a feature adds, by the settings and the policy's sizes.
-HoldersOf: TypeAlias = Callable[[GRPOConfig, ModelShape], Iterable[Holder]]
+HoldersOf: TypeAlias = Callable[[GRPOConfig, Shape], Iterable[Holder]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +98,7 @@ class MemoryDemand:
     """All that the engines of a run hold."""
 
     config: GRPOConfig
-    shape: ModelShape  # of the policy
+    shape: Shape  # of the policy
     of_features: tuple[HoldersOf, ...] = ()
 
     def under(self, config: GRPOConfig) -> MemoryDemand:
@@ -120,7 +124,7 @@ class MemoryDemand:
         return [one for one in self.holders() if isinstance(one, Vllm)]
 
 
-def _policy_holders(config: GRPOConfig, shape: ModelShape) -> Iterator[Holder]:
+def _policy_holders(config: GRPOConfig, shape: Shape) -> Iterator[Holder]:
     """Of the roles that have the policy's sizes: what trains, the reference, and what samples."""
     for role in (*config.trained_roles, *config.frozen_roles):
         if role != "teacher":
@@ -147,7 +151,7 @@ def _policy_holders(config: GRPOConfig, shape: ModelShape) -> Iterator[Holder]:
             )
 
 
-def plan_of(config: GRPOConfig, shape: ModelShape, role: Role) -> MemoryPlan:
+def plan_of(config: GRPOConfig, shape: Shape, role: Role) -> MemoryPlan:
     """What each rank of a role takes."""
     train = config.train_of(role)
     pool = config.cluster.pools[config.cluster.roles.pool_of(role)]
@@ -171,7 +175,7 @@ def plan_of(config: GRPOConfig, shape: ModelShape, role: Role) -> MemoryPlan:
     return plan_worker(plan) if alone else plan
 
 
-def _largest_turns(config: GRPOConfig, shape: ModelShape, ranks: int) -> Batch | None:
+def _largest_turns(config: GRPOConfig, shape: Shape, ranks: int) -> Batch | None:
     """The largest micro-batch of a policy that looks at images; None: it does not."""
     episodes, train = config.episodes, config.train
     if not config.sees_frames or shape.vision is None:
@@ -188,7 +192,7 @@ def _largest_turns(config: GRPOConfig, shape: ModelShape, ranks: int) -> Batch |
     )
 
 
-def episode_tokens(config: GRPOConfig, shape: ModelShape) -> int | None:
+def episode_tokens(config: GRPOConfig, shape: Shape) -> int | None:
     """What the longest episode of a policy that looks at images reads; None: it does not look."""
     if not config.sees_frames or shape.vision is None:
         return None
@@ -197,7 +201,7 @@ def episode_tokens(config: GRPOConfig, shape: ModelShape) -> int | None:
     return config.episodes.max_turns * (turn - 1)
 
 
-def rollout_bytes(config: GRPOConfig, shape: ModelShape, role: Role = "rollout") -> dict[str, int]:
+def rollout_bytes(config: GRPOConfig, shape: Shape, role: Role = "rollout") -> dict[str, int]:
     """What an engine that samples holds, but for vLLM on GPUs."""
     slots = config.cluster.pools[config.cluster.roles.pool_of(role)].slots
     at_once = min(slots, config.shards_at_once)
@@ -216,3 +220,33 @@ def shape_of(model: Model) -> ModelShape | None:
         facts = model_facts(model)
         return None if facts is None else facts.shape
     return None
+
+
+def sizes_of(
+    model: Model, longest: int, products: str = "bfloat16", adapter: bool = False
+) -> Shape | None:
+    """The sizes of a language model of any kind; None where its files do not say them yet.
+
+    A family whose sizes config.json does not say takes a child process of about ten seconds, once.
+
+    longest: tokens of its longest sample. products, adapter: where it is trained, their format and
+    whether an adapter alone is.
+    """
+    if not is_traced(model):
+        return shape_of(model)
+    directory = present(model)
+    assert directory is not None
+    with contextlib.suppress(BrokeOff):
+        # The last token of a sample is not read.
+        return traced_shape(directory, longest - 1, products, adapter)
+    return None
+
+
+def is_traced(model: Model) -> bool:
+    """Whether a model's sizes are those that its code makes, not those that config.json says."""
+    if not isinstance(model, PretrainedModel) or present(model) is None:
+        return False
+    with contextlib.suppress(ValueError):
+        facts = model_facts(model)
+        return facts is not None and facts.shape is None and facts.vision is None
+    return False

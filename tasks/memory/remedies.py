@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from configs.grpo import GRPOConfig
 from configs.lora import LoraConfig
-from engines.models.facts import ModelShape
+from engines.models.traced_shape import Shape
 from engines.workers.out_of_memory import size_of
 from tasks.memory.holders import MemoryDemand, Vllm, WorkerEngine, episode_tokens
 from tasks.memory.places import Place, places
@@ -65,7 +65,7 @@ def _of_train_engine(demand: MemoryDemand, place: Place) -> str:
 
 def _or_adapter(
     config: GRPOConfig,
-    shape: ModelShape,
+    shape: Shape,
     words: str,
     size_with: Callable[[GRPOConfig], str | None],
 ) -> str:
@@ -92,7 +92,7 @@ def _valid(config: GRPOConfig) -> bool:
     return True
 
 
-def smaller(config: GRPOConfig, shape: ModelShape) -> Iterator[tuple[str, GRPOConfig]]:
+def smaller(config: GRPOConfig, shape: Shape) -> Iterator[tuple[str, GRPOConfig]]:
     """Settings with which less memory is taken, in words too."""
     together: dict[str, object] = {}
     for options in (_same_bits(config), _other_bits(config, shape)):
@@ -130,7 +130,7 @@ def _same_bits(config: GRPOConfig) -> list[Settings]:
     return found
 
 
-def _other_bits(config: GRPOConfig, shape: ModelShape) -> list[Settings]:
+def _other_bits(config: GRPOConfig, shape: Shape) -> list[Settings]:
     """Settings with which sums are made in another order or rounded otherwise."""
     train, ranks = config.train, config.cluster.pools[config.cluster.roles.actor].workers
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens - 1

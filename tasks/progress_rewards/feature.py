@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from configs.grpo import GRPOConfig
 from engines.encoders.memory_plan import encoder_bytes
-from engines.models.facts import ModelShape
+from engines.models.traced_shape import Shape
 from tasks.memory.holders import Holder, WorkerEngine
 from tasks.progress_rewards.checks import check_progress
 from tasks.progress_rewards.roles import ENCODER, PROGRESS, srpo
 from tasks.run.features import Feature
 
 
-def _holders(config: GRPOConfig, shape: ModelShape) -> Iterator[Holder]:
+def _holders(config: GRPOConfig, shape: Shape) -> Iterator[Holder]:
     """The encoder, where its files are here."""
     if sizes := encoder_bytes(srpo(config).encoder):
         yield WorkerEngine(

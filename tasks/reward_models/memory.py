@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from configs.grpo import GRPOConfig
-from engines.models.facts import ModelShape
+from engines.models.traced_shape import Shape
 from engines.rollout.memory_plan import BYTES, engine_bytes
-from tasks.memory.holders import Holder, Vllm, WorkerEngine, shape_of
+from tasks.memory.holders import Holder, Vllm, WorkerEngine, shape_of, sizes_of
 
 
-def holders(config: GRPOConfig, policy: ModelShape) -> Iterator[Holder]:
+def holders(config: GRPOConfig, policy: Shape) -> Iterator[Holder]:
     """Each that is on the workers of the pool cluster.roles.reward_model."""
     pool = config.cluster.roles.pool_of("reward_model")
     on_gpu = config.cluster.pools[pool].gpus > 0 if pool in config.cluster.pools else False
@@ -31,7 +31,7 @@ def holders(config: GRPOConfig, policy: ModelShape) -> Iterator[Holder]:
             "Set kv_cache_gib of the judge (rewards.functions[]), on a GPU "
             "gpu_memory_utilization, lower."
         )
-        shape = shape_of(judge.checkpoint)
+        shape = sizes_of(judge.checkpoint, judge.max_length)
         if on_gpu and judge.engine == "vllm":
             yield Vllm(
                 role="reward_model",

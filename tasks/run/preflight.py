@@ -21,6 +21,7 @@ from engines.models.checkpoints import UNPACKED
 from engines.processes.other_users import other_people
 from engines.train.model.compiled import check_compiling
 from tasks.memory.check import check_memory
+from tasks.memory.holders import is_traced
 from tasks.run.features import features_of
 from tasks.run.findings import Finding, PreflightError
 from tasks.run.packages import check_packages, installed
@@ -48,7 +49,7 @@ def check_settings(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
     try:
         packages, devices = check_packages(config), check_devices(config)
         model = check_lengths(config, resumed)
-        memory = check_memory(config, tuple(one.holders for one in features_of(config)))
+        memory = [] if is_traced(config.model) else _memory(config)
         for feature in features_of(config):
             feature.check_settings(config)
         check_finite(config)
@@ -60,10 +61,15 @@ def check_settings(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
         Finding(check="packages", found=packages),
         Finding(check="model", found=model),
         Finding(check="devices", found=devices),
-        *(Finding(check="memory", found=line) for line in memory),
+        *memory,
         *(Finding(check="warning", found=line) for line in warnings_of(config)),
         *_credentials_stored(config, resumed),
     ]
+
+
+def _memory(config: GRPOConfig) -> list[Finding]:
+    holders = tuple(one.holders for one in features_of(config))
+    return [Finding(check="memory", found=line) for line in check_memory(config, holders)]
 
 
 def _credentials_stored(config: GRPOConfig, resumed: bool) -> list[Finding]:
@@ -76,7 +82,10 @@ def _credentials_stored(config: GRPOConfig, resumed: bool) -> list[Finding]:
 
 
 def check_world(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
-    """The checks of what is outside the settings and the model: data, rewards, machine, store."""
+    """The checks of what is outside the settings: data, rewards, machine, store.
+
+    And of the memory for a model whose code has to be gone through for it.
+    """
     from engines.failures import InfrastructureError
     from storage.objects.store import Store, StoreError
     from storage.tracking.tracker import Tracker
@@ -88,6 +97,7 @@ def check_world(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
 
     pools = {name: config.cluster.pools[name] for name in sorted(config.used_pools)}
     try:
+        memory = _memory(config) if is_traced(config.model) else []
         data, rewards = check_data(config, resumed)
         odd = odd_references(config)
         begun = answers_not_begun(config)
@@ -102,6 +112,7 @@ def check_world(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
     except (ValueError, StoreError, InfrastructureError) as error:
         raise PreflightError(str(error)) from error
     return [
+        *memory,
         Finding(check="data", found=data),
         Finding(check="rewards", found=rewards),
         *(Finding(check="references", found=sentence, warning=True) for sentence in odd),

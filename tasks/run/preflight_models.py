@@ -88,6 +88,11 @@ def _judged(
             f"{where}.path = {path}: its layers change the results of products in place, so that "
             "train.recompute = selective gives other gradients. Set train.recompute = all."
         )
+    if verdict.unrounded is not None and train.compute_dtype == "bfloat16":
+        raise PreflightError(
+            f"{where}.path = {path}: its code cannot compute with weights in bfloat16 "
+            f"({verdict.unrounded}). Set train.compute_dtype = float32."
+        )
     if verdict.untested is not None:
         return Finding(
             check="self-test",

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from configs.grpo import GRPOConfig
 from configs.model import Model
 from configs.teachers import VllmTeaching
-from engines.models.facts import ModelShape
+from engines.models.traced_shape import Shape
 from engines.rollout.memory_plan import engine_bytes
-from tasks.memory.holders import Holder, Ranks, Vllm, WorkerEngine, shape_of
+from tasks.memory.holders import Holder, Ranks, Vllm, WorkerEngine, sizes_of
 from tasks.results import Metrics
 from tasks.run.features import Feature, OwnVllm
 from tasks.run.roles.role import ByRole
@@ -40,13 +40,13 @@ def _models(config: GRPOConfig) -> Mapping[str, Model]:
     }
 
 
-def _holders(config: GRPOConfig, shape: ModelShape) -> Iterator[Holder]:
+def _holders(config: GRPOConfig, shape: Shape) -> Iterator[Holder]:
     """Of teachers on the run's workers whose sizes are known; a policy version has the policy's."""
     own = distillation(config)
     pool = config.cluster.roles.pool_of("teacher")
     for name in own.own_teachers:
         model = own.teachers[name].model
-        sizes = shape if model is None else shape_of(model)
+        sizes = shape if model is None else sizes_of(model, config.longest_sequence)
         engine, whose = own.teachers[name].engine, f"teacher {name}"
         where = f"teachers.{name}.engine"
         remedy = f"Set {where}.kv_cache_gib, on a GPU gpu_memory_utilization, lower."

@@ -8,7 +8,8 @@ as in attention (attention.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,12 +41,25 @@ class _Rows:
     """A recurrent layer's forward pass; the layer around it says which tokens are of one sequence."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._forward: Callable[..., Any] = module.forward
+        self._module = module
+        self._own: Callable[..., Any] = module.forward
+        checkpointed = module.state_dict(keep_vars=True)
+        # Buffers that a checkpoint holds as it holds weights.
+        self._stored = [
+            name
+            for name, buffer in module.named_buffers(recurse=False)
+            if buffer.is_floating_point() and name in checkpointed
+        ]
         self._layout: AttentionLayout | None = None
 
     def note(self, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Before the layer's forward pass; None: its tokens are of whole sequences."""
         self._layout = named.get(LAYOUT)
+
+    def _forward(self, *given: Any, **named: Any) -> Any:
+        states = next(each for each in (*given, *named.values()) if isinstance(each, Tensor))
+        with _buffers_in(self._module, self._stored, states.dtype):
+            return self._own(*given, **named)
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         layout = self._layout
@@ -81,3 +95,19 @@ class _Rows:
         return self._forward(
             *(rows(each) for each in given), **{name: rows(each) for name, each in named.items()}
         )
+
+
+@contextmanager
+def _buffers_in(module: nn.Module, names: list[str], dtype: torch.dtype) -> Iterator[None]:
+    """With some buffers of a module in the format of its products.
+
+    FSDP gathers weights in that format and leaves buffers as they are; MiniMax multiplies both.
+    """
+    held = {name: module.get_buffer(name) for name in names}
+    for name, buffer in held.items():
+        setattr(module, name, buffer.to(dtype))
+    try:
+        yield
+    finally:
+        for name, buffer in held.items():
+            setattr(module, name, buffer)

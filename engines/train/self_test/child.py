@@ -25,6 +25,7 @@ from engines.train.self_test.comparison import (
     Unpacked,
     differences,
     rounding,
+    unrounded,
 )
 from engines.train.self_test.twin import build, samples, shorter_than, shrunken
 from engines.train.self_test.verdict import Verdict
@@ -62,7 +63,13 @@ def verdict(directory: Path, longest: int) -> Verdict:
         return Verdict(untested=f"a small one of its kind could not be made ({_line(error)})")
     if found.none:
         selective = 0.0 if found.selective <= found.tolerance_of_gradients else found.selective
-        return Verdict(largest=found.largest, together=together, selective=selective, linear=linear)
+        return Verdict(
+            largest=found.largest,
+            together=together,
+            selective=selective,
+            unrounded=unrounded(build(shrunken(config, longest)), samples()),
+            linear=linear,
+        )
     return Verdict(refused=_cause(config, longest, found, own), largest=found.largest)
 
 

@@ -92,11 +92,13 @@ def _moved(model: PreTrainedModel) -> Iterator[None]:
         table.copy_(held)
 
 
-def packed_logprobs(policy: Policy, samples: Samples) -> list[Tensor]:
+def packed_logprobs(
+    policy: Policy, samples: Samples, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
     """The same by the train engine, of all samples in one row."""
     prompts, responses = ([each.numpy() for each in some] for some in zip(*samples, strict=True))
     packed = pack(prompts, responses, needs=policy.needs)
-    logprobs, *_ = policy(packed, ALONE, temperature=1.0, chunk=1024, dtype=torch.float32)
+    logprobs, *_ = policy(packed, ALONE, temperature=1.0, chunk=1024, dtype=dtype)
     return list(logprobs.split([len(response) for _, response in samples]))
 
 
@@ -155,6 +157,23 @@ def differences(
         tolerance_of_gradients=allowed,
         without_attention=_without_attention(model, called),
     )
+
+
+def unrounded(model: PreTrainedModel, samples: Samples) -> str | None:
+    """Why a policy's products cannot be in bfloat16; None: they can. Its weights are, afterwards.
+
+    As FSDP has it: weights are gathered in that format, buffers stay as they are.
+    """
+    policy = Policy(model)
+    for weight in policy.parameters():
+        weight.data = weight.data.bfloat16()
+    try:
+        torch.cat(packed_logprobs(policy, samples, torch.bfloat16)).sum().backward()
+    except RuntimeError as error:
+        said = " ".join(str(error).split())[:160]
+        # Others are of kernels that take no widths as small as the twin's.
+        return said if "dtype" in said or "scalar type" in said else None
+    return None
 
 
 def _selectively(policy: Policy, samples: Samples, wanted: dict[str, Tensor]) -> float:

@@ -18,6 +18,7 @@ class Verdict:
     # By how much gradients differ where layers keep their products only (train.recompute =
     # selective), as a share of the largest one; infinite: they cannot be had.
     selective: float = 0.0
+    unrounded: str | None = None  # why its products cannot be in bfloat16; a clause
     linear: tuple[str, ...] = ()  # the last parts of the names of the decoder's linear layers
 
     def to_json(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from transformers import AutoConfig
 from benchmarks.families import FAMILIES, HEADS, make
 from configs.model import PretrainedModel
 from engines.models.checkpoints import build_empty
-from engines.models.facts import UNSAID, ModelFacts, model_facts
+from engines.models.facts import LIKE_LLAMA, UNSAID, ModelFacts, model_facts
 from engines.models.mixers import mixers
 from engines.train.model.row_needs import row_needs
 
@@ -116,30 +115,12 @@ def test_of_a_file_that_says_all(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_are_counted_right_or_not_at_all(family: str, tmp_path: Path) -> None:
-    """Also where a model is built otherwise, such as one whose rows stand apart, there is no plan."""
     found = model_facts(PretrainedModel(path=str(make(family, tmp_path / "model"))))
     assert found is not None
+    assert (found.shape is not None) == (found.kind in LIKE_LLAMA and found.window is None)
     if found.shape is None:
-        assert family in UNPLANNED
         return
     model = build_empty(tmp_path / "model")
     count = sum(weight.numel() for weight in model.parameters())
-    assert found.shape.parameters == pytest.approx(count, rel=0.02)
+    assert found.shape.parameters == pytest.approx(count, rel=0.006)  # biases, norms of queries
     assert not row_needs(model).whole and not mixers(model).recurrent
-    assert family not in UNPLANNED
-
-
-def test_the_same_weights_in_another_form_are_not_counted_twice(tmp_path: Path) -> None:
-    """Mistral's checkpoints hold consolidated.safetensors beside transformers' files."""
-    directory = make("Mistral", tmp_path / "model")
-    alone = model_facts(PretrainedModel(path=str(directory)))
-    shutil.copy(directory / "model.safetensors", directory / "consolidated.safetensors")
-    assert alone is not None and alone.shape is not None
-    assert model_facts(PretrainedModel(path=str(directory))) == alone
-
-
-def test_a_width_for_each_layer(tmp_path: Path) -> None:
-    same = {"model_type": "llama", **HEADS, "intermediate_size": [96] * 4}
-    found = facts_of(tmp_path, same)
-    assert found.shape is not None and found.shape.intermediate == 96
-    assert facts_of(tmp_path, {**same, "intermediate_size": [96, 96, 96, 128]}).shape is None

@@ -14,6 +14,7 @@ SHAPES = {  # of Qwen2.5-7B and Llama-3.1-70B: width, layers, MLP width, heads, 
     "7b": (3584, 28, 18944, 28, 4, 152_064),
     "70b": (8192, 80, 28672, 64, 8, 128_256),
 }
+KINDS = {"7b": "qwen2", "70b": "llama"}
 GPU = 79.6  # GiB that nvidia-smi says of an H100 with 80 GB
 
 
@@ -23,7 +24,8 @@ def words(folder: Path, size: str, *more: str) -> list[str]:
     directory.mkdir(exist_ok=True)
     names = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
     names = (*names, "num_key_value_heads", "vocab_size")
-    (directory / "config.json").write_text(json.dumps(dict(zip(names, SHAPES[size], strict=True))))
+    config = dict(zip(names, SHAPES[size], strict=True)) | {"model_type": KINDS[size]}
+    (directory / "config.json").write_text(json.dumps(config))
     return [
         f"model={{kind: pretrained, path: '{directory}'}}",
         "train.compute_dtype=bfloat16",

@@ -101,7 +101,7 @@ def test_a_container_has_what_its_group_may_use(tmp_path: Path) -> None:
 def test_a_model_whose_sizes_are_not_known_is_not_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(check, "model_facts", lambda config: None)
+    monkeypatch.setattr(check, "sizes_of", lambda *given: None)
     (line,) = plan(settings())
     assert line.startswith("no plan")
 

@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,8 +23,9 @@ from configs.new_run import warnings_of
 from configs.recipe import load_recipe
 from engines.models.checkpoints import materialize
 from engines.models.facts import ModelShape, model_facts
+from engines.train.self_test.verdict import Verdict
 from engines.workers import placement
-from tasks.run import packages, preflight
+from tasks.run import packages, preflight, preflight_models
 from tasks.run.findings import PreflightError
 from tasks.run.preflight import check, check_settings
 from tasks.run.preflight_data import check_data
@@ -600,27 +602,6 @@ def family(folder: Path, name: str, **values: object) -> str:
     return f"model={{kind: pretrained, path: {folder}}}"
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"\xff" * 8,
-        (2**45).to_bytes(8, "little") + b"{}",
-        (2).to_bytes(8, "little") + b"[]",
-        (60_000).to_bytes(8, "little") + b"[" * 60_000,
-    ],
-)
-def test_damaged_weights_do_not_keep_a_models_facts_from_being_read(
-    tmp_path: Path, data: bytes
-) -> None:
-    """A header that claims more memory than there is, or is nested deeply: who reads the weights says it."""
-    family(tmp_path / "model", "qwen3")
-    (tmp_path / "model" / "model.safetensors").write_bytes(data)
-    facts = model_facts(PretrainedModel(path=str(tmp_path / "model")))
-    assert facts is not None and facts.shape is not None
-    assert not facts.shape.head_norms
-
-
 @pytest.fixture
 def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -696,6 +677,18 @@ def test_what_a_model_of_other_layers_does_not_bear_is_refused(tmp_path: Path) -
         tmp_path, hybrid, adapter
     )
     check(settings(tmp_path, hybrid, "lora.rank=4"))
+
+
+def test_a_model_that_cannot_compute_in_bfloat16_is_refused_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = family(tmp_path / "llama", "llama")
+    told = Verdict(largest=1e-6, unrounded="expected m1 and m2 to have the same dtype")
+    monkeypatch.setattr(preflight_models, "self_test", lambda *given: nullcontext(lambda: told))
+    check(settings(tmp_path, model, "train.compute_dtype=float32"))
+    said = refused(tmp_path, model, "train.compute_dtype=bfloat16")
+    assert "cannot compute with weights in bfloat16 (expected m1 and m2" in said
+    assert said.endswith("Set train.compute_dtype = float32.")
 
 
 @pytest.mark.usefixtures("no_cache")

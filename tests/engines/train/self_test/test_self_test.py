@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from transformers import AutoConfig, PretrainedConfig
 
+from engines.train.model import recurrent
 from engines.train.self_test.child import verdict
 from engines.train.self_test.comparison import TOLERANCE
 from engines.train.self_test.testing import self_test
@@ -108,6 +110,18 @@ def test_a_model_that_transformers_does_not_know_is_refused(tmp_path: Path) -> N
     assert found.refused is not None
     assert "transformers cannot build it" in found.refused
     assert "nobodys" in found.refused
+
+
+def test_what_cannot_be_in_bfloat16_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MiniMax multiplies float32 buffers by its weights, unless these are made bfloat16 too."""
+    directory = saved(tmp_path, family("minimax", num_hidden_layers=2))
+    assert verdict(directory, 64).unrounded is None
+    monkeypatch.setattr(recurrent, "_buffers_in", lambda *given: nullcontext())
+    said = verdict(directory, 64).unrounded
+    assert said is not None
+    assert "dtype" in said
 
 
 def test_a_twin_is_small_and_has_each_kind_of_layer() -> None:

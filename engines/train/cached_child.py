@@ -1,0 +1,113 @@
+"""What a child process says of a model's config.json, in a line of JSON, and keeps for next time.
+
+Imports neither torch nor transformers, as the child does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from configs.environment import cache_folder
+from configs.private_folder import private_folder
+
+LIMIT = 300.0  # seconds; most take less than ten
+T = TypeVar("T")
+
+
+class BrokeOff(Exception):
+    """The child said nothing; why, as the end of a sentence that begins with what it was to do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CachedChild(Generic[T]):
+    """A module that is run with a model's directory and more arguments, and prints what it found."""
+
+    module: str
+    read: Callable[[str], T]  # of the line; ValueError, TypeError or KeyError for any other
+    directory: Path  # of the model
+    arguments: tuple[str, ...] = ()
+    folder: str  # of what was said before, below the cache folder
+
+    @contextmanager
+    def begun(self) -> Iterator[Callable[[], T]]:
+        """Begin it; what is given waits for what it says, or raises BrokeOff. Ends with the body."""
+        kept = self._kept()
+        if kept is not None:
+            yield lambda: kept
+            return
+        process = subprocess.Popen(
+            [sys.executable, "-m", self.module, str(self.directory), *self.arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+        def wait() -> T:
+            try:
+                out, err = process.communicate(timeout=LIMIT)
+            except subprocess.TimeoutExpired as error:
+                raise BrokeOff(f"had not ended after {LIMIT:.0f} s") from error
+            try:
+                said = self.read(line := out.splitlines()[-1])
+            except (ValueError, TypeError, KeyError, IndexError) as error:
+                last = (err.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+                raise BrokeOff(f"broke off ({last[:200]})") from error
+            self._keep(line)
+            return said
+
+        try:
+            yield wait
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            for pipe in (process.stdout, process.stderr):
+                assert pipe is not None
+                pipe.close()
+
+    def _keep(self, line: str) -> None:
+        folder = self._folder()
+        if folder is None:
+            return
+        try:
+            with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
+                file.write(line)
+            os.replace(file.name, folder / self._name())
+        except OSError:  # no room: it is asked again
+            pass
+
+    def _kept(self) -> T | None:
+        folder = self._folder()
+        try:
+            return None if folder is None else self.read((folder / self._name()).read_text())
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    def _folder(self) -> Path | None:
+        """Where lines are kept; None where another user could have written them."""
+        try:
+            return private_folder(cache_folder() / self.folder)
+        except (OSError, RuntimeError):  # no cache folder, or no home that it could be in
+            return None
+
+    def _name(self) -> str:
+        """By the model's config, the arguments, the libraries, and the code of the train engine."""
+        digest = hashlib.sha256()
+        code = sorted(Path(__file__).parent.rglob("*.py"))
+        for part in (self.directory / "config.json", *code):
+            digest.update(hashlib.sha256(part.read_bytes()).digest())
+        of = (*self.arguments, version("torch"), version("transformers"))
+        digest.update(" ".join(of).encode())
+        return f"{digest.hexdigest()[:32]}.json"

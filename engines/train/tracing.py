@@ -1,0 +1,271 @@
+"""What a model of any kind holds and keeps, seen by going through its code without memory.
+
+python -m engines.train.tracing DIRECTORY TOKENS FORMAT [adapter] prints a line of JSON.
+Nothing is computed (torch's FakeTensorMode: operations give shapes alone), so a model of any size
+takes seconds. Counted is what autograd keeps of three micro-batches of the train engine's own packed
+rows.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from configs.lora import LoraConfig
+from engines.models.checkpoints import build_without_values
+from engines.models.traced_shape import Amount, Kept, TracedLayer, TracedShape
+from engines.train.activations import is_product
+from engines.train.batching.packed_batch import PackedBatch, pack
+from engines.train.model.fsdp import layers
+from engines.train.model.lora import inject, linear_layers
+from engines.train.model.row_needs import RowNeeds, why_together
+from engines.train.model.sequence_parallel import SequenceGroup
+from engines.train.policy import decoder_states, packed_attention
+
+MOST = 1024  # tokens of the shorter sequences: whole chunks of recurrent layers
+PROMPTS = 2  # a lone sequence has views where others have copies
+DECODED = (4, 8)  # tokens of sequences whose cache is looked at: below any window
+OUTSIDE = -1  # in place of a layer's number
+ALONE = SequenceGroup(group=None, rank=0, size=1, replica=0, replicas=1)
+
+
+@dataclass
+class _Seen:
+    """Of one micro-batch, by layer."""
+
+    kept: dict[int, Amount] = field(default_factory=lambda: defaultdict(Amount))
+    products: dict[int, Amount] = field(default_factory=lambda: defaultdict(Amount))
+    input: dict[int, Amount] = field(default_factory=lambda: defaultdict(Amount))
+
+
+def trace(
+    directory: Path, longest: int, products: torch.dtype, adapter: bool = False
+) -> TracedShape:
+    """What the model of a directory holds and keeps; of its files config.json alone is read.
+
+    Raises whatever its code raises where a shape depends on values, which are not there.
+
+    Args:
+        directory: Of the model.
+        longest: Tokens of the longest sequence that is read; up to MOST it is exact for that length.
+        products: Format of products. Of experts it is bfloat16, the only one in which FakeTensorMode
+            (torch 2.13) has grouped products: tensors in it are taken to grow with the format.
+        adapter: Whether a low-rank adapter is trained and the rest frozen, which keeps less.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        model = build_without_values(directory, "float32")
+        if any(weight.dim() == 3 and "expert" in name for name, weight in model.named_parameters()):
+            products = torch.bfloat16
+        for weight in model.parameters():  # as FSDP gathers them; what else is in float32 stays
+            weight.data = weight.data.to(products)
+        _rotate_alike(model)
+        cached, state = _cached(build_without_values(directory, "bfloat16"))
+    heads = 1 if why_together(model) else model.config.get_text_config().num_attention_heads
+    linear = [(name.rpartition(".")[2], one) for name, one in linear_layers(model).items()]
+    whole = sum(weight.numel() for weight in model.parameters())
+    inside = [sum(weight.numel() for weight in one.parameters()) for one in _stack(model)]
+    if adapter:
+        with mode:
+            inject(model, LoraConfig(rank=1))
+    model, needs = packed_attention(model)
+    length = min(longest, MOST)
+    one, double, sharing = (
+        _seen(mode, model, products, needs, _packed(tokens, of_each, needs))
+        for tokens, of_each in ((length, 1), (2 * length, 1), (length, 2))
+    )
+
+    def fitted(what: Callable[[_Seen], dict[int, Amount]], layer: int) -> Kept:
+        return fit(what(one)[layer], what(double)[layer], what(sharing)[layer], length)
+
+    embedding = model.get_input_embeddings().weight
+    assert isinstance(embedding, Tensor)
+    return TracedShape(
+        hidden=embedding.shape[1],
+        vocabulary=embedding.shape[0],
+        tied=model.get_output_embeddings().weight is embedding,
+        heads=heads,
+        parameters=whole,
+        stack=tuple(
+            TracedLayer(
+                parameters=parameters,
+                input=fitted(lambda seen: seen.input, number),
+                products=fitted(lambda seen: seen.products, number),
+                kept=fitted(lambda seen: seen.kept, number),
+            )
+            for number, parameters in enumerate(inside)
+        ),
+        outside=fitted(lambda seen: seen.kept, OUTSIDE),
+        cached=cached,
+        state=state,
+        adapter=adapter,
+        linear=tuple((name, each.in_features + each.out_features) for name, each in linear),
+    )
+
+
+def fit(one: Amount, double: Amount, sharing: Amount, length: int) -> Kept:
+    """How memory grows, from that of three micro-batches.
+
+    Args:
+        one: Of PROMPTS sequences of `length` tokens, each with a prompt of its own.
+        double: Of as many that are twice as long.
+        sharing: Of twice as many of `length`, of which two each begin with the same half.
+    """
+
+    def parts(*seen: float) -> tuple[float, float, float]:
+        first, second, shared = (each / PROMPTS for each in seen)
+        pair = max(0.0, (second - 2 * first) / (2 * length**2))
+        each = first / length - pair * length
+        token = min(max(0.0, (2 * first - shared) / (length // 2)), each)
+        return token, each - token, pair
+
+    numbers = parts(one.numbers, double.numbers, sharing.numbers)
+    others = parts(one.others, double.others, sharing.others)
+    token, slot, pair = (Amount(*both) for both in zip(numbers, others, strict=True))
+    return Kept(token=token, slot=slot, pair=pair)
+
+
+def _packed(length: int, of_each: int, needs: RowNeeds) -> PackedBatch:
+    """Sequences of `length` tokens that are read, so many of each of two prompts, half as long."""
+    prompts = [np.full(length // 2, number) for number in range(PROMPTS) for _ in range(of_each)]
+    responses = [np.full(length - len(one) + 1, n) for n, one in enumerate(prompts)]
+    return pack(prompts, responses, needs=needs)
+
+
+def _seen(
+    mode: FakeTensorMode,
+    model: PreTrainedModel,
+    products: torch.dtype,
+    needs: RowNeeds,
+    packed: PackedBatch,
+) -> _Seen:
+    """What a forward pass of a micro-batch keeps."""
+    seen, layer, counted = _Seen(), [OUTSIDE], {}
+
+    def add(to: dict[int, Amount], size: int, dtype: torch.dtype) -> None:
+        before = to[layer[0]]
+        if dtype == products:
+            to[layer[0]] = Amount(before.numbers + size / products.itemsize, before.others)
+        else:
+            to[layer[0]] = Amount(before.numbers, before.others + size)
+
+    weights = {weight.untyped_storage()._cdata for weight in model.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights and storage._cdata not in counted:
+            counted[storage._cdata] = storage  # so that no other one gets its number
+            add(seen.kept, storage.nbytes(), tensor.dtype)
+        return tensor
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if is_product(func):
+                for tensor in result if isinstance(result, tuple) else (result,):
+                    if isinstance(tensor, Tensor):
+                        size = tensor.numel() * tensor.element_size()
+                        add(seen.products, size, tensor.dtype)
+            return result
+
+    def enter(number: int, given: tuple[Any, ...]) -> None:
+        layer[0] = number
+        add(seen.input, given[0].numel() * given[0].element_size(), given[0].dtype)
+
+    model.eval()  # in training OPT drops layers by chance, which are never dropped here
+    with (
+        mode,
+        _layers_noted(model, enter, lambda: layer.__setitem__(0, OUTSIDE)),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        Products(),
+    ):
+        decoder = model.get_decoder()
+        decoder_states(decoder, packed, packed.predictors, ALONE, needs.whole)
+    return seen
+
+
+@contextmanager
+def _layers_noted(
+    model: PreTrainedModel,
+    enter: Callable[[int, tuple[Any, ...]], None],
+    leave: Callable[[], None],
+) -> Iterator[None]:
+    """Tell of each decoder layer that begins, with its number, and that has ended."""
+    hooks = []
+    for number, layer in enumerate(_stack(model)):
+
+        def before(_: nn.Module, given: tuple[Any, ...], number: int = number) -> None:
+            enter(number, given)
+
+        hooks.append(layer.register_forward_pre_hook(before))
+        hooks.append(layer.register_forward_hook(lambda *_: leave()))
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def _stack(model: PreTrainedModel) -> list[nn.Module]:
+    return list(layers(model.get_decoder()))
+
+
+def _rotate_alike(model: PreTrainedModel) -> None:
+    """Have all positions one table: which one, of two (longrope), depends on values."""
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "longrope":
+            module.rope_type = "default"  # type: ignore[assignment]
+
+
+@torch.no_grad()
+def _cached(model: PreTrainedModel) -> tuple[int, int]:
+    """Numbers that decoding keeps of a token, and of a sequence besides; by two sequences."""
+    sizes = []
+    for length in DECODED:
+        _rotate_alike(model)
+        tokens = torch.zeros(1, length, dtype=torch.int64)
+        found = model.eval().get_decoder()(input_ids=tokens, use_cache=True)
+        cache = found.get("past_key_values", found.get("cache_params"))
+        held = {id(tensor): tensor.numel() for tensor in _tensors(cache, set())}
+        sizes.append(sum(held.values()))
+    token = (sizes[1] - sizes[0]) // (DECODED[1] - DECODED[0])
+    return token, sizes[0] - token * DECODED[0]
+
+
+def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """All that an object holds, or what it holds in turn."""
+    if isinstance(value, Tensor):
+        yield value
+    elif id(value) not in seen:
+        seen.add(id(value))
+        parts = value.values() if isinstance(value, dict) else value
+        if not isinstance(value, dict | list | tuple):
+            parts = vars(value).values() if hasattr(value, "__dict__") else ()
+        for part in parts:
+            yield from _tensors(part, seen)
+
+
+def main() -> None:
+    """Print what is seen of what the arguments name."""
+    warnings.filterwarnings("ignore")
+    directory, longest, products, *adapter = sys.argv[1:]
+    shape = trace(Path(directory), int(longest), getattr(torch, products), adapter == ["adapter"])
+    print(json.dumps(shape.to_json()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Sizes of a model that its code was gone through for, against what a train engine really keeps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.families import make
+from configs.lora import LoraConfig
+from configs.model import PretrainedModel
+from configs.train import TrainConfig
+from engines.models.facts import model_facts
+from engines.models.traced_shape import Amount, TracedShape
+from engines.train.fsdp_engine import FSDPEngine
+from engines.train.memory_plan import activation_bytes, largest_batch, plan_rank
+from engines.train.traced import traced_shape
+from engines.train.tracing import fit, trace
+from tests.engines.train.test_memory_plan import (
+    GROUP,
+    PROMPT,
+    RESPONSE,
+    ROWS,
+    hooked,
+    longest_rows,
+    update_by,
+)
+from tests.engines.train.train_ranks import spec
+
+__all__ = ["hooked"]
+LONGEST = PROMPT + RESPONSE - 1
+
+
+def test_growth_is_told_apart() -> None:
+    """5 bytes a token that sequences share once, 7 a slot, and 2 a pair of slots."""
+
+    def kept(tokens: int, slots: int, longest: int) -> Amount:
+        return Amount(0.0, 5.0 * tokens + 7.0 * slots + 2.0 * slots * longest)
+
+    found = fit(kept(20, 20, 10), kept(40, 40, 20), kept(30, 40, 10), 10)
+    assert (found.token.others, found.slot.others, found.pair.others) == (5.0, 7.0, 2.0)
+    assert found.of(40, 60, 30, c=4) == 5 * 40 + 7 * 60 + 2 * 60 * 30
+
+
+# What a plan may be off by: recurrent layers work in chunks, the rest is what is kept but once.
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("Gemma 3n", {}),
+        ("Qwen3.5", {}),
+        ("Falcon-H1", {"compute_dtype": "bfloat16"}),
+        ("LFM2", {"gradient_checkpointing": 0.5}),
+        ("GPT-2", {}),
+        ("GPT-J", {"compute_dtype": "bfloat16"}),
+        ("gpt-oss", {"compute_dtype": "bfloat16"}),
+        ("Gemma 4", {"lora": LoraConfig(rank=4)}),
+        ("Qwen2-MoE", {"compute_dtype": "bfloat16", "lora": LoraConfig(rank=8)}),
+        ("StableLM", {}),
+        ("StarCoder 2", {}),
+        ("MiniMax", {"compute_dtype": "bfloat16"}),
+        ("Mistral", {}),
+        ("OLMo 2", {"compute_dtype": "bfloat16"}),
+        ("GPT-NeoX", {"compute_dtype": "bfloat16"}),
+    ],
+)
+def test_a_plan_of_any_family_is_what_an_update_keeps(
+    tmp_path: Path, hooked: list[int], family: str, settings: dict[str, Any]
+) -> None:
+    lora = settings.get("lora")
+    settings = {name: value for name, value in settings.items() if name != "lora"}
+    model = PretrainedModel(path=str(make(family, tmp_path / "model")))
+    facts = model_facts(model)
+    assert facts is not None
+    train = TrainConfig(**{"compute_dtype": "float32", "micro_batch_tokens": 4096, **settings})
+    products = getattr(torch, train.compute_dtype)
+    shape = trace(Path(model.path), LONGEST, products, adapter=lora is not None)
+    engine = FSDPEngine(
+        spec(tmp_path, **settings).model_copy(update={"lora": lora, "model": model})
+    )
+    update_by(engine, longest_rows(tmp_path))
+    held = engine.memory_held("host")
+    engine.leave()
+
+    largest = largest_batch(4096, PROMPT, RESPONSE, ROWS, GROUP, 1)
+    plan = plan_rank(shape, train, largest, role="actor", ranks=1, on_gpu=False, lora=lora)
+    assert plan.held["weights"] == held["weights"]
+    assert plan.held["optimizer"] == held["optimizer"]
+    kept = activation_bytes(shape, train, largest, products.itemsize, on_gpu=False, lora=lora)
+    assert 0.97 <= kept / max(hooked) <= 1.08
+
+
+@pytest.mark.parametrize(
+    "family", ["Granite", "Llama", "Ministral 3", "Qwen2", "Qwen3", "Seed-OSS", "SmolLM3"]
+)
+def test_a_decoder_like_llamas_has_the_sizes_that_its_config_says(
+    tmp_path: Path, family: str
+) -> None:
+    facts = model_facts(PretrainedModel(path=str(make(family, tmp_path))))
+    assert facts is not None
+    said = facts.shape
+    assert said is not None
+    seen = trace(tmp_path, 600, torch.bfloat16)
+    whole = sum(weight.numel() for weight in _weights(tmp_path))
+    assert seen.parameters == whole
+    assert seen.inside == pytest.approx(said.inside, rel=0.01)  # norms of queries are in no shape
+    assert (seen.hidden, seen.vocabulary, seen.tied, seen.heads, seen.layers) == (
+        *(said.hidden, said.vocabulary, said.tied, said.heads, said.layers),
+    )
+    assert seen.cached_numbers() == said.cached_numbers()
+    assert seen.state == 0
+    train = TrainConfig(compute_dtype="bfloat16")
+    batch = largest_batch(16384, 200, 400, 64, 8, 1)
+    by_config, by_code = (
+        activation_bytes(shape, train, batch, 2, on_gpu=False) for shape in (said, seen)
+    )
+    assert by_code == pytest.approx(by_config, rel=0.02)
+
+
+def test_a_layer_with_a_state_keeps_it_of_a_sequence(tmp_path: Path) -> None:
+    """Of four layers one attends: keys and values of one head of 32; the others have states."""
+    shape = trace(make("Qwen3.5", tmp_path), 64, torch.float32)
+    assert shape.cached == 2 * 32
+    # A convolution's last 4 columns of queries, keys and values, and a matrix for each head.
+    assert shape.state == 3 * (4 * (2 * 2 * 32 + 4 * 32) + 4 * 32 * 32)
+    assert shape.heads == 1, "ranks may not divide them"
+
+
+def test_what_a_child_traced_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = make("GPT-2", tmp_path / "model")
+    seen = traced_shape(folder, LONGEST, "float32")
+    assert seen == trace(folder, LONGEST, torch.float32)
+    (file,) = (tmp_path / "cache" / "refrain" / "shapes").iterdir()
+    assert TracedShape.from_json(json.loads(file.read_text())) == seen
+    monkeypatch.setattr("sys.executable", "/bin/false")  # no child is asked again
+    assert traced_shape(folder, LONGEST, "float32") == seen
+
+
+def _weights(folder: Path) -> list[torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return list(load_file(folder / "model.safetensors").values())
