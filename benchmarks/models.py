@@ -221,7 +221,7 @@ class Family:
         shape = sizes_of(PretrainedModel(path=str(self.directory)), LONGEST + 1, "float32")
         if shape is None:
             return "none"
-        model = plain(self.directory)
+        model = plain(self.directory, attention=None)
         weights = sum(weight.numel() for weight in model.parameters())
         kept, packed = kept_by(model)
         batch = Batch(
@@ -256,13 +256,13 @@ def kept_by(model: PreTrainedModel) -> tuple[int, PackedBatch]:
     return sum(kept.values()), packed
 
 
-def plain(directory: Path) -> PreTrainedModel:
-    """Transformers' own model of a folder, in float32 with eager attention."""
+def plain(directory: Path, attention: str | None = "eager") -> PreTrainedModel:
+    """Transformers' own model of a folder, in float32; attention: None: as transformers takes it."""
     import torch
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager"
+        directory, dtype=torch.float32, attn_implementation=attention
     ).eval()
 
 

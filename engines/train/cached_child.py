@@ -20,6 +20,7 @@ from typing import Generic, TypeVar
 
 from configs.environment import cache_folder
 from configs.private_folder import private_folder
+from engines import models
 
 LIMIT = 300.0  # seconds; most take less than ten
 T = TypeVar("T")
@@ -103,9 +104,9 @@ class CachedChild(Generic[T]):
             return None
 
     def _name(self) -> str:
-        """By the model's config, the arguments, the libraries, and the code of the train engine."""
-        digest = hashlib.sha256()
-        code = sorted(Path(__file__).parent.rglob("*.py"))
+        """By the model's config, the arguments, the libraries, and our code that computes with it."""
+        digest, rooms = hashlib.sha256(), (Path(__file__).parent, Path(models.__file__).parent)
+        code = sorted(file for room in rooms for file in room.rglob("*.py"))
         for part in (self.directory / "config.json", *code):
             digest.update(hashlib.sha256(part.read_bytes()).digest())
         of = (*self.arguments, version("torch"), version("transformers"))
