@@ -135,6 +135,28 @@ def match(
     return MatchedTensors(tensors=matched, names=names)
 
 
+class OriginalForm:
+    """A model's tensors as the files of its checkpoint hold them, where transformers converts some.
+
+    Of most mixtures it stacks the experts of a layer, and versions are in its form.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Of the model of a directory, whose files are looked at."""
+        stored = stored_tensors(directory)
+        self._model = build_empty(directory)
+        self.other = stored is not None and match(directory, self._model, stored) is None
+
+    def of(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """One tensor by the files' names: several, where they hold it in parts."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        if not self.other:
+            return {name: tensor}
+        found: dict[str, Tensor] = revert_weight_conversion(self._model, {name: tensor})
+        return found
+
+
 def distinct_weights(model: PreTrainedModel) -> list[tuple[list[str], Tensor]]:
     """Every weight and stored buffer once, with its name, or names where weights are tied.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from vllm.distributed.weight_transfer.base import (
@@ -23,6 +24,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from engines.failures import WeightMismatch
+from engines.models.checkpoint_names import OriginalForm
 from engines.rollout.read_back import LoadCheck
 from engines.rollout.weight_reader import LoadedWeights
 from storage.objects.node_cache import open_node_cache
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     import torch
 
 logger = init_logger(__name__)
+# Mixtures whose stacked experts vLLM 0.32 takes as transformers has them, which is fewer tensors.
+KNOWN_FORMS = ("qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe")
 
 
 @dataclass
@@ -67,6 +71,7 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
         self.store = Store(init_info.uri, init_info.options)
         self.cache = open_node_cache(self.store, init_info.node_cache_bytes)
         self.report: dict[str, Any] = {}
+        self.form: OriginalForm | None = None
         self.check = LoadCheck(self.model, self.parallel_config.tensor_parallel_size)
 
     def start_weight_update(self) -> None:
@@ -112,7 +117,7 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
         wanted = {name for name, _ in self.model.named_parameters()}
         before = COUNTER.total().bytes_read
         offered = LoadedWeights(self.store, ref, self.cache, share=self._share)
-        weights = self.check.watch(self._but_unknown_head(offered))
+        weights = self.check.watch(self._as_in_files(self._but_unknown_head(offered)))
         loaded = cast(_LoadsWeights, self.model).load_weights(weights)
         missing = sorted(wanted - loaded) if loaded is not None else []
         if missing:
@@ -134,6 +139,18 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
             is_head = name.split(".")[-2:] == ["lm_head", "weight"]
             if known or not is_head or not offered.is_copy(name):
                 yield name, tensor
+
+    def _as_in_files(
+        self, tensors: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """As the checkpoint's files hold them, where vLLM does not know transformers' form."""
+        if self.model_config.hf_text_config.model_type in KNOWN_FORMS:
+            yield from tensors
+            return
+        if self.form is None:
+            self.form = OriginalForm(Path(self.model_config.model))
+        for name, tensor in tensors:
+            yield from self.form.of(name, tensor).items()
 
     @property
     def _share(self) -> Share:

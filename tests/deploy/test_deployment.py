@@ -23,6 +23,7 @@ pytestmark = pytest.mark.cluster
 HALF_AN_HOUR = datetime.timedelta(minutes=30)
 
 
+@pytest.mark.slow
 def test_deploying_again_changes_nothing(platform: Platform) -> None:
     before = platform.deployment("tiny")
     done = platform.deploy("tiny")

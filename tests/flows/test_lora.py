@@ -66,6 +66,7 @@ def logits(folder: Path) -> torch.Tensor:
     return out
 
 
+@pytest.mark.slow
 def test_a_run_stores_one_base_and_small_versions_and_exports_both(launch: Launch) -> None:
     run = ended(launch(*WORDS, "steps=2"))
     files = run.files

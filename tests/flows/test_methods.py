@@ -45,6 +45,7 @@ def check_records(run: Launched) -> list[Commit]:
     return commits
 
 
+@pytest.mark.slow
 def test_a_run_of_many_methods_is_on_record(launch: Launch) -> None:
     recipe = covering(WITHOUT_CRITIC.index("remax"))
     recipe["kl"] = {"coefficient": 0.05, "placement": "reward", "controller": "adaptive"}

@@ -17,11 +17,12 @@ from transformers import (
     Qwen3_5Config,
 )
 
+from benchmarks.families import make
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.model import PretrainedModel
 from engines.failures import WeightMismatch
-from engines.models.checkpoint_names import checkpoint_names
-from engines.models.checkpoints import tensor_shapes
+from engines.models.checkpoint_names import OriginalForm, checkpoint_names
+from engines.models.checkpoints import load_for_training, tensor_shapes
 from engines.rollout.weight_reader import check_manifest
 from engines.train.fsdp_engine import FSDPEngine
 from storage.objects.store import Store
@@ -231,3 +232,19 @@ def test_a_run_goes_on_with_the_names_that_it_began_with(tmp_path: Path) -> None
     assert names_to_begin_with(newer, None) == "checkpoint"
     assert names_to_begin_with(newer, origin) == "model"
     assert names_to_begin_with(older, origin.model_copy(update={"run": "newer"})) == "checkpoint"
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "DeepSeek V3", "Qwen3-MoE", "Qwen3"])
+def test_the_form_of_the_files_is_had_of_one_tensor_at_a_time(family: str, tmp_path: Path) -> None:
+    """What transformers wrote from its own form is what is made of that again."""
+    directory = make(family, tmp_path / "model")
+    form = OriginalForm(directory)
+    assert form.other == (family != "Qwen3")
+    model = load_for_training(directory)
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        found |= form.of(name, tensor)
+    stored = load_file(directory / "model.safetensors")
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set[str]()
+    assert found.keys() == stored.keys() | tied
+    assert all(torch.equal(found[name], stored[name]) for name in stored)

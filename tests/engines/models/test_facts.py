@@ -50,16 +50,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
 }
 
-# Mixtures, layers with a state, attention by a model's own code, weights that Llama has not, and
-# sizes by other names.
-UNPLANNED = {
-    *("Mixtral", "Qwen2-MoE", "Qwen3-MoE", "Qwen3-Next", "OLMoE", "GraniteMoE", "gpt-oss"),
-    *("DeepSeek V2", "DeepSeek V3", "GLM 4 MoE", "ERNIE 4.5 MoE"),
-    *("Qwen3.5", "LFM2", "Falcon-H1", "Bamba", "Mamba 2", "Granite 4", "MiniMax"),
-    *("Nemotron", "StableLM", "Gemma 3n", "Gemma 4"),
-    *("OPT", "GPT-2", "GPT-BigCode", "GPT-J", "BLOOM", "Falcon"),
-}
-
 
 def facts_of(folder: Path, config: dict[str, Any]) -> ModelFacts:
     (folder / "config.json").write_text(json.dumps(config))

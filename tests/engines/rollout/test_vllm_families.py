@@ -45,7 +45,7 @@ class Model:
 
     def __init__(self, folder: Path, kind: str, **sizes: object) -> None:
         self.directory = folder / "model"
-        build(getattr(transformers, kind)(**SIZES, **sizes)).save_pretrained(self.directory)
+        build(getattr(transformers, kind)(**{**SIZES, **sizes})).save_pretrained(self.directory)
         made = checkpoints.materialize(RandomModel(), folder / "made")
         checkpoints.load_tokenizer(made).save_pretrained(self.directory)
         self.store = Store(f"file://{folder}/store")
@@ -81,8 +81,17 @@ def made(tmp_path: Path) -> Callable[..., Model]:
     return lambda kind, **sizes: Model(tmp_path, kind, **sizes)
 
 
-def test_experts_are_those_of_the_last_sync(made: Callable[..., Model]) -> None:
-    model = made("Qwen3MoeConfig", num_experts=4, moe_intermediate_size=64)
+@pytest.mark.parametrize(
+    ("kind", "sizes", "seen"),
+    [
+        ("Qwen3MoeConfig", {"num_experts": 4, "moe_intermediate_size": 64}, 12),
+        ("MixtralConfig", {"num_local_experts": 4, "intermediate_size": 64}, 10),
+    ],
+)
+def test_experts_are_those_of_the_last_sync(
+    made: Callable[..., Model], kind: str, sizes: dict[str, int], seen: int
+) -> None:
+    model = made(kind, **sizes)
     rows = [torch.randint(10, 100, (length,)) for length in (20, 45)]
     with model.engine() as engine:
         engine.sync(model.publish(0, 0.0))
@@ -95,7 +104,7 @@ def test_experts_are_those_of_the_last_sync(made: Callable[..., Model]) -> None:
     for wanted, found in zip(own, scores, strict=True):
         assert float((wanted.detach() - torch.tensor(found)).abs().max()) < 1e-4
     # Only what is packed for the experts' kernel is not read back.
-    assert len(report["found"]) == 12
+    assert len(report["found"]) == seen
     assert all(".experts." in name for name in report["unseen"])
 
 

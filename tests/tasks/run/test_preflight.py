@@ -29,6 +29,7 @@ from tasks.run import packages, preflight, preflight_models
 from tasks.run.findings import PreflightError
 from tasks.run.preflight import check, check_settings
 from tasks.run.preflight_data import check_data
+from tasks.run.vllm_checks import OTHERWISE_ON_CPU
 
 MESSAGES = [{"role": "user", "content": "What is 2 + 2?"}]
 GPU = "cluster.pools.rollout.gpus=1"
@@ -689,6 +690,17 @@ def test_a_model_that_cannot_compute_in_bfloat16_is_refused_with_it(
     said = refused(tmp_path, model, "train.compute_dtype=bfloat16")
     assert "cannot compute with weights in bfloat16 (expected m1 and m2" in said
     assert said.endswith("Set train.compute_dtype = float32.")
+
+
+@pytest.mark.parametrize("kind", OTHERWISE_ON_CPU)
+def test_families_that_vllm_computes_otherwise_on_a_cpu_are_refused_there(
+    tmp_path: Path, kind: str
+) -> None:
+    model = family(tmp_path / "model", kind)
+    words = ["rollout.engine=vllm", "rollout.dtype=float32"]
+    with pytest.raises(PreflightError, match=f"{kind}: vLLM on a CPU computes other log-probs"):
+        check_settings(settings(tmp_path, model, *words))
+    check_settings(settings(tmp_path, model))
 
 
 @pytest.mark.usefixtures("no_cache")
