@@ -57,17 +57,17 @@ def check_vllm_on_cpu(rollout: RolloutConfig, facts: ModelFacts, longest: int, w
     """Whether an engine on a CPU, whose settings are to be found at `where`, can run a model."""
     if rollout.engine != "vllm":
         return
+    if facts.kind in OTHERWISE_ON_CPU:
+        raise PreflightError(
+            f"model_type = {facts.kind}: vLLM on a CPU computes other log-probs than transformers. "
+            f"Set {_other(where)}."
+        )
     size, heads, layers = facts.head_size, facts.kv_heads, facts.layers
     if size is not None and size not in CPU_HEAD_SIZES:
         raise PreflightError(
             f"The model's heads have {size} numbers, and vLLM on CPU takes heads of "
             f"{', '.join(map(str, CPU_HEAD_SIZES))} only. Choose another model, or set "
             f"{_other(where)}."
-        )
-    if facts.kind in OTHERWISE_ON_CPU:
-        raise PreflightError(
-            f"model_type = {facts.kind}: vLLM on a CPU computes other log-probs than transformers. "
-            f"Set {_other(where)}."
         )
     if facts.states:
         raise PreflightError(
