@@ -14,8 +14,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from engines.train.cached_child import BrokeOff, CachedChild
-from engines.train.self_test.verdict import Verdict
+from engines.train.self_test.testing import self_test
 
 LONGEST = 512  # tokens of a sample
 EXACT, REFUSED, UNTESTED, NO_DEFAULT = "exact", "refused", "untested", "no config of its own"
@@ -33,18 +32,8 @@ def judged(kind: str, folder: Path) -> tuple[str, str]:
     of_kind = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
     config.architectures = [of_kind if isinstance(of_kind, str) else of_kind[0]]
     config.save_pretrained(folder)
-    child = CachedChild(
-        module="engines.train.self_test.child",
-        read=Verdict.from_json,
-        directory=folder,
-        arguments=(str(LONGEST),),
-        folder="self-tests",
-    )
-    with child.begun() as told:
-        try:
-            verdict = told()
-        except BrokeOff as error:
-            return UNTESTED, str(error)
+    with self_test(folder, LONGEST) as wait:
+        verdict = wait()
     if verdict.refused is not None:
         return REFUSED, verdict.refused
     if verdict.untested is not None:
