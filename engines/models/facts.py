@@ -99,6 +99,11 @@ class ModelShape:
     head_norms: bool = False  # whether queries and keys are normed, as Qwen3's are
 
     @property
+    def divisible(self) -> bool:
+        """Ranks that share samples may divide the heads."""
+        return True
+
+    @property
     def layer_parameters(self) -> int:
         """Weights of a layer, without biases."""
         attention = 2 * self.hidden * self.head_size * (self.heads + self.kv_heads)

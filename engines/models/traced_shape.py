@@ -60,7 +60,8 @@ class TracedShape:
     hidden: int  # width of the residual stream
     vocabulary: int  # tokens
     tied: bool  # whether the output head is the embedding
-    heads: int  # of queries, where ranks may divide them; else 1
+    heads: int  # of queries
+    divisible: bool  # whether ranks that share samples may divide them
     parameters: int  # weights in all; a head that is tied counts once
     stack: tuple[TracedLayer, ...]
     outside: Kept  # what is kept before, between and after the layers

@@ -75,7 +75,8 @@ def trace(
             weight.data = weight.data.to(products)
         _rotate_alike(model)
         cached, state = _cached(build_without_values(directory, "bfloat16"))
-    heads = 1 if why_together(model) else model.config.get_text_config().num_attention_heads
+    heads = getattr(model.config.get_text_config(), "num_attention_heads", 1)
+    divisible = why_together(model) is None
     linear = [(name.rpartition(".")[2], one) for name, one in linear_layers(model).items()]
     whole = sum(weight.numel() for weight in model.parameters())
     inside = [sum(weight.numel() for weight in one.parameters()) for one in _stack(model)]
@@ -99,6 +100,7 @@ def trace(
         vocabulary=embedding.shape[0],
         tied=model.get_output_embeddings().weight is embedding,
         heads=heads,
+        divisible=divisible,
         parameters=whole,
         stack=tuple(
             TracedLayer(

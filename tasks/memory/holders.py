@@ -17,7 +17,7 @@ from configs.grpo import GRPOConfig
 from configs.model import Model, PretrainedModel
 from configs.rollout import RolloutConfig
 from engines.models.checkpoints import present
-from engines.models.facts import ModelShape, model_facts
+from engines.models.facts import model_facts
 from engines.models.traced_shape import Shape
 from engines.rollout.memory_plan import UNPLANNED, VllmShare, engine_bytes, vllm_share
 from engines.train.cached_child import BrokeOff
@@ -214,14 +214,6 @@ def rollout_bytes(config: GRPOConfig, shape: Shape, role: Role = "rollout") -> d
     return engine_bytes(config.rollout, shape, most, longest)
 
 
-def shape_of(model: Model) -> ModelShape | None:
-    """The sizes of a model beside the policy; None where its files are not here, or are wrong."""
-    with contextlib.suppress(ValueError):  # which is said where rewards are checked
-        facts = model_facts(model)
-        return None if facts is None else facts.shape
-    return None
-
-
 def sizes_of(
     model: Model, longest: int, products: str = "bfloat16", adapter: bool = False
 ) -> Shape | None:
@@ -232,21 +224,23 @@ def sizes_of(
     longest: tokens of its longest sample. products, adapter: where it is trained, their format and
     whether an adapter alone is.
     """
-    if not is_traced(model):
-        return shape_of(model)
-    directory = present(model)
-    assert directory is not None
-    with contextlib.suppress(BrokeOff):
-        # The last token of a sample is not read.
-        return traced_shape(directory, longest - 1, products, adapter)
+    if is_traced(model):
+        directory = present(model)
+        assert directory is not None
+        with contextlib.suppress(BrokeOff):
+            # The last token of a sample is not read.
+            return traced_shape(directory, longest - 1, products, adapter)
+        return None
+    with contextlib.suppress(ValueError):  # wrong files, of which other checks speak
+        facts = model_facts(model)
+        return None if facts is None else facts.shape
     return None
 
 
 def is_traced(model: Model) -> bool:
     """Whether a model's sizes are those that its code makes, not those that config.json says."""
-    if not isinstance(model, PretrainedModel) or present(model) is None:
-        return False
-    with contextlib.suppress(ValueError):
-        facts = model_facts(model)
-        return facts is not None and facts.shape is None and facts.vision is None
+    with contextlib.suppress(ValueError):  # as in sizes_of
+        if isinstance(model, PretrainedModel) and present(model) is not None:
+            facts = model_facts(model)
+            return facts is not None and facts.shape is None and facts.vision is None
     return False

@@ -143,7 +143,7 @@ def _other_bits(config: GRPOConfig, shape: Shape) -> list[Settings]:
     ]
     if train.logit_chunk_tokens > FEW_LOGITS:
         found.append({"logit_chunk_tokens": FEW_LOGITS})
-    for parts in () if config.sees_frames else (2, 4, 8):
+    for parts in () if config.sees_frames or not shape.divisible else (2, 4, 8):
         budget = -(-longest // parts)
         helps = parts > train.sequence_parallel and budget < train.micro_batch_tokens
         if helps and not ranks % parts and not shape.heads % parts:

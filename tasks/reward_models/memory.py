@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from configs.grpo import GRPOConfig
-from engines.models.traced_shape import Shape
+from engines.models.traced_shape import Shape, TracedShape
 from engines.rollout.memory_plan import BYTES, engine_bytes
-from tasks.memory.holders import Holder, Vllm, WorkerEngine, shape_of, sizes_of
+from tasks.memory.holders import Holder, Vllm, WorkerEngine, sizes_of
 
 
 def holders(config: GRPOConfig, policy: Shape) -> Iterator[Holder]:
@@ -66,17 +66,22 @@ def reward_model_bytes(config: GRPOConfig) -> dict[str, int]:
     """What the reward models hold, and a batch of the largest needs; {} where no files are here.
 
     A batch goes through one layer after the other, and keeps nothing: the widest is the feed-forward
-    part, with its two inputs, their product, and the residual stream on the way.
+    part, with its two inputs, their product, and the residual stream on the way; of a shape that was
+    traced half of what the layer would keep, as of a frozen rank.
     """
     weights, batches = 0, [0]
     for reward in config.rewards.models:
-        shape, size = shape_of(reward.checkpoint), BYTES[reward.dtype]
+        shape, size = sizes_of(reward.checkpoint, reward.max_length + 1), BYTES[reward.dtype]
         if shape is None:
             continue
-        inside = shape.layers * shape.layer_parameters + (shape.vocabulary + 2) * shape.hidden
-        weights += size * inside
+        weights += size * (shape.inside + (shape.vocabulary + 2) * shape.hidden)
         tokens = min(reward.batch_tokens, config.samples_per_step * reward.max_length)
-        batches.append(size * tokens * (3 * shape.intermediate + 2 * shape.hidden))
+        if isinstance(shape, TracedShape):
+            longest = min(tokens, reward.max_length)
+            widest = max(one.kept.of(tokens, tokens, longest, size) for one in shape.stack)
+            batches.append(widest // 2)
+        else:
+            batches.append(size * tokens * (3 * shape.intermediate + 2 * shape.hidden))
     if not weights:
         return {}
     return {"reward models' weights": weights, "reward models' batch": max(batches)}

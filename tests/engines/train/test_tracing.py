@@ -125,7 +125,8 @@ def test_a_layer_with_a_state_keeps_it_of_a_sequence(tmp_path: Path) -> None:
     assert shape.cached == 2 * 32
     # A convolution's last 4 columns of queries, keys and values, and a matrix for each head.
     assert shape.state == 3 * (4 * (2 * 2 * 32 + 4 * 32) + 4 * 32 * 32)
-    assert shape.heads == 1, "ranks may not divide them"
+    assert shape.heads == 2
+    assert not shape.divisible
 
 
 def test_what_a_child_traced_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
