@@ -38,7 +38,8 @@ def judged(kind: str, folder: Path) -> tuple[str, str]:
         return REFUSED, verdict.refused
     if verdict.untested is not None:
         return UNTESTED, verdict.untested
-    return EXACT, f"{verdict.largest:.1e} nats"
+    also = f"; not in bfloat16: {verdict.unrounded}" if verdict.unrounded else ""
+    return EXACT, f"{verdict.largest:.1e} nats{also}"
 
 
 def main() -> None:

@@ -50,12 +50,11 @@ LLAMA = {
     "max_position_embeddings": 2048,
 }
 
-_GEMMA = {"head_dim": 256, "tie_word_embeddings": True}
+_GEMMA = {"head_dim": 256}
 # By model_type, what transformers' config has where config.json does not say it. Where a class makes
 # the size of a head of the width and the number of heads, it is not here.
 UNSAID: dict[str, dict[str, Any]] = {
-    "cohere": {"tie_word_embeddings": True},
-    "cohere2": {"tie_word_embeddings": True, "sliding_window": 4096},
+    "cohere2": {"sliding_window": 4096},
     "gemma": {**_GEMMA, "vocab_size": 256000},
     "gemma2": {**_GEMMA, "vocab_size": 256000, "sliding_window": 4096},
     "gemma3_text": {**_GEMMA, "vocab_size": 262208, "sliding_window": 4096},
@@ -65,7 +64,7 @@ UNSAID: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"head_dim": 256, "num_key_value_heads": 4, "vocab_size": 248320},
     "seed_oss": {"head_dim": 128, "num_key_value_heads": 8},
     "smollm3": {"tie_word_embeddings": True, "num_key_value_heads": 4},
-    "starcoder2": {"tie_word_embeddings": True, "num_key_value_heads": 2},
+    "starcoder2": {"num_key_value_heads": 2},
 }
 # Decoders whose sizes follow from config.json as Llama's do, and whether their queries and keys are
 # normed. What others keep is seen by going through their code (engines/train/tracing.py).
@@ -120,6 +119,11 @@ class ModelShape:
         tables = (1 if self.tied else 2) * self.vocabulary * self.hidden
         vision = 0 if self.vision is None else self.vision.parameters
         return self.inside + tables + self.hidden + vision
+
+    @property
+    def largest(self) -> int:
+        """Numbers in the largest weight."""
+        return self.vocabulary * self.hidden
 
     @property
     def state(self) -> int:
@@ -355,7 +359,8 @@ def _gguf_shape(values: dict[str, Any], kind: str, tensors: set[str]) -> ModelSh
         values.get(f"{kind}.attention.head_count"),
         values.get(f"{kind}.embedding_length"),
     )
-    if f"{kind}.expert_count" in values:
+    window = values.get(f"{kind}.attention.sliding_window")
+    if f"{kind}.expert_count" in values or kind not in LIKE_LLAMA or window is not None:
         return None
     sizes = {
         "hidden": width,

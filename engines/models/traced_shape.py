@@ -50,6 +50,7 @@ class TracedLayer:
     parameters: int
     input: Kept  # which is all that is kept where it is computed anew
     products: Kept  # results of matrix products and of attention
+    attention: Kept  # results of attention alone
     kept: Kept  # for its backward pass
 
 
@@ -63,10 +64,12 @@ class TracedShape:
     heads: int  # of queries
     divisible: bool  # whether ranks that share samples may divide them
     parameters: int  # weights in all; a head that is tied counts once
+    largest: int  # numbers in the largest of them
     stack: tuple[TracedLayer, ...]
     outside: Kept  # what is kept before, between and after the layers
     cached: int  # numbers that decoding keeps of each token, in all layers
     state: int  # numbers that it keeps of each sequence besides
+    plain_cache: bool  # whether that is keys and values of heads alone, as vLLM has them too
     adapter: bool  # whether it was seen with an adapter of rank 1 on all linear layers
     linear: tuple[tuple[str, int], ...]  # last part of a linear layer's name, its inputs + outputs
 
@@ -104,7 +107,7 @@ class TracedShape:
         stack = tuple(
             TracedLayer(
                 parameters=layer["parameters"],
-                **{name: _kept(layer[name]) for name in ("input", "products", "kept")},
+                **{name: _kept(layer[name]) for name in ("input", "products", "attention", "kept")},
             )
             for layer in said["stack"]
         )

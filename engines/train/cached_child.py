@@ -39,6 +39,7 @@ class CachedChild(Generic[T]):
     directory: Path  # of the model
     arguments: tuple[str, ...] = ()
     folder: str  # of what was said before, below the cache folder
+    limit: float = LIMIT  # seconds
 
     @contextmanager
     def begun(self) -> Iterator[Callable[[], T]]:
@@ -57,9 +58,9 @@ class CachedChild(Generic[T]):
 
         def wait() -> T:
             try:
-                out, err = process.communicate(timeout=LIMIT)
+                out, err = process.communicate(timeout=self.limit)
             except subprocess.TimeoutExpired as error:
-                raise BrokeOff(f"had not ended after {LIMIT:.0f} s") from error
+                raise BrokeOff(f"had not ended after {self.limit:.0f} s") from error
             try:
                 said = self.read(line := out.splitlines()[-1])
             except (ValueError, TypeError, KeyError, IndexError) as error:

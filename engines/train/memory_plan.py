@@ -206,7 +206,7 @@ def plan_rank(
     if host["optimizer"] or host["master weights"]:
         of_moments = 2 * (2 if train.optimizer_dtype == "bfloat16" else FLOAT)
         fetched = (of_moments if off else 0) + (FLOAT if host["master weights"] else 0)
-        pieces = SLOTS * fetched * min(PIECE, shape.vocabulary * shape.hidden // shards)
+        pieces = SLOTS * fetched * min(PIECE, shape.largest // shards)
     plan = MemoryPlan(
         held=held,
         passing=passing,
@@ -232,12 +232,12 @@ def plan_worker(plan: MemoryPlan) -> MemoryPlan:
 def plan_aggregator(shape: Shape, train: TrainConfig, on_gpu: bool) -> MemoryPlan:
     """What the aggregator of elastic training holds, and takes to add gradients up.
 
-    Of the largest weight, the embedding: the sum, what is added to it, and its bytes as they come.
+    Of the largest weight: the sum, what is added to it, and its bytes as they come.
     """
     moments = 2 * (2 if train.optimizer_dtype == "bfloat16" else FLOAT) * shape.parameters
     off = on_gpu and train.optimizer_device == "host"
     held = {"weights": FLOAT * shape.parameters, "optimizer": 0 if off else moments}
-    passing = {"sums": 3 * FLOAT * shape.vocabulary * shape.hidden}
+    passing = {"sums": 3 * FLOAT * shape.largest}
     return MemoryPlan(
         held=held,
         passing=passing,
@@ -326,7 +326,7 @@ def layers_bytes(
 ) -> list[int]:
     """What each decoder layer keeps for its backward pass.
 
-    Of a shape that was traced what its code on a CPU keeps, on a GPU too.
+    Of a shape that was traced what its code on a CPU keeps; on a GPU attention's result once more.
     """
     if not isinstance(shape, TracedShape):
         return [layer_bytes(shape, train, batch, c, on_gpu, lora)] * shape.layers
@@ -335,7 +335,12 @@ def layers_bytes(
         adapted = sum(_is_adapted(name, lora) for name, _ in shape.linear)
         rank = lora.rank - (1 if shape.adapter else 0)
         low = math.ceil(c * batch.tokens * rank * adapted / shape.layers)
-    return [_of(layer.kept, batch, c) + low for layer in shape.stack]
+    # On a GPU attention's kernel keeps its result once more.
+    again = RESULTS - 1 if on_gpu else 0
+    return [
+        _of(layer.kept, batch, c) + again * _of(layer.attention, batch, c) + low
+        for layer in shape.stack
+    ]
 
 
 def layer_bytes(
@@ -429,7 +434,8 @@ def activation_bytes(
     again = checkpointed(train.gradient_checkpointing, shape.layers)
     whole = sum(layers_bytes(shape, train, batch, c, on_gpu, lora)[again:])
     if isinstance(shape, TracedShape):
-        anew, outside = _traced_inputs(shape, train, batch, c, again), _of(shape.outside, batch, c)
+        anew = _traced_inputs(shape, train, batch, c, on_gpu, again)
+        outside = _of(shape.outside, batch, c)
         return whole + anew + outside
     if train.recompute == "selective":
         inputs = again * selected_bytes(shape, batch, c)
@@ -438,11 +444,16 @@ def activation_bytes(
     return whole + inputs + normed_bytes(shape.hidden, batch, c, lora, by_kernels(train, on_gpu))
 
 
-def _traced_inputs(shape: TracedShape, train: TrainConfig, batch: Batch, c: int, again: int) -> int:
+def _traced_inputs(
+    shape: TracedShape, train: TrainConfig, batch: Batch, c: int, on_gpu: bool, again: int
+) -> int:
     """What the first layers keep, so many, where they are computed anew."""
     kept = sum(_of(layer.input, batch, c) for layer in shape.stack[:again])
     if train.recompute == "selective":
         kept += sum(_of(layer.products, batch, c) for layer in shape.stack[:again])
+        if on_gpu:
+            results = sum(_of(layer.attention, batch, c) for layer in shape.stack[:again])
+            kept += (RESULTS - 1) * results
     return kept
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 from engines.models.traced_shape import TracedShape
-from engines.train.cached_child import CachedChild
+from engines.train.cached_child import BrokeOff, CachedChild
+
+MOST = 1024  # tokens of a sequence that is gone through; memory of longer ones follows
+LIMIT = 120.0  # seconds; code that takes one token after the other may need more
 
 
 def traced_shape(
@@ -16,14 +20,27 @@ def traced_shape(
 
     longest: tokens of the longest sequence that is read. products: their format, as
     train.compute_dtype has it. adapter: whether one is trained alone.
-    Raises BrokeOff where the code cannot be gone through without the weights.
+    Raises BrokeOff where the code cannot be gone through without the weights, or not in LIMIT.
     """
+    found = _asked(directory, min(longest, MOST), products, adapter)
+    if isinstance(found, str):
+        raise BrokeOff(found)
+    return found
+
+
+@cache
+def _asked(directory: Path, longest: int, products: str, adapter: bool) -> TracedShape | str:
+    """Once in a process, for a plan asks many times; why not, where the child broke off."""
     child = CachedChild(
         module="engines.train.tracing",
         read=lambda line: TracedShape.from_json(json.loads(line)),
         directory=directory,
         arguments=(str(longest), products, *(["adapter"] if adapter else [])),
         folder="shapes",
+        limit=LIMIT,
     )
     with child.begun() as told:
-        return told()
+        try:
+            return told()
+        except BrokeOff as error:
+            return str(error)

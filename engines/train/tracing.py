@@ -36,7 +36,6 @@ from engines.train.model.row_needs import RowNeeds, why_together
 from engines.train.model.sequence_parallel import SequenceGroup
 from engines.train.policy import decoder_states, packed_attention
 
-MOST = 1024  # tokens of the shorter sequences: whole chunks of recurrent layers
 PROMPTS = 2  # a lone sequence has views where others have copies
 DECODED = (4, 8)  # tokens of sequences whose cache is looked at: below any window
 OUTSIDE = -1  # in place of a layer's number
@@ -49,6 +48,7 @@ class _Seen:
 
     kept: dict[int, Amount] = field(default_factory=lambda: defaultdict(Amount))
     products: dict[int, Amount] = field(default_factory=lambda: defaultdict(Amount))
+    attention: dict[int, Amount] = field(default_factory=lambda: defaultdict(Amount))
     input: dict[int, Amount] = field(default_factory=lambda: defaultdict(Amount))
 
 
@@ -61,7 +61,7 @@ def trace(
 
     Args:
         directory: Of the model.
-        longest: Tokens of the longest sequence that is read; up to MOST it is exact for that length.
+        longest: Tokens of the longest sequence that is read: exact for that length.
         products: Format of products. Of experts it is bfloat16, the only one in which FakeTensorMode
             (torch 2.13) has grouped products: tensors in it are taken to grow with the format.
         adapter: Whether a low-rank adapter is trained and the rest frozen, which keeps less.
@@ -79,19 +79,20 @@ def trace(
     divisible = why_together(model) is None
     linear = [(name.rpartition(".")[2], one) for name, one in linear_layers(model).items()]
     whole = sum(weight.numel() for weight in model.parameters())
+    largest = max(weight.numel() for weight in model.parameters())
+    latent = getattr(model.config.get_text_config(), "kv_lora_rank", None) is not None
     inside = [sum(weight.numel() for weight in one.parameters()) for one in _stack(model)]
     if adapter:
         with mode:
             inject(model, LoraConfig(rank=1))
     model, needs = packed_attention(model)
-    length = min(longest, MOST)
     one, double, sharing = (
         _seen(mode, model, products, needs, _packed(tokens, of_each, needs))
-        for tokens, of_each in ((length, 1), (2 * length, 1), (length, 2))
+        for tokens, of_each in ((longest, 1), (2 * longest, 1), (longest, 2))
     )
 
     def fitted(what: Callable[[_Seen], dict[int, Amount]], layer: int) -> Kept:
-        return fit(what(one)[layer], what(double)[layer], what(sharing)[layer], length)
+        return fit(what(one)[layer], what(double)[layer], what(sharing)[layer], longest)
 
     embedding = model.get_input_embeddings().weight
     assert isinstance(embedding, Tensor)
@@ -102,11 +103,13 @@ def trace(
         heads=heads,
         divisible=divisible,
         parameters=whole,
+        largest=largest,
         stack=tuple(
             TracedLayer(
                 parameters=parameters,
                 input=fitted(lambda seen: seen.input, number),
                 products=fitted(lambda seen: seen.products, number),
+                attention=fitted(lambda seen: seen.attention, number),
                 kept=fitted(lambda seen: seen.kept, number),
             )
             for number, parameters in enumerate(inside)
@@ -114,6 +117,7 @@ def trace(
         outside=fitted(lambda seen: seen.kept, OUTSIDE),
         cached=cached,
         state=state,
+        plain_cache=cached > 0 and state == 0 and not latent,
         adapter=adapter,
         linear=tuple((name, each.in_features + each.out_features) for name, each in linear),
     )
@@ -180,10 +184,13 @@ def _seen(
         ) -> Any:
             result = func(*args, **(kwargs or {}))
             if is_product(func):
-                for tensor in result if isinstance(result, tuple) else (result,):
-                    if isinstance(tensor, Tensor):
-                        size = tensor.numel() * tensor.element_size()
-                        add(seen.products, size, tensor.dtype)
+                results = result if isinstance(result, tuple) else (result,)
+                tensors = [each for each in results if isinstance(each, Tensor)]
+                for tensor in tensors:
+                    add(seen.products, tensor.numel() * tensor.element_size(), tensor.dtype)
+                if "attention" in func.name():
+                    first = tensors[0]
+                    add(seen.attention, first.numel() * first.element_size(), first.dtype)
             return result
 
     def enter(number: int, given: tuple[Any, ...]) -> None:
@@ -249,9 +256,10 @@ def _cached(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """All that an object holds, or what it holds in turn."""
+    """All with numbers that an object holds, or what it holds in turn."""
     if isinstance(value, Tensor):
-        yield value
+        if value.is_floating_point():  # counters of positions are not
+            yield value
     elif id(value) not in seen:
         seen.add(id(value))
         parts = value.values() if isinstance(value, dict) else value

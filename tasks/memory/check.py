@@ -22,10 +22,14 @@ def check_memory(config: GRPOConfig, of_features: tuple[HoldersOf, ...] = ()) ->
 
     of_features: what those of the run add to it.
     """
-    train, adapter = config.train, config.lora is not None
-    shape = sizes_of(config.model, config.longest_sequence, train.compute_dtype, adapter)
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    # A critic trains all weights, also beside an adapter.
+    adapter = config.lora is not None and "critic" not in config.trained_roles
+    shape = sizes_of(config.model, longest, config.train.compute_dtype, adapter)
     if shape is None:
-        return ["no plan: the model's files are not here, or its code asks for values that are not"]
+        return [
+            "no plan: the model's files are not here, or its code cannot be gone through for it"
+        ]
     demand = MemoryDemand(config=config, shape=shape, of_features=of_features)
     found = list(places(demand))
     for place in found:

@@ -18,7 +18,7 @@ from configs.model import Model, PretrainedModel
 from configs.rollout import RolloutConfig
 from engines.models.checkpoints import present
 from engines.models.facts import model_facts
-from engines.models.traced_shape import Shape
+from engines.models.traced_shape import Shape, TracedShape
 from engines.rollout.memory_plan import UNPLANNED, VllmShare, engine_bytes, vllm_share
 from engines.train.cached_child import BrokeOff
 from engines.train.memory_plan import (
@@ -83,6 +83,8 @@ class Vllm:
     def share(self, gpu: int | None) -> VllmShare | None:
         """What it has of a GPU with so many bytes; None where that cannot be known."""
         unplanned = any(name in self.settings.engine_args for name in UNPLANNED)
+        if isinstance(self.shape, TracedShape):  # of several devices it is not known who has which
+            unplanned |= not self.shape.plain_cache or self.settings.tensor_parallel_size > 1
         if gpu is None or self.shape is None or unplanned:
             return None
         return vllm_share(self.settings, self.shape, self.longest, gpu)

@@ -6,7 +6,7 @@ from configs.episodes import OpponentConfig
 from configs.grpo import GRPOConfig
 from configs.model import RandomModel
 from configs.overrides import ConfigError
-from engines.models.facts import ModelShape, model_facts
+from engines.models.facts import ModelFacts, model_facts
 from storage.objects.errors import ObjectMissing, StoreError
 from storage.objects.store import Store
 from storage.runs.forks import NoSuchOrigin, begin_at
@@ -63,17 +63,23 @@ def _inherited(parent: RunStore, settings: OpponentConfig) -> Opponent | None:
 def _check_fits(config: GRPOConfig, other: GRPOConfig, opponent: Opponent) -> None:
     """ConfigError where the sizes of the opponent's model are not those of the policy's."""
     theirs, ours = (model_facts(settings.model) for settings in (other, config))
-    if theirs is None or ours is None or theirs.shape is None or ours.shape is None:
+    if theirs is None or ours is None:
         return  # files that are not here yet; engines compare each tensor before they load it
-    if theirs.shape != ours.shape:
+    if _sizes(theirs) != _sizes(ours):
         raise ConfigError(
-            f"{SETTING} = {opponent} does not fit the model: it has {_sizes(theirs.shape)}, the "
-            f"policy has {_sizes(ours.shape)}. Name a version of "
+            f"{SETTING} = {opponent} does not fit the model: it has {_sizes(theirs)}, the "
+            f"policy has {_sizes(ours)}. Name a version of "
             f"{'such a model' if isinstance(config.model, RandomModel) else config.model.path}."
         )
 
 
-def _sizes(shape: ModelShape) -> str:
+def _sizes(facts: ModelFacts) -> str:
+    shape = facts.shape
+    if shape is None:
+        return (
+            f"{facts.layers} layers with {facts.heads} heads of {facts.head_size}, and {facts.rows} "
+            "tokens"
+        )
     return (
         f"{shape.layers} layers of width {shape.hidden} and {shape.intermediate} with "
         f"{shape.heads} heads, and {shape.vocabulary} tokens"

@@ -89,10 +89,13 @@ def _judged(
             "train.recompute = selective gives other gradients. Set train.recompute = all."
         )
     if verdict.unrounded is not None and train.compute_dtype == "bfloat16":
-        raise PreflightError(
+        said = (
             f"{where}.path = {path}: its code cannot compute with weights in bfloat16 "
             f"({verdict.unrounded}). Set train.compute_dtype = float32."
         )
+        if not resumed:
+            raise PreflightError(said)
+        return Finding(check="self-test", found=said, warning=True)
     if verdict.untested is not None:
         return Finding(
             check="self-test",

@@ -100,7 +100,8 @@ def _checked_service(config: DistillConfig, store: Store, name: str, teacher: Te
 def _check_sizes(config: DistillConfig, name: str, facts: ModelFacts) -> None:
     """Whether a teacher reads samples as long as the student's, and has as many words as wanted."""
     _check_length(config, name, facts.positions)
-    _check_words(config, name, None if facts.shape is None else facts.shape.vocabulary)
+    known = None if facts.shape is None else facts.shape.vocabulary
+    _check_words(config, name, known if facts.rows is None else facts.rows)
 
 
 def _check_length(config: DistillConfig, name: str, positions: int | None) -> None:

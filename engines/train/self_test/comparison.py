@@ -9,9 +9,11 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, PreTrainedModel
 
 from engines.train.activations import checkpoint_layers
@@ -162,11 +164,14 @@ def differences(
 def unrounded(model: PreTrainedModel, samples: Samples) -> str | None:
     """Why a policy's products cannot be in bfloat16; None: they can. Its weights are, afterwards.
 
-    As FSDP has it: weights are gathered in that format, buffers stay as they are.
+    As FSDP has it: weights are gathered in that format and layers get their inputs in it, buffers
+    stay as they are.
     """
     policy = Policy(model)
     for weight in policy.parameters():
         weight.data = weight.data.bfloat16()
+    for layer in layers(model.get_decoder()):
+        layer.register_forward_pre_hook(_rounded, with_kwargs=True)
     try:
         torch.cat(packed_logprobs(policy, samples, torch.bfloat16)).sum().backward()
     except RuntimeError as error:
@@ -174,6 +179,17 @@ def unrounded(model: PreTrainedModel, samples: Samples) -> str | None:
         # Others are of kernels that take no widths as small as the twin's.
         return said if "dtype" in said or "scalar type" in said else None
     return None
+
+
+def _rounded(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """A layer's inputs in bfloat16, where they are numbers of another format."""
+
+    def cast(value: object) -> object:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.bfloat16()
+        return value
+
+    return tree_map(cast, (given, named))
 
 
 def _selectively(policy: Policy, samples: Samples, wanted: dict[str, Tensor]) -> float:

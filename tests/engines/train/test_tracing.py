@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,17 @@ import torch
 from benchmarks.families import make
 from configs.lora import LoraConfig
 from configs.model import PretrainedModel
+from configs.rollout import RolloutConfig
 from configs.train import TrainConfig
 from engines.models.facts import model_facts
 from engines.models.traced_shape import Amount, TracedShape
+from engines.train import traced
+from engines.train.cached_child import BrokeOff, CachedChild
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.memory_plan import activation_bytes, largest_batch, plan_rank
 from engines.train.traced import traced_shape
 from engines.train.tracing import fit, trace
+from tasks.memory.holders import Vllm
 from tests.engines.train.test_memory_plan import (
     GROUP,
     PROMPT,
@@ -132,10 +138,12 @@ def test_a_layer_with_a_state_keeps_it_of_a_sequence(tmp_path: Path) -> None:
 def test_what_a_child_traced_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = make("GPT-2", tmp_path / "model")
+    traced._asked.cache_clear()
     seen = traced_shape(folder, LONGEST, "float32")
     assert seen == trace(folder, LONGEST, torch.float32)
     (file,) = (tmp_path / "cache" / "refrain" / "shapes").iterdir()
     assert TracedShape.from_json(json.loads(file.read_text())) == seen
+    traced._asked.cache_clear()
     monkeypatch.setattr("sys.executable", "/bin/false")  # no child is asked again
     assert traced_shape(folder, LONGEST, "float32") == seen
 
@@ -144,3 +152,41 @@ def _weights(folder: Path) -> list[torch.Tensor]:
     from safetensors.torch import load_file
 
     return list(load_file(folder / "model.safetensors").values())
+
+
+def test_a_code_that_breaks_off_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A memory plan asks for the sizes of a model many times."""
+    folder = make("GPT-2", tmp_path / "model")
+    asked: list[str] = []
+
+    @contextmanager
+    def begun(child: CachedChild[TracedShape]) -> Iterator[Callable[[], TracedShape]]:
+        asked.append(child.module)
+        yield lambda: (_ for _ in ()).throw(BrokeOff("broke off"))
+
+    monkeypatch.setattr(CachedChild, "begun", begun)
+    for _ in range(3):
+        with pytest.raises(BrokeOff):
+            traced_shape(folder, LONGEST, "bfloat16")
+    assert len(asked) == 1
+
+
+def test_what_vllm_keeps_of_other_caches_is_not_told(tmp_path: Path) -> None:
+    """Of layers with a state, without any attention, and with latent attention."""
+    for family, plain in (("Gemma 2", True), ("LFM2", False), ("Mamba 2", False)):
+        shape = trace(make(family, tmp_path / family), 32, torch.bfloat16)
+        assert shape.plain_cache == plain
+        settings = RolloutConfig(engine="vllm")
+        engine = Vllm(
+            role="rollout",
+            whose="rollout",
+            pool="rollout",
+            settings=settings,
+            named="rollout",
+            shape=shape,
+            longest=64,
+        )
+        assert (engine.share(2**30) is not None) == plain
+    assert not trace(make("DeepSeek V3", tmp_path / "latent"), 32, torch.bfloat16).plain_cache

@@ -15,7 +15,7 @@ import pytest
 
 from configs.grpo import GRPOConfig
 from configs.recipe import load_recipe
-from engines.models.facts import ModelShape
+from engines.models.traced_shape import Shape
 from engines.workers.device_time import DeviceTime
 from engines.workers.engine import Engine, EngineSpec
 from engines.workers.messages import CallId
@@ -135,7 +135,7 @@ def test_the_feature_is_its_record_and_two_lines(run: Any, monkeypatch: pytest.M
         "EngineRole": EngineRole, "EnginePool": EnginePool, "pool_of": pool_of,
         "start_pool": start_pool, "Cache": Cache, "engine_of": engine_of, "Feature": Feature,
         "Finding": Finding, "WorkerEngine": WorkerEngine, "Holder": object, "Iterator": Iterator,
-        "GRPOConfig": GRPOConfig, "ModelShape": ModelShape,
+        "GRPOConfig": GRPOConfig, "Shape": Shape,
     }  # fmt: skip
     exec(page("CACHE: "), names)
     exec(page("FEATURE = "), names)
