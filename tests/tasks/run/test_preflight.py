@@ -13,6 +13,7 @@ import sys
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from transformers import AutoConfig
@@ -23,8 +24,10 @@ from configs.new_run import warnings_of
 from configs.recipe import load_recipe
 from engines.models.checkpoints import materialize
 from engines.models.facts import ModelShape, model_facts
+from engines.train.cached_child import BrokeOff
 from engines.train.self_test.verdict import Verdict
 from engines.workers import placement
+from tasks.memory import holders
 from tasks.run import packages, preflight, preflight_models
 from tasks.run.findings import PreflightError
 from tasks.run.preflight import check, check_settings
@@ -605,7 +608,13 @@ def family(folder: Path, name: str, **values: object) -> str:
 
 @pytest.fixture
 def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Self-tests are made anew; no memory plan, which would take a child process more."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def broken_off(*given: object) -> NoReturn:
+        raise BrokeOff("is not asked here")
+
+    monkeypatch.setattr(holders, "traced_shape", broken_off)
 
 
 @pytest.mark.parametrize("column", ["[]", "['import os']", "['x = 1', 'y = 2']", "not a test ("])
