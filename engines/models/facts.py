@@ -294,7 +294,7 @@ def _plain_head(text: dict[str, Any]) -> bool:
 def _whole_shape(
     sizes: dict[str, int | None], tied: bool, head_norms: bool, vision: VisionShape | None = None
 ) -> ModelShape | None:
-    if any(size is None for size in sizes.values()):
+    if not all(isinstance(size, int) for size in sizes.values()):  # a list has one for each layer
         return None
     return ModelShape(**sizes, tied=tied, head_norms=head_norms, vision=vision)  # type: ignore[arg-type]
 

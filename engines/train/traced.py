@@ -9,8 +9,9 @@ from pathlib import Path
 from engines.models.traced_shape import TracedShape
 from engines.train.cached_child import BrokeOff, CachedChild
 
+LEAST = 8  # tokens of a sequence that is gone through
 MOST = 1024  # tokens of a sequence that is gone through; memory of longer ones follows
-LIMIT = 120.0  # seconds; code that takes one token after the other may need more
+LIMIT = 120.0  # seconds
 
 
 def traced_shape(
@@ -22,7 +23,7 @@ def traced_shape(
     train.compute_dtype has it. adapter: whether one is trained alone.
     Raises BrokeOff where the code cannot be gone through without the weights, or not in LIMIT.
     """
-    found = _asked(directory, min(longest, MOST), products, adapter)
+    found = _asked(directory, min(max(longest, LEAST), MOST), products, adapter)
     if isinstance(found, str):
         raise BrokeOff(found)
     return found

@@ -37,6 +37,8 @@ from engines.train.model.sequence_parallel import SequenceGroup
 from engines.train.policy import decoder_states, packed_attention
 
 PROMPTS = 2  # a lone sequence has views where others have copies
+PROBED = (8, 16)  # tokens of sequences whose operations are counted
+MORE = 1.2  # times as many for twice the tokens: code that takes one after the other
 DECODED = (4, 8)  # tokens of sequences whose cache is looked at: below any window
 OUTSIDE = -1  # in place of a layer's number
 ALONE = SequenceGroup(group=None, rank=0, size=1, replica=0, replicas=1)
@@ -46,6 +48,7 @@ ALONE = SequenceGroup(group=None, rank=0, size=1, replica=0, replicas=1)
 class _Seen:
     """Of one micro-batch, by layer."""
 
+    operations: int = 0  # of torch
     kept: dict[int, Amount] = field(default_factory=lambda: defaultdict(Amount))
     products: dict[int, Amount] = field(default_factory=lambda: defaultdict(Amount))
     attention: dict[int, Amount] = field(default_factory=lambda: defaultdict(Amount))
@@ -61,7 +64,8 @@ def trace(
 
     Args:
         directory: Of the model.
-        longest: Tokens of the longest sequence that is read: exact for that length.
+        longest: Tokens of the longest sequence that is read: exact for that length, but for code
+            that takes one token after the other.
         products: Format of products. Of experts it is bfloat16, the only one in which FakeTensorMode
             (torch 2.13) has grouped products: tensors in it are taken to grow with the format.
         adapter: Whether a low-rank adapter is trained and the rest frozen, which keeps less.
@@ -86,10 +90,14 @@ def trace(
         with mode:
             inject(model, LoraConfig(rank=1))
     model, needs = packed_attention(model)
-    one, double, sharing = (
-        _seen(mode, model, products, needs, _packed(tokens, of_each, needs))
-        for tokens, of_each in ((longest, 1), (2 * longest, 1), (longest, 2))
-    )
+
+    def seen(tokens: int, of_each: int = 1) -> _Seen:
+        return _seen(mode, model, products, needs, _packed(tokens, of_each, needs))
+
+    few, more = (seen(tokens).operations for tokens in PROBED)
+    if more > MORE * few:  # one token after the other: no chunks, so that a few tokens tell
+        longest = min(longest, PROBED[-1])
+    one, double, sharing = seen(longest), seen(2 * longest), seen(longest, of_each=2)
 
     def fitted(what: Callable[[_Seen], dict[int, Amount]], layer: int) -> Kept:
         return fit(what(one)[layer], what(double)[layer], what(sharing)[layer], longest)
@@ -183,6 +191,7 @@ def _seen(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             result = func(*args, **(kwargs or {}))
+            seen.operations += 1
             if is_product(func):
                 results = result if isinstance(result, tuple) else (result,)
                 tensors = [each for each in results if isinstance(each, Tensor)]
@@ -248,8 +257,8 @@ def _cached(model: PreTrainedModel) -> tuple[int, int]:
         _rotate_alike(model)
         tokens = torch.zeros(1, length, dtype=torch.int64)
         found = model.eval().get_decoder()(input_ids=tokens, use_cache=True)
-        cache = found.get("past_key_values", found.get("cache_params"))
-        held = {id(tensor): tensor.numel() for tensor in _tensors(cache, set())}
+        besides = {name: each for name, each in found.items() if name != "last_hidden_state"}
+        held = {id(tensor): tensor.numel() for tensor in _tensors(besides, set())}
         sizes.append(sum(held.values()))
     token = (sizes[1] - sizes[0]) // (DECODED[1] - DECODED[0])
     return token, sizes[0] - token * DECODED[0]

@@ -72,6 +72,16 @@ def _memory(config: GRPOConfig) -> list[Finding]:
     return [Finding(check="memory", found=line) for line in check_memory(config, holders)]
 
 
+def _traced_memory(config: GRPOConfig, resumed: bool) -> list[Finding]:
+    """The same; a run that has steps is only warned, for older versions had no such plan."""
+    try:
+        return _memory(config)
+    except ValueError as error:
+        if not resumed:
+            raise
+        return [Finding(check="memory", found=str(error), warning=True)]
+
+
 def _credentials_stored(config: GRPOConfig, resumed: bool) -> list[Finding]:
     """A run that was stored with a credential goes on; whoever started it is told."""
     said = credential_sentence(config) if resumed else ""
@@ -97,7 +107,7 @@ def check_world(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
 
     pools = {name: config.cluster.pools[name] for name in sorted(config.used_pools)}
     try:
-        memory = _memory(config) if is_traced(config.model) else []
+        memory = _traced_memory(config, resumed) if is_traced(config.model) else []
         data, rewards = check_data(config, resumed)
         odd = odd_references(config)
         begun = answers_not_begun(config)

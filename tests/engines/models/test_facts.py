@@ -114,3 +114,10 @@ def test_weights_are_counted_right_or_not_at_all(family: str, tmp_path: Path) ->
     count = sum(weight.numel() for weight in model.parameters())
     assert found.shape.parameters == pytest.approx(count, rel=0.006)  # biases, norms of queries
     assert not row_needs(model).whole and not mixers(model).recurrent
+
+
+def test_a_width_for_each_layer_is_in_no_shape(tmp_path: Path) -> None:
+    same = {"model_type": "llama", **HEADS}
+    found = facts_of(tmp_path, same)
+    assert found.shape is not None and found.shape.intermediate == 96
+    assert facts_of(tmp_path, {**same, "intermediate_size": [96, 96, 96, 128]}).shape is None

@@ -10,18 +10,29 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import RwkvConfig
 
 from benchmarks.families import make
+from benchmarks.models import kept_by, plain
 from configs.lora import LoraConfig
 from configs.model import PretrainedModel
 from configs.rollout import RolloutConfig
 from configs.train import TrainConfig
+from engines.models.checkpoints import build_empty
 from engines.models.facts import model_facts
+from engines.models.making import save
 from engines.models.traced_shape import Amount, TracedShape
 from engines.train import traced
 from engines.train.cached_child import BrokeOff, CachedChild
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.memory_plan import activation_bytes, largest_batch, plan_rank
+from engines.train.memory_plan import (
+    Batch,
+    activation_bytes,
+    largest_batch,
+    plan_aggregator,
+    plan_rank,
+)
+from engines.train.self_test.twin import build
 from engines.train.traced import traced_shape
 from engines.train.tracing import fit, trace
 from tasks.memory.holders import Vllm
@@ -180,9 +191,9 @@ def test_a_code_that_breaks_off_is_asked_once(
 
 def test_what_vllm_keeps_of_other_caches_is_not_told(tmp_path: Path) -> None:
     """Of layers with a state, without any attention, and with latent attention."""
-    for family, plain in (("Gemma 2", True), ("LFM2", False), ("Mamba 2", False)):
+    for family, known in (("Gemma 2", True), ("LFM2", False), ("Mamba 2", False)):
         shape = trace(make(family, tmp_path / family), 32, torch.bfloat16)
-        assert shape.plain_cache == plain
+        assert shape.plain_cache == known
         settings = RolloutConfig(engine="vllm")
         engine = Vllm(
             role="rollout",
@@ -193,5 +204,52 @@ def test_what_vllm_keeps_of_other_caches_is_not_told(tmp_path: Path) -> None:
             shape=shape,
             longest=64,
         )
-        assert (engine.share(2**30) is not None) == plain
+        assert (engine.share(2**30) is not None) == known
     assert not trace(make("DeepSeek V3", tmp_path / "latent"), 32, torch.bfloat16).plain_cache
+
+
+def test_code_that_takes_one_token_after_the_other_is_seen_in_short(tmp_path: Path) -> None:
+    """RWKV without its kernel; a few tokens tell what many keep."""
+    config = RwkvConfig(
+        vocab_size=256, hidden_size=64, num_hidden_layers=2, bos_token_id=1, eos_token_id=2
+    )
+    save(build(config), tmp_path)
+    shape = trace(tmp_path, 600, torch.float32)
+    assert shape.state > 0
+    assert shape.cached == 0
+    kept, packed = kept_by(plain(tmp_path, attention=None))
+    batch = Batch(
+        tokens=packed.tokens.numel(),
+        slots=packed.layout.expand.numel(),
+        responses=packed.labels.numel(),
+        longest=48,
+        several=False,
+    )
+    train = TrainConfig(compute_dtype="float32")
+    planned = activation_bytes(shape, train, batch, 4, on_gpu=False)
+    assert planned == pytest.approx(kept, rel=0.03)
+
+
+def test_on_a_gpu_attention_keeps_its_result_once_more(tmp_path: Path) -> None:
+    """As the formula of decoders like Llama's has it, by the plain path."""
+    folder = make("Llama", tmp_path)
+    facts = model_facts(PretrainedModel(path=str(folder)))
+    assert facts is not None and facts.shape is not None
+    seen = trace(folder, 600, torch.bfloat16)
+    batch = largest_batch(16384, 200, 400, 64, 8, 1)
+    train = TrainConfig(compute_dtype="bfloat16", kernels=False)
+    said, found = (
+        activation_bytes(shape, train, batch, 2, on_gpu=True) for shape in (facts.shape, seen)
+    )
+    assert found == pytest.approx(said, rel=0.02)
+    without = activation_bytes(seen, train, batch, 2, on_gpu=False)
+    assert without < 0.98 * said, "else this test could not fail"
+
+
+def test_an_aggregator_adds_up_the_largest_weight(tmp_path: Path) -> None:
+    """Of a mixture that is a layer's stacked experts, not the embedding."""
+    shape = trace(make("Qwen3-MoE", tmp_path), 32, torch.bfloat16)
+    largest = max(weight.numel() for weight in build_empty(tmp_path).parameters())
+    assert largest > shape.vocabulary * shape.hidden
+    plan = plan_aggregator(shape, TrainConfig(), on_gpu=False)
+    assert plan.passing["sums"] == 3 * 4 * largest

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from configs.grpo import GRPOConfig
+from configs.ppo import PPOConfig
 from configs.recipe import load_recipe
 from tasks.memory import check, places
 from tasks.memory.machine_memory import gpu_memory, host_memory
@@ -142,3 +143,14 @@ def test_an_opponents_engines_are_counted_where_they_are() -> None:
     assert (
         "Set rollout.gpu_memory_utilization to 0.5 or less, or cluster.roles.opponent to a" in said
     )
+
+
+@pytest.mark.parametrize(("flow", "adapter"), [(GRPOConfig, True), (PPOConfig, False)])
+def test_a_critic_beside_an_adapter_is_planned_with_all_weights_trained(
+    monkeypatch: pytest.MonkeyPatch, flow: type[GRPOConfig], adapter: bool
+) -> None:
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(check, "sizes_of", lambda *given: asked.append(given))
+    plan(load_recipe(flow, "tiny", ["lora.rank=4"]))
+    ((*_, with_adapter),) = asked
+    assert with_adapter == adapter

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.families import make
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from configs.recipe import load_recipe
@@ -88,6 +89,14 @@ def test_what_cannot_be_is_said(
     other = made(tmp_path, "other")
     with pytest.raises(ConfigError, match=said):
         frozen_version(settings(tmp_path, version, *words), other.store, None)
+
+
+def test_an_opponent_of_another_family_does_not_fit(tmp_path: Path) -> None:
+    other = made(tmp_path, "other")
+    model = f"model={{kind: pretrained, path: {make('Gemma 2', tmp_path / 'model')}}}"
+    said = "does not fit .* the policy has 4 layers with 2 heads of 32, and 256 tokens"
+    with pytest.raises(ConfigError, match=said):
+        frozen_version(settings(tmp_path, "other@1", model), other.store, None)
 
 
 def fork_of(parent: RunStore) -> Origin:

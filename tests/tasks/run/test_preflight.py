@@ -606,6 +606,42 @@ def family(folder: Path, name: str, **values: object) -> str:
     return f"model={{kind: pretrained, path: {folder}}}"
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff" * 8,
+        (2**45).to_bytes(8, "little") + b"{}",
+        (2).to_bytes(8, "little") + b"[]",
+        (60_000).to_bytes(8, "little") + b"[" * 60_000,
+    ],
+)
+def test_damaged_weights_do_not_keep_a_models_facts_from_being_read(
+    tmp_path: Path, data: bytes
+) -> None:
+    """A header that claims more memory than there is, or is nested deeply: who reads the weights says it."""
+    family(tmp_path / "model", "qwen3")
+    (tmp_path / "model" / "model.safetensors").write_bytes(data)
+    facts = model_facts(PretrainedModel(path=str(tmp_path / "model")))
+    assert facts is not None and facts.shape is not None
+    assert facts.shape.head_norms
+
+
+def test_a_resumed_run_is_not_refused_by_a_plan_that_older_versions_had_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = family(tmp_path / "gemma2", "gemma2")
+    monkeypatch.setattr(preflight, "check_memory", _too_large)
+    monkeypatch.setattr(preflight_models, "self_test", lambda *given: nullcontext(Verdict))
+    assert refused(tmp_path, model) == "By the memory plan it is too large."
+    (found,) = (f for f in check(settings(tmp_path, model), resumed=True) if f.check == "memory")
+    assert (found.found, found.warning) == ("By the memory plan it is too large.", True)
+
+
+def _too_large(*given: object) -> NoReturn:
+    raise ValueError("By the memory plan it is too large.")
+
+
 @pytest.fixture
 def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Self-tests are made anew; no memory plan, which would take a child process more."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.families import make
 from configs.distill import DistillConfig
 from configs.model import RandomModel
 from configs.recipe import load_recipe
@@ -69,6 +70,13 @@ def test_a_teacher_that_does_not_fit_is_one_sentence(
     with pytest.raises(ValueError, match="^[^\n]+$") as error:
         checked(*words)
     assert said in str(error.value)
+
+
+def test_the_words_of_a_teacher_of_any_family_are_known(checked: Check, tmp_path: Path) -> None:
+    model = make("Gemma 2", tmp_path / "teacher")
+    loss = "algorithm.distillation.loss={kind: reverse_kl_topk, top_k: 256}"
+    with pytest.raises(ValueError, match="top_k = 256, and the teacher t has 256 words"):
+        checked(f"teachers.t.model={{kind: pretrained, path: {model}}}", loss)
 
 
 def test_another_tokenizer_is_named_by_its_first_difference(checked: Check, tmp_path: Path) -> None:
