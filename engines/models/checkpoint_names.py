@@ -9,7 +9,7 @@ the files' names and all that they hold, so that whoever reads the checkpoint re
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +17,19 @@ from typing import TYPE_CHECKING
 
 from engines.models.adapters import is_factor
 from engines.models.checkpoints import build_empty
-from engines.models.tensor_files import StoredTensor, map_tensors, stored_tensors, unfit
+from engines.models.tensor_files import (
+    StackedTensor,
+    StoredTensor,
+    map_tensors,
+    stored_tensors,
+    unfit,
+)
+from storage.runs.file_names import FileNames, Part
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
+    from transformers.core_model_loading import WeightConverter
 
 # Buffers that older checkpoints hold and that models now compute; transformers passes over them too.
 COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
@@ -33,10 +41,12 @@ class CheckpointNames:
 
     Example: of an image-text checkpoint
         in_files = {"model.norm.weight": "model.language_model.norm.weight"}
+        stacks = {"model.layers.0.mlp.experts.down_proj": (Part(…), …)}
         unused = {"model.visual.patch_embed.weight": StoredTensor(…)}
     """
 
     in_files: Mapping[str, str] = field(default_factory=dict)  # by the model's; those that differ
+    stacks: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)  # as the files have them
     unused: Mapping[str, StoredTensor] = field(default_factory=dict)  # by the files' name
 
     def to_files(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -49,6 +59,11 @@ class CheckpointNames:
     def renamed(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A model's tensors by the files' names."""
         return {self.in_files.get(name, name): tensor for name, tensor in tensors.items()}
+
+    def untold(self, told: CheckpointNames) -> FileNames:
+        """What tensors that are named as `told` says are in the files."""
+        renamed = {own: name for own, name in self.in_files.items() if own not in told.in_files}
+        return FileNames(renamed=renamed, stacks=self.stacks)
 
     def own(self, name: str) -> str | None:
         """The model's name of a tensor, which has that or the files'; None: the model lacks it."""
@@ -68,7 +83,7 @@ class MatchedTensors:
     """Where each weight of a model lies in the files of its directory."""
 
     # By the model's name; of names that are tied, one that the files lack has another's.
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, StoredTensor | StackedTensor]
     names: CheckpointNames
 
 
@@ -85,37 +100,58 @@ def checkpoint_names(directory: Path) -> CheckpointNames:
 def match(
     directory: Path, model: PreTrainedModel, stored: Mapping[str, StoredTensor]
 ) -> MatchedTensors | None:
-    """The stored tensor of each name in the model; None where transformers must convert some.
+    """Where the files have each name of the model; None where they hold some in another form.
+
+    transformers may make a weight of several tensors. Such a one is found here if it has theirs one
+    after the other, as experts that are stacked have.
 
     Raises ValueError naming a tensor that is missing, of another shape, or not of the model.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
 
     wanted = model.state_dict()
     transforms = get_model_conversion_mapping(model)
     renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, WeightConverter)]
-    matched: dict[str, StoredTensor] = {}
+    matched: dict[str, StoredTensor | StackedTensor] = {}
     unknown: dict[str, StoredTensor] = {}
-    for name, tensor in stored.items():
+    parts: dict[str, dict[str, list[StoredTensor]]] = {}  # by the model's name and the pattern
+    for name, tensor in sorted(stored.items(), key=lambda one: dot_natural_key(one[0])):
         prefix = model.base_model_prefix
         target, converted = rename_source_key(name, renamings, converters, prefix, wanted)
         if target not in wanted and name in wanted:  # as transformers does
             target, converted = name, None
-        if converted is not None or target in matched or not tensor.readable:
+        if target in matched or not tensor.readable:
             return None
-        if target in wanted:
+        if target not in wanted:
+            unknown[name] = tensor
+        elif converted is None:
             matched[target] = tensor
         else:
-            unknown[name] = tensor
+            parts.setdefault(target, {}).setdefault(converted, []).append(tensor)
+    for target, by_pattern in parts.items():
+        stack = _stack(by_pattern, converters)
+        if stack is None or target in matched:
+            return None
+        matched[target] = stack
     _check_unknown(directory, model, unknown)
-    renamed = {own: one.name for own, one in matched.items() if own != one.name}
+    renamed = {
+        own: one.name
+        for own, one in matched.items()
+        if own != one.name and isinstance(one, StoredTensor)
+    }
     bare = f"{model.base_model_prefix}."
     if all(name == own.removeprefix(bare) for own, name in renamed.items()):
         renamed = {}  # files of a model without its head: a version has one
     names = CheckpointNames(
         in_files=renamed,
+        stacks={own: one.parts for own, one in matched.items() if isinstance(one, StackedTensor)},
         unused={name: one for name, one in unknown.items() if not _is_computed(name)},
     )
     for tied, weight in distinct_weights(model):
@@ -135,26 +171,28 @@ def match(
     return MatchedTensors(tensors=matched, names=names)
 
 
-class OriginalForm:
-    """A model's tensors as the files of its checkpoint hold them, where transformers converts some.
-
-    Of most mixtures it stacks the experts of a layer, and versions are in its form.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        """Of the model of a directory, whose files are looked at."""
-        stored = stored_tensors(directory)
-        self._model = build_empty(directory)
-        self.other = stored is not None and match(directory, self._model, stored) is None
-
-    def of(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """One tensor by the files' names: several, where they hold it in parts."""
-        from transformers.core_model_loading import revert_weight_conversion
-
-        if not self.other:
-            return {name: tensor}
-        found: dict[str, Tensor] = revert_weight_conversion(self._model, {name: tensor})
-        return found
+def _stack(
+    by_pattern: Mapping[str, Sequence[StoredTensor]], converters: Iterable[WeightConverter]
+) -> StackedTensor | None:
+    """What transformers makes of tensors, by their patterns; None: it has not theirs in order."""
+    converter = next(one for one in converters if set(by_pattern) <= set(one.source_patterns))
+    lists = [by_pattern.get(pattern, ()) for pattern in converter.source_patterns]
+    kinds = [(type(one).__name__, getattr(one, "dim", None)) for one in converter.operations]
+    if len({len(one) for one in lists}) != 1 or len(converter.target_patterns) != 1:
+        return None
+    # Each expert's tensors stand together: gate, up, gate, up.
+    pieces = tuple(tensor for group in zip(*lists, strict=True) for tensor in group)
+    shapes = {tensor.shape[1:] for tensor in pieces}
+    if len(shapes) != 1:
+        return None
+    rest, rows = shapes.pop(), sum(tensor.shape[0] for tensor in pieces if tensor.shape)
+    if kinds == [("Concatenate", 0)]:
+        return StackedTensor(pieces=pieces, shape=(rows, *rest))
+    stacked = kinds == [("MergeModulelist", 0)] and len(lists) == 1
+    if not (stacked or kinds == [("MergeModulelist", 0), ("Concatenate", 1)]):
+        return None
+    experts = len(lists[0])
+    return StackedTensor(pieces=pieces, shape=(experts, rows // experts, *rest))
 
 
 def distinct_weights(model: PreTrainedModel) -> list[tuple[list[str], Tensor]]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from storage.batches.format import DTYPES
 from storage.batches.tensors import NAMES, dtype_of
+from storage.runs.file_names import Part
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +42,37 @@ class StoredTensor:
         """Whether `read_part` knows its number format."""
         return self.dtype in NAMES
 
+    @property
+    def pieces(self) -> tuple[StoredTensor, ...]:
+        """Those whose elements it has, one after the other: itself."""
+        return (self,)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StackedTensor:
+    """Several tensors of a model directory, whose elements together are one of the model's.
+
+    Example: the experts of a layer, each in tensors of its own.
+    """
+
+    pieces: tuple[StoredTensor, ...]  # in order
+    shape: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """Of the first of them, in the file."""
+        return self.pieces[0].name
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Their names and shapes."""
+        return tuple(Part(name=one.name, shape=one.shape) for one in self.pieces)
+
+    @property
+    def file(self) -> Path:
+        """Of the first of them."""
+        return self.pieces[0].file
+
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor] | None:
     """Every tensor of a model directory by its name in the files; None: it has no safetensors files.
@@ -57,7 +89,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor] | None:
     return {name: tensor for file in files for name, tensor in _header(file).items()}
 
 
-def read_part(tensor: StoredTensor, begin: int, into: Tensor) -> None:
+def read_part(tensor: StoredTensor | StackedTensor, begin: int, into: Tensor) -> None:
     """Fill `into` with the tensor's elements from `begin` on, cast to its number format.
 
     Args:
@@ -87,7 +119,7 @@ def map_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
     return {name: mapped[name] for name in tensors}
 
 
-def part_equals(tensor: StoredTensor, begin: int, other: Tensor) -> bool:
+def part_equals(tensor: StoredTensor | StackedTensor, begin: int, other: Tensor) -> bool:
     """Whether the tensor's elements from `begin` on are, cast, those of `other`; see `read_part`."""
     flat = other.view(-1)
     return all(
@@ -104,11 +136,25 @@ def unfit(directory: Path, name: str, what: str) -> str:
     )
 
 
-def _windows(tensor: StoredTensor, begin: int, count: int) -> Iterator[tuple[int, Tensor]]:
-    """Elements begin .. begin + count in the file's number format, some MiB at a time.
+def _windows(
+    tensor: StoredTensor | StackedTensor, begin: int, count: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Elements begin .. begin + count in the files' number formats, some MiB at a time.
 
     With each window its place among them. Its memory is used again for the next one.
     """
+    done = 0
+    for piece in tensor.pieces:
+        size = math.prod(piece.shape)
+        own = min(size - begin, count - done)
+        if own > 0:
+            for at, values in _windows_of_one(piece, begin, own):
+                yield done + at, values
+            done += own
+        begin = max(begin - size, 0)
+
+
+def _windows_of_one(tensor: StoredTensor, begin: int, count: int) -> Iterator[tuple[int, Tensor]]:
     import torch
 
     dtype = dtype_of(tensor.dtype)

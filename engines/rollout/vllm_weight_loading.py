@@ -24,12 +24,13 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from engines.failures import WeightMismatch
-from engines.models.checkpoint_names import OriginalForm
+from engines.models.checkpoint_names import CheckpointNames, checkpoint_names
 from engines.rollout.read_back import LoadCheck
 from engines.rollout.weight_reader import LoadedWeights
 from storage.objects.node_cache import open_node_cache
 from storage.objects.store import Store
 from storage.objects.usage import COUNTER
+from storage.runs.file_names import FileNames
 from storage.runs.weights import WeightsRef
 from storage.runs.weights_reading import ALL, Share
 
@@ -71,7 +72,7 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
         self.store = Store(init_info.uri, init_info.options)
         self.cache = open_node_cache(self.store, init_info.node_cache_bytes)
         self.report: dict[str, Any] = {}
-        self.form: OriginalForm | None = None
+        self.names: FileNames | None = None
         self.check = LoadCheck(self.model, self.parallel_config.tensor_parallel_size)
 
     def start_weight_update(self) -> None:
@@ -144,13 +145,11 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
         self, tensors: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """As the checkpoint's files hold them, where vLLM does not know transformers' form."""
-        if self.model_config.hf_text_config.model_type in KNOWN_FORMS:
-            yield from tensors
-            return
-        if self.form is None:
-            self.form = OriginalForm(Path(self.model_config.model))
-        for name, tensor in tensors:
-            yield from self.form.of(name, tensor).items()
+        if self.names is None:
+            names = checkpoint_names(Path(self.model_config.model)).untold(CheckpointNames())
+            known = self.model_config.hf_text_config.model_type in KNOWN_FORMS
+            self.names = names.model_copy(update={"stacks": {}}) if known else names
+        return self.names.apart(tensors)
 
     @property
     def _share(self) -> Share:

@@ -216,7 +216,10 @@ class ShardedModel(TrainEngine):
             made = AdapterVersions
         if self._published is not None:
             self._published.close()
-        as_files = self._spec.version_names == "checkpoint"
+        kind = self._spec.version_names
+        as_files = kind == "files" or (kind == "checkpoint" and not self._checkpoint.stacked)
+        names = policy.names_in(self._checkpoint)
+        published = names if as_files else CheckpointNames()
         self._published = made(
             policy.versioned,
             self._spec,
@@ -225,7 +228,8 @@ class ShardedModel(TrainEngine):
             self._node_cache,
             self._joined().group,
             self._masters,
-            policy.names_in(self._checkpoint) if as_files else CheckpointNames(),
+            published,
+            names.untold(published),
         )
 
     def _files_of(self, run: str | None) -> RunStore:

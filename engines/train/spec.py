@@ -45,10 +45,12 @@ class TrainSpec(Settings):
     whole_every: int = Field(
         1, ge=1, description="Of so many policy versions one is stored whole, unless in float32."
     )
-    version_names: Literal["model", "checkpoint"] = Field(
+    version_names: Literal["model", "checkpoint", "files"] = Field(
         "model",
-        description="Whether policy versions call weights as the checkpoint's files do, and carry "
-        "what these hold besides; those of older runs call them as transformers' model does.",
+        description="files: policy versions call weights as the checkpoint's files do, and carry "
+        "what these hold besides; experts that are stacked keep the model's names. checkpoint: they "
+        "do where the files have none that transformers stacks; model: they call them as "
+        "transformers' model does. Older runs have the latter two.",
     )
     node_cache_bytes: int = Field(
         0, ge=0, description="What this machine keeps of the store's policy versions, in bytes."

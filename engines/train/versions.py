@@ -34,6 +34,7 @@ from engines.train.spec import TrainSpec, WeightsComparison
 from storage.objects.node_cache import NodeCache
 from storage.objects.write_behind import open_behind
 from storage.runs.adapters import base_key, find_base
+from storage.runs.file_names import FILE_NAMES, FileNames
 from storage.runs.run_store import RunStore
 from storage.runs.weights import Adapter, BaseVersion, WeightsRef, adapter_digest, open_manifest
 
@@ -51,11 +52,16 @@ class Versions:
         group: dist.ProcessGroup,
         masters: MasterWeights,
         names: CheckpointNames,
+        file_names: FileNames,
     ) -> None:
-        """`directory`: of the model's files; `names`: under which its weights are published."""
+        """`directory`: of the model's files; `names`: under which its weights are published.
+
+        file_names: what the files call them that are published by other names.
+        """
         self._module = module
         self._masters = masters
         self._names = names
+        self._file_names = file_names
         self._spec = spec
         self._files = files
         self._directory = directory
@@ -123,6 +129,13 @@ class Versions:
         rounded = dtype == torch.bfloat16
         return base_weights(self._module, None if rounded else self._masters)
 
+    def _companions(self) -> dict[str, bytes]:
+        """What lies beside a version's tensors."""
+        files = companion_files(self._directory)
+        if self._file_names:
+            files[FILE_NAMES] = self._file_names.model_dump_json().encode()
+        return files
+
     def _publish_whole(
         self, version: int, dtype: torch.dtype, every: int = 1, key: str | None = None
     ) -> Publication:
@@ -131,7 +144,7 @@ class Versions:
             self._files.run,
             version,
             self._weights(dtype),
-            companion_files(self._directory),
+            self._companions(),
             dtype,
             self._group,
             every=every,

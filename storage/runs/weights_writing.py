@@ -21,6 +21,7 @@ from storage.objects import documents
 from storage.objects.digests import Digester, digest
 from storage.objects.errors import StoreError
 from storage.objects.write_behind import announced
+from storage.runs.file_names import FILE_NAMES, read_file_names
 from storage.runs.run_store import RunStore
 from storage.runs.weight_changes import changes_name, write_changes
 from storage.runs.weights import (
@@ -260,6 +261,8 @@ def copy_whole(
 ) -> WeightsRef:
     """Write a version into the folder `key` of a store, whole, however it is stored itself.
 
+    It then has the names and the form of the model's files, if it says what those are.
+
     tensors: of an adapter, its base's with its own factors merged into them.
 
     Raises ObjectMissing, and ObjectDamaged naming the tensor.
@@ -267,7 +270,9 @@ def copy_whole(
     folder, manifest = open_chain(store, ref)[-1]  # a difference has no files of its own
     small = [name for name in manifest.files if not name.endswith(".safetensors") and name != INDEX]
     files = {name: store.read(f"{folder}/{name}") for name in small}
-    return _publish_at(target, key, ref.version, tensors or stream(store, ref), files)
+    names = read_file_names(files.pop(FILE_NAMES, None))
+    as_in_files = names.apart(tensors or stream(store, ref))
+    return _publish_at(target, key, ref.version, as_in_files, files)
 
 
 def _publish_at(

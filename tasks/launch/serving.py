@@ -35,6 +35,7 @@ from engines.rollout.vllm_plugin import OWNER_VARIABLE
 from storage.objects.errors import StoreError
 from storage.objects.store import Store
 from storage.runs.commit_log import head, version_weights
+from storage.runs.file_names import FILE_NAMES
 from storage.runs.origins import numbered, start_of
 from storage.runs.run_store import RunStore
 from storage.runs.weights import MANIFEST, WeightsRef, open_manifest_at
@@ -119,8 +120,9 @@ def named(config: ServeConfig, store: Store) -> Served:
 def written(folder: Path, served: Served) -> Path:
     """The version as a folder that vLLM loads, written unless it is there and whole.
 
-    Raises WeightMismatch where what was written is not the version; an adapter's merged weights have
-    no digest to compare with, so each tensor's own is what was checked.
+    Raises WeightMismatch where what was written is not the version; an adapter's merged weights, and
+    tensors as the model's files have them, have no digest to compare with, so each tensor's own is
+    what was checked.
     """
     digest = served.weights.digest.rpartition(":")[2][:12]
     name = f"{served.run.run}-v{served.number:06d}-{digest}"
@@ -128,8 +130,9 @@ def written(folder: Path, served: Served) -> Path:
     if not target.exists(f"{name}/{MANIFEST}"):
         copy_whole(store, served.weights, target, name, stream_whole(store, served.weights))
     found = open_manifest_at(target, name)
-    is_adapter = open_manifest_at(store, served.weights.key).adapter is not None
-    if not is_adapter and found.digest != served.weights.digest:
+    held = open_manifest_at(store, served.weights.key)
+    as_it_is = held.adapter is None and FILE_NAMES not in held.files
+    if as_it_is and found.digest != served.weights.digest:
         raise WeightMismatch(
             f"{folder / name} has digest {found.digest}, and {served.name} has "
             f"{served.weights.digest}. Remove the folder."

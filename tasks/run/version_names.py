@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from storage.runs.origins import Origin, parent_of
 from storage.runs.run_store import RunStore
 
 FIELD = "version_names"  # of run.json; an older Refrain's has none
 
-VersionNames = Literal["model", "checkpoint"]  # as TrainSpec has them
+VersionNames = Literal["model", "checkpoint", "files"]  # as TrainSpec has them
 
 
 def version_names(files: RunStore) -> VersionNames:
     """Of a run that is on record."""
-    return "checkpoint" if files.constant(FIELD) == "checkpoint" else "model"
+    found = files.constant(FIELD)
+    return next((one for one in get_args(VersionNames) if one == found), "model")
 
 
 def names_to_begin_with(files: RunStore, origin: Origin | None) -> VersionNames:
     """Of a new run: as its parent's, whose last version it has as its own first."""
-    return "checkpoint" if origin is None else version_names(parent_of(files, origin))
+    return "files" if origin is None else version_names(parent_of(files, origin))

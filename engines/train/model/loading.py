@@ -18,7 +18,13 @@ from transformers import PreTrainedModel
 
 from engines.models.checkpoint_names import CheckpointNames, distinct_weights, match
 from engines.models.checkpoints import build_empty, load_for_training
-from engines.models.tensor_files import StoredTensor, part_equals, read_part, stored_tensors
+from engines.models.tensor_files import (
+    StackedTensor,
+    StoredTensor,
+    part_equals,
+    read_part,
+    stored_tensors,
+)
 from engines.start_progress import report
 from engines.train.model.fsdp import own_part, spread
 from engines.train.model.master_weights import MasterWeights
@@ -33,8 +39,13 @@ class Checkpoint:
     # The tensor in the files of each weight, by its name in the language model; of names that are
     # tied, one that the files lack has another's. None: the files hold it otherwise than the model,
     # and rank 0 loads them whole.
-    tensors: Mapping[str, StoredTensor] | None
+    tensors: Mapping[str, StoredTensor | StackedTensor] | None
     names: CheckpointNames  # of the weights in those files
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the files hold some weight in several tensors."""
+        return any(isinstance(one, StackedTensor) for one in (self.tensors or {}).values())
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:

@@ -1,5 +1,7 @@
 """Versions have the names of the checkpoint's files and all that they hold: who reads one reads the other."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -21,15 +23,19 @@ from benchmarks.families import make
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.model import PretrainedModel
 from engines.failures import WeightMismatch
-from engines.models.checkpoint_names import OriginalForm, checkpoint_names
+from engines.models.adapters import stream_whole
+from engines.models.checkpoint_names import checkpoint_names
 from engines.models.checkpoints import load_for_training, tensor_shapes
 from engines.rollout.weight_reader import check_manifest
 from engines.train.fsdp_engine import FSDPEngine
+from storage.objects.errors import ObjectDamaged
 from storage.objects.store import Store
+from storage.runs.file_names import FILE_NAMES
 from storage.runs.origins import Origin
 from storage.runs.run_store import RunStore
 from storage.runs.weights import WeightsRef, open_manifest
 from storage.runs.weights_reading import stream
+from storage.runs.weights_writing import copy_whole
 from tasks.run.version_names import FIELD, names_to_begin_with, version_names
 from tests.engines.train.train_ranks import samples, spec, stored, update_of
 
@@ -216,7 +222,9 @@ def test_a_run_goes_on_with_the_names_that_it_began_with(tmp_path: Path) -> None
     store = Store(str(tmp_path))
     older, newer = RunStore(store, "older"), RunStore(store, "newer")
     older.write_run({"config": {}})
-    newer.write_run({"config": {}, FIELD: "checkpoint"})
+    newer.write_run({"config": {}, FIELD: "files"})
+    between = RunStore(store, "between")
+    between.write_run({"config": {}, FIELD: "checkpoint"})
     weights = WeightsRef(version=3, key="older/weights/v3", digest="d", nbytes=1)
     origin = Origin(
         run="older",
@@ -228,23 +236,112 @@ def test_a_run_goes_on_with_the_names_that_it_began_with(tmp_path: Path) -> None
         cursor=True,
     )
 
-    assert (version_names(older), version_names(newer)) == ("model", "checkpoint")
-    assert names_to_begin_with(newer, None) == "checkpoint"
+    assert (version_names(older), version_names(newer)) == ("model", "files")
+    assert version_names(between) == "checkpoint"
+    assert names_to_begin_with(newer, None) == "files"
     assert names_to_begin_with(newer, origin) == "model"
-    assert names_to_begin_with(older, origin.model_copy(update={"run": "newer"})) == "checkpoint"
+    assert names_to_begin_with(older, origin.model_copy(update={"run": "newer"})) == "files"
 
 
-@pytest.mark.parametrize("family", ["Mixtral", "DeepSeek V3", "Qwen3-MoE", "Qwen3"])
-def test_the_form_of_the_files_is_had_of_one_tensor_at_a_time(family: str, tmp_path: Path) -> None:
-    """What transformers wrote from its own form is what is made of that again."""
-    directory = make(family, tmp_path / "model")
-    form = OriginalForm(directory)
-    assert form.other == (family != "Qwen3")
-    model = load_for_training(directory)
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        found |= form.of(name, tensor)
-    stored = load_file(directory / "model.safetensors")
-    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set[str]()
-    assert found.keys() == stored.keys() | tied
-    assert all(torch.equal(found[name], stored[name]) for name in stored)
+# Mixtures whose files have each expert apart, and what lies in them that no code uses.
+MIXTURES = {
+    "Mixtral": "",
+    "DeepSeek V3": "model.layers.61.mlp.experts.0.up_proj.weight",
+    "Qwen3-Next": "mtp.layers.0.mlp.experts.0.up_proj.weight",
+}
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Their model directories."""
+    folder = tmp_path_factory.mktemp("mixtures")
+    made = {family: make(family, folder / family) for family in MIXTURES}
+    for family, directory in made.items():
+        if MIXTURES[family]:
+            tensors = _files(directory) | {MIXTURES[family]: torch.randn(5, 3)}
+            save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return made
+
+
+def _exported(engine: FSDPEngine, weights: WeightsRef, folder: Path) -> dict[str, torch.Tensor]:
+    store, target = engine._store, Store(f"file://{folder}")
+    copy_whole(store, weights, target, "export", stream_whole(store, weights))
+    assert not target.exists(f"export/{FILE_NAMES}")
+    shards = sorted((folder / "export").glob("*.safetensors"))
+    return {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_version_of_stacked_tensors_is_exported_as_its_checkpoint(
+    mixtures: dict[str, Path], tmp_path: Path, family: str
+) -> None:
+    directory = mixtures[family]
+    engine = _engine(directory, tmp_path, names="files")
+    weights = engine.settle_weights(0, "float32")
+    files, version = _files(directory), dict(stream(engine._store, weights))
+    stacks = checkpoint_names(directory).stacks
+    assert stacks.keys() <= version.keys()
+    assert set(MIXTURES[family].split()) <= version.keys()
+
+    exported = _exported(engine, weights, tmp_path / "exports")
+
+    assert files.keys() <= exported.keys() <= files.keys() | {"lm_head.weight"}
+    assert all(torch.equal(exported[name], tensor) for name, tensor in files.items())
+    check_manifest(engine._store, weights, tensor_shapes(directory), checkpoint_names(directory))
+
+
+@pytest.mark.parametrize("names", ["model", "checkpoint", "files"])
+def test_every_kind_of_names_is_read_and_exported_alike(
+    mixtures: dict[str, Path], tmp_path: Path, names: str
+) -> None:
+    """Runs of older Refrains have the first two, which leave out what no code uses."""
+    directory = mixtures["Qwen3-Next"]
+    engine = _engine(directory, tmp_path, names=names)
+    weights = engine.settle_weights(0, "float32")
+    held = {name: whole.clone() for name, whole in _whole(engine).items()}
+    for tensor in engine._policy.model.parameters():  # type: ignore[union-attr]
+        tensor.data.add_(1.0)
+
+    engine.load_weights(weights, 0)
+
+    assert all(torch.equal(held[name], whole) for name, whole in _whole(engine).items())
+    assert not engine.compare(weights, "float32").differing
+    exported = _exported(engine, weights, tmp_path / "exports")
+    besides = {MIXTURES["Qwen3-Next"]} if names != "files" else set()
+    assert _files(directory).keys() - exported.keys() == besides
+
+
+def _whole(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+    state = engine._policy.model.state_dict()  # type: ignore[union-attr]
+    return {name: value.full_tensor() for name, value in state.items()}
+
+
+def test_transformers_loads_what_was_exported(mixtures: dict[str, Path], tmp_path: Path) -> None:
+    engine = _engine(mixtures["Mixtral"], tmp_path, names="files")
+    batch = stored(tmp_path, samples())
+    engine.update(update_of(batch, AlgorithmConfig(), 1))
+    weights = engine.settle_weights(1, "float32")
+
+    exported = _exported(engine, weights, tmp_path / "exports")
+
+    assert "model.layers.0.block_sparse_moe.experts.3.w2.weight" in exported
+    loaded = load_for_training(tmp_path / "exports" / "export").state_dict()
+    assert all(torch.equal(loaded[name], whole) for name, whole in _whole(engine).items())
+
+
+def test_names_that_do_not_make_up_a_tensor_are_refused_by_its_name(
+    mixtures: dict[str, Path], tmp_path: Path
+) -> None:
+    engine = _engine(mixtures["Mixtral"], tmp_path, names="files")
+    weights = engine.settle_weights(0, "float32")
+    file = tmp_path / "store" / weights.key / FILE_NAMES
+    names = json.loads(file.read_text())
+    stack, parts = next(iter(names["stacks"].items()))
+    for damaged, said in (
+        (parts[1:], re.escape(stack)),
+        ([{"name": "a", "shape": [-1]}], re.escape(stack)),
+        ("no list", FILE_NAMES),
+    ):
+        file.write_text(json.dumps({**names, "stacks": {**names["stacks"], stack: damaged}}))
+        with pytest.raises(ObjectDamaged, match=said):
+            _exported(engine, weights, tmp_path / "exports")

@@ -14,6 +14,8 @@ from torch import nn
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    HrmTextConfig,
+    HrmTextForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaPreTrainedModel,
@@ -51,6 +53,7 @@ SMALL = {
     "head_dim": 2,
     "max_position_embeddings": 64,
 }
+IN_ONE = {"num_key_value_heads": 4, "num_layers_per_stack": 1, "num_hidden_layers": 8}
 TOKENS = ([5, 6, 7, 8, 9, 3, 1], 3)
 BYTES_MODEL = RandomModel(layers=4, hidden_size=192, heads=6, seed=3)  # 6 MB in float32
 
@@ -105,7 +108,10 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     experts = MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=3))
     tied.save_pretrained(folder / "tied")
     untied.save_pretrained(folder / "untied", max_shard_size="2KB")
-    experts.save_pretrained(folder / "converted")
+    experts.save_pretrained(folder / "experts")  # each in tensors of its own
+    # Several weights of the model are one tensor of its files.
+    halves = HrmTextForCausalLM(HrmTextConfig(**SMALL | IN_ONE))
+    halves.save_pretrained(folder / "converted")
     for dtype in (torch.bfloat16, torch.float16):
         untied.to(dtype).save_pretrained(folder / str(dtype).removeprefix("torch."))
     for name, change in (
@@ -120,7 +126,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 CASES = [
     *("tied", "untied", "bfloat16", "float16", "head only", "head too", "no prefix", "old buffer"),
-    "converted",
+    *("experts", "converted"),
 ]
 BY_RANK_0 = {"converted"}
 
@@ -154,7 +160,7 @@ def load_all(
         engine = engine_of(directories[case], folder)
         engine.join(rank, world, "127.0.0.1", next(port), 1, 60.0)
         digests[case] = engine.digest()
-        if case != "converted":  # experts are not multiplied in its order
+        if case not in ("experts", "converted"):  # not multiplied in its order
             scores[case] = engine.score([TOKENS[0]], [TOKENS[1]])[0]
         engine.close()
     return Seen(digests=digests, scores=scores)
