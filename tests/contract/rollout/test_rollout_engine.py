@@ -146,6 +146,7 @@ SAMPLED = {
     "top-k": Sampling(n=3, max_new_tokens=24, seed=5, temperature=1.5, top_k=20),
     "top-p": Sampling(n=3, max_new_tokens=24, seed=5, temperature=0.8, top_p=0.7),
 }
+DRAWN = [(True, "plain"), (True, "top-p"), (False, "top-k")]  # in the quick suite
 SAMPLINGS = pytest.mark.parametrize("sampling", SAMPLED.values(), ids=SAMPLED)
 
 
@@ -171,7 +172,7 @@ def test_logprobs_are_those_of_the_sampling_distribution(
             sampling,
             seeded,
             id=f"{'' if seeded else 'un'}seeded-{name}",
-            marks=[] if seeded == (name in ("plain", "top-p")) else pytest.mark.slow,
+            marks=[] if (seeded, name) in DRAWN else pytest.mark.slow,
         )
         for name, sampling in SAMPLED.items()
         for seeded in (True, False)

@@ -653,7 +653,7 @@ def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holders, "traced_shape", broken_off)
 
 
-@pytest.mark.parametrize("column", ["[]", "['import os']", "['x = 1', 'y = 2']", "not a test ("])
+@pytest.mark.parametrize("column", ["[]", "['import os']"])
 def test_a_resumed_run_keeps_rows_without_tests(tmp_path: Path, column: str) -> None:
     """Older versions began with such rows, whose samples fail; they cannot be taken out now."""
     lines = [{"question": f"{n}?", "tests": "['assert f() == 1']"} for n in range(6)]
