@@ -20,6 +20,7 @@ from configs.rules.batches import BATCHES
 from configs.rules.elastic import ELASTIC
 from configs.rules.episodes import EPISODES
 from configs.rules.evaluation import EVALUATION
+from configs.rules.experts import EXPERTS
 from configs.rules.guards import GUARDS
 from configs.rules.images import IMAGES
 from configs.rules.logprobs import LOGPROBS, STALE_SAMPLES
@@ -62,6 +63,7 @@ OF_EVERY_FLOW: tuple[Rule[RunConfig], ...] = (
     *SAMPLING,
     *EPISODES,
     *LOGPROBS,
+    *EXPERTS,
     *GUARDS,
     *QUARANTINE,
     *EVALUATION,

@@ -53,6 +53,12 @@ class TrainConfig(Settings):
     micro_batch_tokens: int = Field(
         8192, ge=16, description="Token budget of one packed forward and backward pass, per rank."
     )
+    router_aux_loss_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of the load-balancing loss of a mixture of experts (Switch Transformer, "
+        "arXiv:2101.03961): the mean of its layers, over each micro-batch. 0: none.",
+    )
     sequence_parallel: int = Field(
         1,
         ge=1,

@@ -13,8 +13,9 @@ main = Command(
     "export",
     "Write a policy version as a folder of its own: safetensors, config and tokenizer. Versions "
     "in the store are such folders too, save those that are stored as the difference from "
-    "another one (store.whole_every), and those of LoRA runs: here they are merged into their "
-    "base. Every tensor is checked on the way.",
+    "another one (store.whole_every), those of LoRA runs, which are merged into their base here, and "
+    "those of mixtures, whose experts stand apart here as in the model's files. Every tensor is "
+    "checked on the way.",
     "tasks.commands.export:answer",
     option("--to", required=True, metavar="FOLDER", help="a folder that is not there yet"),
     option("--version", type=int, metavar="V", help="of the run [its last]"),

@@ -78,9 +78,12 @@ def build(
         spec: Of the engine.
         with_head: Makes what is trained of the language model.
         directory: Of the model's files.
-        sharing: Ranks that share a sequence. Raises ValueError where they do not divide its heads.
+        sharing: Ranks that share a sequence.
         compute: In what weights are multiplied.
         whole: See `whole_on`.
+
+    Raises:
+        ValueError: `sharing` does not divide the model's heads, or a setting does not fit the model.
     """
     model = build_empty(directory)
     if heads := getattr(model.config.get_text_config(), "num_attention_heads", None):
@@ -91,6 +94,11 @@ def build(
     if spec.lora is not None:
         inject(model, spec.lora)
     policy = with_head(model)
+    if spec.role == "actor" and spec.train.router_aux_loss_coef and not policy.routers:
+        raise ValueError(
+            f"train.router_aux_loss_coef = {spec.train.router_aux_loss_coef:g} balances the load of "
+            "experts, and transformers names no routers of this model. Set it to 0."
+        )
     if spec.frozen:
         policy.requires_grad_(False)
     if spec.frozen or whole or spec.train.weights_dtype == "bfloat16":

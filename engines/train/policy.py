@@ -15,6 +15,7 @@ from engines.train.model.attention import PACKED, collapse
 from engines.train.model.head import Head, head_form
 from engines.train.model.loading import Checkpoint
 from engines.train.model.recurrent import sequences_apart
+from engines.train.model.routers import Router, find_routers
 from engines.train.model.row_needs import RowNeeds, row_needs
 from engines.train.model.sequence_parallel import SequenceGroup
 
@@ -26,6 +27,7 @@ class HeadedModel(nn.Module):
 
     model: PreTrainedModel
     needs: RowNeeds  # of rows that are packed for it
+    routers: tuple[Router, ...] = ()  # of a mixture of experts
 
     @property
     def head(self) -> Head:
@@ -58,6 +60,7 @@ class Policy(HeadedModel):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model, self.needs = packed_attention(model)
+        self.routers = () if isinstance(model, OpenVLA) else find_routers(model)
         self._head_form = head_form(model.language_model if isinstance(model, OpenVLA) else model)
 
     @property

@@ -5,7 +5,7 @@ The loop is `engines.train.updater.Updater`, the objective is in engines/algorit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -19,6 +19,14 @@ from engines.algorithms.objective import Objective
 from engines.train.batching.micro_batch import PER_TOKEN, MicroBatch, read_micro_batch
 from engines.train.batching.packed_batch import PackedBatch
 from engines.train.batching.packing import MiniBatch
+from engines.train.model.routers import (
+    Routing,
+    aux_loss,
+    load_metrics,
+    load_of,
+    router_means,
+    watched,
+)
 from engines.train.model.sequence_parallel import SequenceGroup
 from engines.train.policy import Policy
 from engines.train.updater import TrainRank, Updater
@@ -68,6 +76,10 @@ class PolicyUpdater(Updater):
         super().__init__(rank)
         self._forward = forward
         self._objective = objective
+        # Ranks that share samples have a part of each, and compiled layers are not looked into.
+        seen = self._sequence.size == 1 and not self._config.compile
+        self._routers = forward.policy.routers if seen else ()
+        self._load: Tensor | None = None  # of their experts: choices [layers, E]
 
     def _columns(self, batch: BatchRef) -> list[str]:
         steps = self._config.epochs * self._config.mini_batches
@@ -86,9 +98,10 @@ class PolicyUpdater(Updater):
         self, micro: MicroBatch, normaliser: Normaliser, selected: Tensor | None
     ) -> tuple[Tensor, MetricSums]:
         words, bins = self._words(micro)
-        logprobs, entropy, *own = self._forward(
-            micro.packed, entropy_gradient=self._objective.entropy_gradient, words=words
-        )
+        with watched(self._routers) as routing:
+            logprobs, entropy, *own = self._forward(
+                micro.packed, entropy_gradient=self._objective.entropy_gradient, words=words
+            )
         kept = micro.columns.get("correction_kept")
         batch = PolicyBatch(
             rows=micro.packed.rows,
@@ -109,7 +122,34 @@ class PolicyUpdater(Updater):
             counted=None if selected is None else selected[1],
         )
         loss, sums = self._objective(batch, normaliser)
+        if self._routers:
+            routing = routing.of_tokens(micro.packed.tokens.numel(), micro.packed.layout)
+            loss, sums = self._balanced(loss, sums, routing, micro.mask, normaliser)
         return loss, sums + _rollout_mismatch(batch)
+
+    def _balanced(
+        self,
+        loss: Tensor,
+        sums: MetricSums,
+        routing: Routing,
+        mask: Tensor,
+        normaliser: Normaliser,
+    ) -> tuple[Tensor, MetricSums]:
+        """The loss with the routers' part, of which a micro-batch has a share by its tokens."""
+        weight, counted = self._config.router_aux_loss_coef, mask.sum()
+        with torch.set_grad_enabled(weight > 0):
+            auxiliary = aux_loss(self._routers, routing)
+        if weight:
+            loss = (
+                loss + weight * counted * normaliser.ranks / max(normaliser.tokens, 1) * auxiliary
+            )
+        load = load_of(routing) * (counted > 0)  # a rank without a micro-batch computes one token
+        self._load = load if self._load is None else self._load + load
+        return loss, sums + router_means(self._routers, routing, auxiliary, counted > 0)
+
+    def _metrics(self, seconds: float, phases: Mapping[str, float]) -> dict[str, float]:
+        found = super()._metrics(seconds, phases)
+        return found if self._load is None else found | load_metrics(self._added(self._load))
 
     def _words(self, micro: MicroBatch) -> tuple[Tensor | None, Tensor | None]:
         """The teacher's likeliest words [R, k], and its log-probs of them and of the tail."""

@@ -19,6 +19,7 @@ class Verdict:
     # selective), as a share of the largest one; infinite: they cannot be had.
     selective: float = 0.0
     unrounded: str | None = None  # why its products cannot be in bfloat16; a clause
+    routers: int = 0  # of a mixture of experts, that the train engine knows
     linear: tuple[str, ...] = ()  # the last parts of the names of the decoder's linear layers
 
     def to_json(self) -> str:

@@ -1,0 +1,178 @@
+"""Routers of a mixture of experts: what they chose in a forward pass, and how evenly.
+
+transformers says of each model which modules its routers are, for its own load-balancing loss. They
+are watched from outside: their logits [T, E] of T tokens and E experts, and the k experts that each
+token goes to.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import OutputRecorder
+
+from engines.algorithms.aggregation import MetricSums, mean_over
+from engines.train.model.attention import AttentionLayout, collapse
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Router:
+    """One layer's."""
+
+    module: nn.Module
+    index: int  # of the logits among what it returns
+    top_k: int
+    sigmoid: bool  # scores are sigmoids of the logits, not their softmax
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routing:
+    """What the routers did in a forward pass, by layer."""
+
+    logits: list[Tensor] = field(default_factory=list)  # each [T, E], with gradient
+    chosen: list[Tensor] = field(default_factory=list)  # each [T, k] int64
+
+    def of_tokens(self, tokens: int, layout: AttentionLayout) -> Routing:
+        """Of the T tokens of a packed row, where layers were given padded rows of sequences."""
+        if all(len(logits) == tokens for logits in self.logits):
+            return self
+        return Routing(
+            logits=[collapse(logits, layout) for logits in self.logits],
+            chosen=[collapse(chosen, layout) for chosen in self.chosen],
+        )
+
+
+@contextmanager
+def watched(routers: Sequence[Router]) -> Iterator[Routing]:
+    """What the routers of all layers do in the forward pass in the body, once it has ended.
+
+    Tensors are kept and nothing is computed: layers may be computed again in the backward pass, where
+    each operation of the forward pass must come again.
+    """
+    seen = Routing()
+
+    def see(router: Router, found: Tensor | tuple[Tensor, ...]) -> None:
+        parts = (found,) if isinstance(found, Tensor) else found
+        logits = parts[min(router.index, len(parts) - 1)].flatten(0, -2)
+        ids = (one for one in parts if one.dtype == torch.int64)
+        chosen = next(ids, None)
+        if chosen is None:
+            chosen = logits.detach().topk(router.top_k).indices
+        seen.logits.append(logits)
+        seen.chosen.append(chosen.flatten(0, -2))
+
+    with ExitStack() as hooks:
+        for router in routers:
+            hook = router.module.register_forward_hook(
+                lambda _, given, found, router=router: see(router, found)
+            )
+            hooks.callback(hook.remove)
+        yield seen
+
+
+def find_routers(model: PreTrainedModel) -> tuple[Router, ...]:
+    """The routers of a language model, by layer; empty where transformers names none."""
+    top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    if not top_k:
+        return ()
+    recorders = [
+        one
+        for part in model.modules()
+        if isinstance(part, PreTrainedModel)
+        for one in _listed((part._can_record_outputs or {}).get("router_logits"))
+    ]
+    return tuple(
+        Router(module=module, index=index, top_k=top_k, sigmoid=_sigmoid(module))
+        for name, module in model.named_modules()
+        if (index := _index(name, module, recorders)) is not None
+    )
+
+
+def _listed(recorded: object) -> list[OutputRecorder]:
+    several = recorded if isinstance(recorded, list) else [recorded]
+    return [one for one in several if isinstance(one, OutputRecorder)]
+
+
+def _index(name: str, module: nn.Module, recorders: Sequence[OutputRecorder]) -> int | None:
+    for one in recorders:
+        place = one.layer_name is None or f".{one.layer_name}" in f".{name}"
+        if place and isinstance(module, one.target_class):
+            return one.index
+    return None
+
+
+def _sigmoid(module: nn.Module) -> bool:
+    return "sigmoid" in inspect.getsource(type(module))
+
+
+def router_means(
+    routers: Sequence[Router], routing: Routing, loss: Tensor, counts: Tensor
+) -> MetricSums:
+    """Means over tokens: entropy of the routers' scores, of all layers, in nats; `aux_loss`.
+
+    counts: bool scalar, whether these tokens count.
+    """
+    scores = [_scores(router, logits.detach()) for router, logits in _by_layer(routers, routing)]
+    entropies = torch.stack([torch.special.entr(each).sum(1) for each in scores]).mean(0)
+    mask = counts.expand(entropies.shape)
+    return MetricSums(
+        means={
+            "router/entropy": mean_over(entropies, mask),
+            "router/aux_loss": mean_over(loss.expand_as(entropies), mask),
+        }
+    )
+
+
+def load_of(routing: Routing) -> Tensor:
+    """How many choices fell on each expert, float64 [layers, E]."""
+    experts = max(logits.shape[1] for logits in routing.logits)
+    counts = [torch.bincount(each.flatten(), minlength=experts) for each in routing.chosen]
+    return torch.stack(counts).double()
+
+
+def load_metrics(load: Tensor) -> dict[str, float]:
+    """Of the choices [layers, E] that an update made, over all ranks.
+
+    `router/busiest_share`: the share that the busiest expert of a layer has, the largest of all
+    layers; evenly it is 1 / E. `router/idle_experts`: the share of experts that no token went to.
+    """
+    shares = load / load.sum(1, keepdim=True).clamp(min=1)
+    return {
+        "router/busiest_share": float(shares.max()),
+        "router/idle_experts": float((load == 0).double().mean()),
+    }
+
+
+def aux_loss(routers: Sequence[Router], routing: Routing) -> Tensor:
+    """The load-balancing loss of T tokens, the mean of the layers; scalar with gradient.
+
+    With f_i the share of the tokens that go to expert i and P_i the mean of its scores:
+    E * sum_i f_i P_i, which is k where all experts have equally much (Switch Transformer,
+    arXiv:2101.03961, equation 4, for k experts a token; transformers' `load_balancing_loss_func` of
+    one layer). Scores that are sigmoids are divided by their sum (DeepSeek-V3, arXiv:2412.19437,
+    equations 17 to 20).
+    """
+    losses = []
+    for (router, logits), chosen in zip(_by_layer(routers, routing), routing.chosen, strict=True):
+        tokens, experts = logits.shape
+        load = torch.bincount(chosen.flatten(), minlength=experts)
+        losses.append(experts * (load / tokens * _scores(router, logits).mean(0)).sum())
+    return torch.stack(losses).mean()
+
+
+def _by_layer(routers: Sequence[Router], routing: Routing) -> list[tuple[Router, Tensor]]:
+    return list(zip(routers, routing.logits, strict=True))
+
+
+def _scores(router: Router, logits: Tensor) -> Tensor:
+    """Each token's scores of the experts, float32 [T, E], which add up to 1."""
+    if not router.sigmoid:
+        return logits.float().softmax(1)
+    scores = logits.float().sigmoid()
+    return scores / scores.sum(1, keepdim=True)

@@ -1,0 +1,219 @@
+"""Routers of mixtures: seen in every family, balanced by transformers' own loss, counted over ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import MixtralConfig, MixtralForCausalLM
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from benchmarks.families import make
+from configs.algorithm.algorithm import AlgorithmConfig
+from configs.model import PretrainedModel
+from engines.models.checkpoints import load_for_training
+from engines.train.fsdp_engine import FSDPEngine
+from engines.train.model.routers import (
+    Router,
+    Routing,
+    aux_loss,
+    find_routers,
+    load_metrics,
+    watched,
+)
+from engines.train.spec import UpdateResult
+from tests.engines.train.naive_training import Sample
+from tests.engines.train.train_ranks import Ranks, samples, spec, stored, update_of
+from tests.ports import free_ports
+
+MIXTURES = [
+    *("Mixtral", "Qwen2-MoE", "Qwen3-MoE", "Qwen3-Next", "OLMoE", "GraniteMoE", "gpt-oss"),
+    *("ERNIE 4.5 MoE", "DeepSeek V2", "DeepSeek V3", "GLM 4 MoE"),
+]
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of one layer, whose routers transformers balances as the mean of the layers."""
+    folder = tmp_path_factory.mktemp("mixtral")
+    torch.manual_seed(3)
+    config = MixtralConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        num_local_experts=6,
+        initializer_range=0.3,
+    )
+    MixtralForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_the_routers_of_a_family_are_seen(family: str, tmp_path: Path) -> None:
+    model = load_for_training(make(family, tmp_path / "model"))
+    routers = find_routers(model)
+    tokens = torch.randint(4, 90, (2, 9))
+
+    with watched(routers) as seen, torch.no_grad():
+        model(input_ids=tokens, use_cache=False)
+    with torch.no_grad():
+        model(input_ids=tokens, use_cache=False)
+
+    blocks = [name for name, _ in model.named_modules() if name.endswith(".experts")]
+    assert len(routers) == len(blocks) == len(seen.logits) == len(seen.chosen) > 0
+    for logits, chosen in zip(seen.logits, seen.chosen, strict=True):
+        assert (logits.shape, chosen.shape) == ((18, 4), (18, 2))
+        if family != "ERNIE 4.5 MoE":  # whose choice a bias moves
+            assert torch.equal(chosen.sort(1).values, logits.topk(2).indices.sort(1).values)
+    sigmoid = family in ("DeepSeek V3", "GLM 4 MoE")
+    assert {router.sigmoid for router in routers} == {sigmoid}
+
+
+def _router(sigmoid: bool = False) -> Router:
+    return Router(module=torch.nn.Identity(), index=0, top_k=2, sigmoid=sigmoid)
+
+
+def test_the_loss_of_a_layer_is_transformers_own() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(40, 6, requires_grad=True)
+    chosen = logits.detach().topk(2).indices
+
+    ours = aux_loss([_router()], Routing(logits=[logits], chosen=[chosen]))
+
+    theirs = load_balancing_loss_func((logits,), num_experts=6, top_k=2)
+    torch.testing.assert_close(ours, theirs)
+    (mine,), (other,) = (torch.autograd.grad(one, logits) for one in (ours, theirs))
+    torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_an_even_load_is_worth_the_experts_of_a_token(sigmoid: bool) -> None:
+    chosen = torch.tensor([[0, 1], [2, 3]] * 8)
+    even, crowded = torch.zeros(16, 4), torch.tensor([[4.0, 4.0, -4.0, -4.0]] * 16)
+    router = _router(sigmoid)
+    assert float(aux_loss([router], Routing(logits=[even], chosen=[chosen]))) == pytest.approx(2)
+    crowd = Routing(logits=[crowded], chosen=[torch.tensor([[0, 1]] * 16)])
+    assert float(aux_loss([router], crowd)) == pytest.approx(4, rel=0.02)
+
+
+def test_metrics_of_a_load() -> None:
+    found = load_metrics(torch.tensor([[5.0, 5, 5, 5], [12, 4, 4, 0]]))
+    assert found == pytest.approx({"router/busiest_share": 0.6, "router/idle_experts": 0.125})
+
+
+def _engine(directory: Path, folder: Path, **train: Any) -> FSDPEngine:
+    model = PretrainedModel(path=str(directory))
+    return FSDPEngine(spec(folder, **train).model_copy(update={"model": model}))
+
+
+def _updated(
+    rank: int,
+    world: int,
+    _: list[int],
+    ports: list[int],
+    directory: Path,
+    folder: Path,
+    rows: list[Sample],
+    train: dict[str, Any],
+) -> tuple[UpdateResult, str]:
+    engine = _engine(directory, folder, **train)
+    engine.join(rank, world, "127.0.0.1", ports[0], 1, 60.0)
+    batch = stored(folder, rows, f"batch-{rank}")
+    result = engine.update(update_of(batch, AlgorithmConfig(), 1))
+    digest = engine.digest()
+    engine.close()
+    return result, digest
+
+
+def _alone(directory: Path, folder: Path, rows: list[Sample], **train: Any) -> UpdateResult:
+    return _updated(0, 1, [], [0], directory, folder, rows, train)[0]
+
+
+def _distinct(advantage: float) -> list[Sample]:
+    """Samples that share no prompt, so that each token is computed once by anybody."""
+    random = np.random.default_rng(1)
+    lengths = random.integers(3, 12, (6, 2))
+    return [
+        Sample(
+            prompt=random.integers(4, 90, before),
+            response=random.integers(4, 90, after),
+            mask=np.ones(after, dtype=np.uint8),
+            advantages=np.full(after, advantage, dtype=np.float32),
+        )
+        for before, after in lengths
+    ]
+
+
+@pytest.mark.parametrize("train", [{}, {"gradient_checkpointing": 1.0}])
+def test_the_gradient_of_an_update_is_that_of_transformers_loss(
+    mixtral: Path, tmp_path: Path, train: dict[str, Any]
+) -> None:
+    rows = _distinct(advantage=0.0)
+
+    found = _alone(mixtral, tmp_path, rows, router_aux_loss_coef=0.01, **train).metrics
+
+    model = load_for_training(mixtral)
+    fed = [torch.tensor([*row.prompt, *row.response[:-1]]) for row in rows]
+    tokens = torch.nn.utils.rnn.pad_sequence(fed, batch_first=True)
+    there = torch.nn.utils.rnn.pad_sequence([torch.ones(len(x)) for x in fed], batch_first=True)
+    logits = model(
+        input_ids=tokens, attention_mask=there, use_cache=False, output_router_logits=True
+    ).router_logits
+    loss = load_balancing_loss_func(logits, num_experts=6, top_k=2, attention_mask=there)
+    (0.01 * loss).backward()
+    norm = torch.nn.utils.get_total_norm(
+        [each.grad for each in model.parameters() if each.grad is not None]
+    )
+    assert found["router/aux_loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert found["train/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    probabilities = torch.cat(logits).softmax(1)[there.flatten().bool()]
+    entropy = torch.special.entr(probabilities).sum(1).mean().item()
+    assert found["router/entropy"] == pytest.approx(entropy, rel=1e-5)
+    chosen = torch.cat(logits)[there.flatten().bool()].topk(2).indices
+    counts = torch.bincount(chosen.flatten(), minlength=6)
+    assert found["router/busiest_share"] == pytest.approx(float(counts.max() / counts.sum()))
+    assert found["router/idle_experts"] == float((counts == 0).double().mean())
+
+
+def test_without_a_coefficient_the_update_is_as_before(mixtral: Path, tmp_path: Path) -> None:
+    """What is watched changes no gradient."""
+    rows = _distinct(advantage=0.5)
+    found = _alone(mixtral, tmp_path, rows)
+    balanced = _alone(mixtral, tmp_path, rows, router_aux_loss_coef=0.01)
+    names = ("router/aux_loss", "router/busiest_share", "train/policy_loss")
+    assert [found.metrics[one] for one in names] == [balanced.metrics[one] for one in names]
+    assert found.metrics["train/grad_norm"] != balanced.metrics["train/grad_norm"]
+
+
+def test_ranks_see_together_what_one_sees(mixtral: Path, tmp_path: Path) -> None:
+    """Also a rank that has fewer micro-batches than another, and computes a token of none."""
+    rows = _distinct(advantage=0.5)[:3]  # a prompt that is shared counts once on each rank
+    one = _alone(mixtral, tmp_path, rows, router_aux_loss_coef=0.01, micro_batch_tokens=64)
+    ranks = Ranks(2)
+    train = {"router_aux_loss_coef": 0.01, "micro_batch_tokens": 64}
+    try:
+        parts = ranks.run(_updated, free_ports(1), mixtral, tmp_path, rows, train)
+    finally:
+        ranks.close()
+    (first, digest), (second, other) = parts
+    assert (digest, first.metrics["router/entropy"]) == (other, second.metrics["router/entropy"])
+    for name in ("router/entropy", "router/busiest_share", "router/idle_experts"):
+        assert first.metrics[name] == pytest.approx(one.metrics[name], rel=1e-5), name
+
+
+def test_a_model_without_routers_refuses_the_coefficient(tmp_path: Path) -> None:
+    engine = FSDPEngine(spec(tmp_path, router_aux_loss_coef=0.1))
+    with pytest.raises(ValueError, match="router_aux_loss_coef = 0.1 .* Set it to 0"):
+        engine.join(0, 1, "127.0.0.1", 0, 1, 60.0)
+
+
+def test_a_dense_models_update_says_nothing_of_routers(tmp_path: Path) -> None:
+    engine = FSDPEngine(spec(tmp_path))
+    engine.join(0, 1, "127.0.0.1", 0, 1, 60.0)
+    found = engine.update(update_of(stored(tmp_path, samples()), AlgorithmConfig(), 1)).metrics
+    assert not [name for name in found if name.startswith("router/")]
