@@ -41,5 +41,6 @@ def test_a_family_is_measured_and_its_row_written(tmp_path: Path) -> None:
     *numbers, vllm, lora, plan = found["Qwen3"]
     told = [float(one) for cell in (*numbers, lora) for one in re.findall(NUMBER, cell)]
     assert len(told) == 6 and max(told) < 1e-4
-    assert vllm == "" and abs(float(plan) - 1) < 0.01
-    assert found["GPT-2"][5].startswith("refused: lora: ") and found["GPT-2"][6] == "none"
+    assert vllm == "" and found["GPT-2"][5].startswith("refused: lora: ")
+    shares = [float(share) for each in (plan, found["GPT-2"][6]) for share in each.split(", ")]
+    assert len(shares) == 4 and all(abs(share - 1) < 0.02 for share in shares)
