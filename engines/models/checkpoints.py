@@ -284,11 +284,17 @@ def build_untied(directory: Path, dtype: Dtype, device: str) -> PreTrainedModel:
     """The model of `directory`, weights not loaded, its output head apart from the embedding.
 
     A rollout engine takes every weight, also the head's, from a published policy version; a head
-    that is tied only sometimes is one that can stay stale.
+    that is tied only sometimes is one that can stay stale. Buffers that a version has, such as
+    biases of routers' scores, are in float32, as train engines hold them.
     """
     config = _config(directory)
     config.tie_word_embeddings = False
-    return _build(config, dtype, device).eval().requires_grad_(False)
+    model = _build(config, dtype, device).eval().requires_grad_(False)
+    stored = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers():
+        if name in stored and buffer.is_floating_point():
+            buffer.data = buffer.data.float()
+    return model
 
 
 def _build(config: PretrainedConfig, dtype: Dtype, device: str) -> PreTrainedModel:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -72,6 +72,7 @@ def publish_together(
     *,
     key: str | None = None,
     adapter: tuple[Adapter, BaseVersion] | None = None,
+    kept: Collection[str] = (),
 ) -> Publication:
     """Write a (sharded) module's weights as a policy version, each rank some shards; a collective.
 
@@ -85,10 +86,10 @@ def publish_together(
     and on which base.
     """
     key = key or RunStore(store, run).weights_key(version)
-    outlines = {name: outline_of(tensor, dtype) for name, tensor in state.items()}
+    outlines = _outlines(state, dtype, kept)
     there, token = on_first(group, lambda: (find_manifest(store, key), new_token()))
     if there is not None:
-        found = digest_together(state, dtype, group)
+        found = digest_together(state, dtype, group, kept)
         if adapter is not None:
             found = adapter_digest(found, adapter[0], adapter[1].digest)
         return Publication(on_first(group, lambda: same(there, key, found)))
@@ -101,10 +102,10 @@ def publish_together(
         numbered = {
             number: {name: outlines[name] for name in shard} for number, shard in enumerate(shards)
         }
-        parts = [parts_of.write_by_lanes(numbered, state, dtype, device)]
+        parts = [parts_of.write_by_lanes(numbered, state, device)]
     else:
         with _Writer(parts_of, shards, group.rank(), group.size(), outlines) as writer:
-            on_owners(state, dtype, owners, group, writer.add)
+            on_owners(state, _formats(outlines), owners, group, writer.add)
             parts = together(group, writer.parts)
     written = {number: part for rank in parts for number, part in rank.items()}
     ordered = [written[number] for number in range(len(shards))]
@@ -171,7 +172,6 @@ class _Parts:
         self,
         shards: Mapping[int, Mapping[str, TensorOutline]],
         state: Mapping[str, Tensor],
-        dtype: torch.dtype | None,
         device: torch.device,
     ) -> dict[int, WeightFile]:
         """Write the shards of a lone rank, several at once, each on a lane of its device."""
@@ -183,32 +183,31 @@ class _Parts:
             tensors = ((name, own[name]) for name in outlines)
             if base is None:
                 name = shard_name(number, self.token)
-                pieces = partial(_pieces, lane, dtype)
+                pieces = partial(_pieces, lane)
                 return write_shard(
                     self.store, self.key, name, outlines, tensors, self.behind, pieces
                 )
             name = changes_name(number, self.token)
-            whole = ((each, _whole(lane, dtype, tensor)) for each, tensor in tensors)
+            whole = ((each, _whole(lane, tensor, outlines[each])) for each, tensor in tensors)
             return write_changes(self.store, self.key, name, outlines, whole, base)
 
         parts = on_lanes(device, (partial(write, number) for number in shards))
         return dict(zip(shards, parts, strict=True))
 
 
-def _pieces(lane: Lane, dtype: torch.dtype | None, tensor: Tensor) -> Iterable[memoryview]:
-    """The bytes of a tensor, cast to `dtype` if it is a floating-point one."""
-    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+def _pieces(lane: Lane, tensor: Tensor, outline: TensorOutline) -> Iterable[memoryview]:
+    """The bytes of a tensor in the number format of its outline."""
+    wanted = dtype_of(outline.dtype)
     if by_lanes(tensor.device):
         return lane.out(tensor, wanted)
     return [bytes_of(tensor.to(wanted)).data]
 
 
-def _whole(lane: Lane, dtype: torch.dtype | None, tensor: Tensor) -> Tensor:
+def _whole(lane: Lane, tensor: Tensor, outline: TensorOutline) -> Tensor:
     """The same as a tensor of the host."""
-    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    found, at = torch.empty(tensor.shape, dtype=wanted), 0
+    found, at = torch.empty(tensor.shape, dtype=dtype_of(outline.dtype)), 0
     target = found.view(-1).view(torch.uint8).numpy()
-    for piece in _pieces(lane, dtype, tensor):
+    for piece in _pieces(lane, tensor, outline):
         target[at : at + piece.nbytes] = np.frombuffer(piece, np.uint8)
         at += piece.nbytes
     return found
@@ -298,13 +297,34 @@ class _Writer:
                 self._changed.notify_all()
 
 
+def _outlines(
+    state: Mapping[str, Tensor], dtype: torch.dtype | None, kept: Collection[str]
+) -> dict[str, TensorOutline]:
+    """Of tensors that are cast to `dtype`, but for those of these names."""
+    return {
+        name: outline_of(tensor, None if name in kept else dtype) for name, tensor in state.items()
+    }
+
+
+def _formats(outlines: Mapping[str, TensorOutline]) -> dict[str, torch.dtype]:
+    return {name: dtype_of(one.dtype) for name, one in outlines.items()}
+
+
 def digest_together(
-    state: Mapping[str, Tensor], dtype: torch.dtype | None, group: dist.ProcessGroup
+    state: Mapping[str, Tensor],
+    dtype: torch.dtype | None,
+    group: dist.ProcessGroup,
+    kept: Collection[str] = (),
 ) -> str:
-    """The digest that a version of these weights, cast to `dtype`, has; a collective."""
-    outlines = {name: outline_of(tensor, dtype) for name, tensor in state.items()}
+    """The digest that a version of these weights, cast to `dtype`, has; a collective.
+
+    kept: see `publish_together`.
+    """
+    outlines = _outlines(state, dtype, kept)
     owners = share(outlines, group.size())
-    digests = on_owners(state, dtype, owners, group, lambda _, whole: tensor_digest(whole))
+    digests = on_owners(
+        state, _formats(outlines), owners, group, lambda _, whole: tensor_digest(whole)
+    )
     return weights_digest(
         (name, one.dtype, one.shape, digests[name]) for name, one in outlines.items()
     )
@@ -316,10 +336,11 @@ def compare_together(
     state: Mapping[str, Tensor],
     dtype: torch.dtype | None,
     group: dist.ProcessGroup,
+    kept: Collection[str] = (),
 ) -> WeightsComparison:
     """A (sharded) module's weights, cast to `dtype`, beside a version's own bytes; a collective.
 
-    Each tensor is read by the rank that has it whole.
+    Each tensor is read by the rank that has it whole. kept: see `publish_together`.
     """
     entries = on_first(group, lambda: open_manifest(store, weights).tensors)
     for (name, mine), (stored_name, stored) in zip(state.items(), entries.items(), strict=True):
@@ -347,8 +368,8 @@ def compare_together(
         )
         return found, difference
 
-    found = on_owners(state, dtype, owners, group, beside)
-    outlines = {name: outline_of(tensor, dtype) for name, tensor in state.items()}
+    outlines = _outlines(state, dtype, kept)
+    found = on_owners(state, _formats(outlines), owners, group, beside)
     return WeightsComparison(
         digest=weights_digest(
             (name, one.dtype, one.shape, found[name][0]) for name, one in outlines.items()

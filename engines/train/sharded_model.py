@@ -230,7 +230,16 @@ class ShardedModel(TrainEngine):
             self._masters,
             published,
             names.untold(published),
+            self._unrounded(policy, names) if kind == "files" else frozenset(),
         )
+
+    def _unrounded(self, policy: HeadedModel, names: CheckpointNames) -> frozenset[str]:
+        """Names of what a version has in float32 in any case: buffers, which no format is cast to.
+
+        Such are scores' biases of routers, by which a rounded one would choose other experts.
+        """
+        buffers = {name for name, _ in policy.versioned.named_buffers()}
+        return frozenset(buffers | {names.in_files.get(name, name) for name in buffers})
 
     def _files_of(self, run: str | None) -> RunStore:
         return self._files if run is None else replace(self._files, run=run)

@@ -53,15 +53,18 @@ class Versions:
         masters: MasterWeights,
         names: CheckpointNames,
         file_names: FileNames,
+        kept: frozenset[str] = frozenset(),
     ) -> None:
         """`directory`: of the model's files; `names`: under which its weights are published.
 
-        file_names: what the files call them that are published by other names.
+        file_names: what the files call them that are published by other names. kept: names of tensors
+        that are published in the number format in which they are held, whatever the others' is.
         """
         self._module = module
         self._masters = masters
         self._names = names
         self._file_names = file_names
+        self._kept = kept
         self._spec = spec
         self._files = files
         self._directory = directory
@@ -94,7 +97,9 @@ class Versions:
         """
         store, run = self._files.store, self._files.run
         held, group = self._held(dtype), self._group
-        return publish_together(store, run, version, held, {}, dtype, group, key=key).settle()
+        return publish_together(
+            store, run, version, held, {}, dtype, group, key=key, kept=self._kept
+        ).settle()
 
     def close(self) -> None:
         """Give up what is on its way to the store."""
@@ -108,12 +113,12 @@ class Versions:
 
     def digest(self, dtype: torch.dtype | None) -> str:
         """What `publish` would give the version's digest; None: of the weights as they are."""
-        return digest_together(self._weights(dtype), dtype, self._group)
+        return digest_together(self._weights(dtype), dtype, self._group, self._kept)
 
     def compare(self, weights: WeightsRef, dtype: torch.dtype) -> WeightsComparison:
         """The weights held, cast to `dtype`, beside a published version's."""
         held, group = self._weights(dtype), self._group
-        return compare_together(self._files.store, weights, held, dtype, group)
+        return compare_together(self._files.store, weights, held, dtype, group, self._kept)
 
     def agree(self, weights: WeightsRef) -> int:
         """Take a version's weights where those held are others; how many tensors differed."""
@@ -150,6 +155,7 @@ class Versions:
             every=every,
             behind=self._behind,
             key=key,
+            kept=self._kept,
         )
 
 

@@ -94,7 +94,7 @@ def new_token() -> str:
     return uuid.uuid4().hex[:8]
 
 
-def _bytes_of(tensor: torch.Tensor) -> Iterable[memoryview]:
+def _bytes_of(tensor: torch.Tensor, outline: TensorOutline) -> Iterable[memoryview]:
     return [torch_bytes.bytes_of(tensor).data]
 
 
@@ -105,7 +105,7 @@ def write_shard(
     outlines: Mapping[str, TensorOutline],
     tensors: Iterable[tuple[str, torch.Tensor]],
     behind: Behind | None = None,
-    pieces: Callable[[torch.Tensor], Iterable[memoryview]] = _bytes_of,
+    pieces: Callable[[torch.Tensor, TensorOutline], Iterable[memoryview]] = _bytes_of,
 ) -> WeightFile:
     """Write a safetensors file into the folder `key`, tensor by tensor as they come.
 
@@ -132,7 +132,7 @@ def write_shard(
             outlines.items(), pairwise(edges), tensors, strict=True
         ):
             own, nbytes = Digester(), 0
-            for piece in pieces(tensor):
+            for piece in pieces(tensor, one):
                 for at in range(0, piece.nbytes, CHUNK):
                     chunk = piece[at : at + CHUNK]
                     own.update(chunk)

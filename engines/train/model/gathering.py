@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 def on_owners(
     state: Mapping[str, Tensor],
-    dtype: torch.dtype | None,
+    formats: Mapping[str, torch.dtype],
     owners: Mapping[str, int],
     group: dist.ProcessGroup,
     work: Callable[[str, Tensor], T],
@@ -31,14 +31,14 @@ def on_owners(
 
     Args:
         state: Of the (sharded) module; its order is that of the gathers and of the result.
-        dtype: What floating-point tensors are cast to before they are gathered; None: as they are.
+        formats: What each is cast to before it is gathered.
         owners: A rank of the group for each tensor.
         group: All ranks. Each gets the same result.
     """
     mine: dict[str, T] = {}
     failed: Exception | None = None
     for name, tensor in state.items():
-        whole = gather(tensor, dtype, owners[name], group)
+        whole = gather(tensor, formats[name], owners[name], group)
         if whole is not None and failed is None:
             try:
                 mine[name] = work(name, whole)

@@ -25,7 +25,7 @@ from configs.model import PretrainedModel
 from engines.failures import WeightMismatch
 from engines.models.adapters import stream_whole
 from engines.models.checkpoint_names import checkpoint_names
-from engines.models.checkpoints import load_for_training, tensor_shapes
+from engines.models.checkpoints import build_untied, load_for_training, tensor_shapes
 from engines.rollout.weight_reader import check_manifest
 from engines.train.fsdp_engine import FSDPEngine
 from storage.objects.errors import ObjectDamaged
@@ -327,6 +327,27 @@ def test_transformers_loads_what_was_exported(mixtures: dict[str, Path], tmp_pat
     assert "model.layers.0.block_sparse_moe.experts.3.w2.weight" in exported
     loaded = load_for_training(tmp_path / "exports" / "export").state_dict()
     assert all(torch.equal(loaded[name], whole) for name, whole in _whole(engine).items())
+
+
+@pytest.mark.parametrize("names", ["files", "checkpoint"])
+def test_biases_of_scores_are_not_rounded(
+    mixtures: dict[str, Path], tmp_path: Path, names: str
+) -> None:
+    """An engine that samples would choose other experts; versions of older runs stay as they were."""
+    engine = _engine(mixtures["DeepSeek V3"], tmp_path, names=names)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    held = dict(engine._policy.model.named_buffers())[bias]  # type: ignore[union-attr]
+    held.copy_(torch.tensor([0.1, -0.3, 0.7, 0.001]))
+
+    weights = engine.settle_weights(0, "bfloat16")
+
+    version = dict(stream(engine._store, weights))
+    assert version["model.norm.weight"].dtype == torch.bfloat16
+    assert torch.equal(version[bias].float(), held) == (names == "files")
+    assert engine.digest("bfloat16") == weights.digest
+    assert not engine.compare(weights, "bfloat16").differing
+    sampling = build_untied(mixtures["DeepSeek V3"], "bfloat16", "cpu")
+    assert sampling.state_dict()[bias].dtype == torch.float32
 
 
 def test_names_that_do_not_make_up_a_tensor_are_refused_by_its_name(
