@@ -59,6 +59,12 @@ class TrainConfig(Settings):
         description="Weight of the load-balancing loss of a mixture of experts (Switch Transformer, "
         "arXiv:2101.03961): the mean of its layers, over each micro-batch. 0: none.",
     )
+    router_dtype: Literal["compute", "float32"] = Field(
+        "compute",
+        description="Number format in which routers of experts multiply. compute: that of "
+        "compute_dtype, or what the model's own code says. float32: of their weights as they are "
+        "rounded for compute_dtype.",
+    )
     sequence_parallel: int = Field(
         1,
         ge=1,
@@ -161,6 +167,16 @@ class TrainConfig(Settings):
     def shared_micro_batch_tokens(self) -> int:
         """Most tokens of a micro-batch, over the ranks that share it."""
         return self.micro_batch_tokens * self.sequence_parallel
+
+    @property
+    def of_experts(self) -> tuple[str, str]:
+        """A setting that is for mixtures of experts alone, and what to set instead; empty: none."""
+        if self.router_aux_loss_coef:
+            name = "train.router_aux_loss_coef"
+            return f"{name} = {self.router_aux_loss_coef:g}", f"{name} = 0"
+        if self.router_dtype != "compute":
+            return f"train.router_dtype = {self.router_dtype}", "train.router_dtype = compute"
+        return "", ""
 
     @property
     def planned_tokens(self) -> int:

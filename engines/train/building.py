@@ -26,6 +26,7 @@ from engines.train.model.loading import Checkpoint, load
 from engines.train.model.lora import base_weights, inject
 from engines.train.model.master_weights import MasterWeights, sum_gradients_in_float32
 from engines.train.model.rendezvous import Meeting
+from engines.train.model.routers import compute_in_float32
 from engines.train.model.row_needs import why_together
 from engines.train.model.sequence_parallel import check_heads
 from engines.train.policy import HeadedModel
@@ -94,11 +95,14 @@ def build(
     if spec.lora is not None:
         inject(model, spec.lora)
     policy = with_head(model)
-    if spec.role == "actor" and spec.train.router_aux_loss_coef and not policy.routers:
+    setting, instead = spec.train.of_experts
+    if setting and spec.role == "actor" and not policy.routers:
         raise ValueError(
-            f"train.router_aux_loss_coef = {spec.train.router_aux_loss_coef:g} balances the load of "
-            "experts, and transformers names no routers of this model. Set it to 0."
+            f"{setting} is for mixtures of experts, and transformers names no routers of this model. "
+            f"Set {instead}."
         )
+    if spec.train.router_dtype == "float32":
+        compute_in_float32(policy.routers)
     if spec.frozen:
         policy.requires_grad_(False)
     if spec.frozen or whole or spec.train.weights_dtype == "bfloat16":

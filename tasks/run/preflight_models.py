@@ -17,11 +17,6 @@ from engines.train.self_test.verdict import Verdict
 from tasks.run.features import features_of
 from tasks.run.findings import Finding, PreflightError
 
-NO_ROUTERS = (
-    "it has no routers of experts that transformers names, so there is no load to balance. Set "
-    "train.router_aux_loss_coef = 0."
-)
-
 
 @contextmanager
 def models_tested(
@@ -108,8 +103,12 @@ def _judged(
             warning=True,
         )
     if verdict.refused is None:
-        if where == "model" and train.router_aux_loss_coef and not verdict.routers:
-            raise PreflightError(f"{where}.path = {path}: {NO_ROUTERS}")
+        setting, instead = train.of_experts
+        if where == "model" and setting and not verdict.routers:
+            raise PreflightError(
+                f"{where}.path = {path}: transformers names no routers of experts in it, for which "
+                f"{setting} is. Set {instead}."
+            )
         if lora is not None and (unfit := lora.unfit(verdict.linear)):
             raise PreflightError(f"{where}.path = {path}: {unfit}")
         return Finding(

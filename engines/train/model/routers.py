@@ -2,23 +2,28 @@
 
 transformers says of each model which modules its routers are, for its own load-balancing loss. They
 are watched from outside: their logits [T, E] of T tokens and E experts, and the k experts that each
-token goes to.
+token goes to. By setting they compute in float32.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
 from engines.algorithms.aggregation import MetricSums, mean_over
 from engines.train.model.attention import AttentionLayout, collapse
+
+Found: TypeAlias = Tensor | tuple[Tensor, ...]  # what a router returns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +62,7 @@ def watched(routers: Sequence[Router]) -> Iterator[Routing]:
     """
     seen = Routing()
 
-    def see(router: Router, found: Tensor | tuple[Tensor, ...]) -> None:
+    def see(router: Router, found: Found) -> None:
         parts = (found,) if isinstance(found, Tensor) else found
         logits = parts[min(router.index, len(parts) - 1)].flatten(0, -2)
         ids = (one for one in parts if one.dtype == torch.int64)
@@ -74,6 +79,40 @@ def watched(routers: Sequence[Router]) -> Iterator[Routing]:
             )
             hooks.callback(hook.remove)
         yield seen
+
+
+def compute_in_float32(routers: Sequence[Router]) -> None:
+    """Have routers multiply in float32, in place, whatever their weights and states are in.
+
+    What the experts' results are multiplied by comes in the states' format again.
+    """
+    for router in routers:
+        router.module.forward = _in_float32(router, router.module.forward)
+
+
+def _in_float32(router: Router, forward: Callable[..., Found]) -> Callable[..., Found]:
+    def computed(states: Tensor, *others: Any, **named: Any) -> Found:
+        with _Float32Products():
+            found = forward(states.float(), *others, **named)
+        if isinstance(found, Tensor):
+            return found
+        return tuple(
+            one.to(states.dtype) if one.is_floating_point() and place != router.index else one
+            for place, one in enumerate(found)
+        )
+
+    return computed
+
+
+class _Float32Products(TorchFunctionMode):
+    """Linear layers' products in float32."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
+        if function is linear:
+            arguments = [one.float() if isinstance(one, Tensor) else one for one in arguments]
+        return function(*arguments, **(named or {}))
 
 
 def find_routers(model: PreTrainedModel) -> tuple[Router, ...]:

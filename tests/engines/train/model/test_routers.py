@@ -18,6 +18,7 @@ from engines.train.model.routers import (
     Router,
     Routing,
     aux_loss,
+    compute_in_float32,
     find_routers,
     load_metrics,
     watched,
@@ -72,6 +73,42 @@ def test_the_routers_of_a_family_are_seen(family: str, tmp_path: Path) -> None:
             assert torch.equal(chosen.sort(1).values, logits.topk(2).indices.sort(1).values)
     sigmoid = family in ("DeepSeek V3", "GLM 4 MoE")
     assert {router.sigmoid for router in routers} == {sigmoid}
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_routers_multiply_in_float32(family: str, tmp_path: Path) -> None:
+    """By weights and states that are rounded, and experts get what they got before."""
+    model = load_for_training(make(family, tmp_path / "model"), "bfloat16")
+    routers = find_routers(model)
+    states = []
+    for router in routers:
+        router.module.register_forward_pre_hook(lambda _, given: states.append(given[0]))
+    tokens = torch.randint(4, 90, (2, 9))
+
+    compute_in_float32(routers)
+
+    with watched(routers) as seen, torch.no_grad():
+        model(input_ids=tokens, use_cache=False)
+    for router, given, logits in zip(routers, list(states), seen.logits, strict=True):
+        weight, bias = router.module.get_parameter("weight"), getattr(router.module, "bias", None)
+        assert (given.dtype, logits.dtype) == (torch.bfloat16, torch.float32)
+        wanted = given.flatten(0, -2).double() @ weight.double().T
+        wanted = wanted if bias is None else wanted + bias.double()
+        torch.testing.assert_close(logits.double(), wanted, rtol=1e-5, atol=1e-6)
+        returned = enumerate(router.module(given))
+        others = [one for place, one in returned if place != router.index]
+        assert {one.dtype for one in others if one.is_floating_point()} == {torch.bfloat16}
+
+
+def test_an_update_with_routers_in_float32_chooses_otherwise(mixtral: Path, tmp_path: Path) -> None:
+    rows = _distinct(advantage=0.5)
+    rounded, exact = (
+        _alone(mixtral, tmp_path, rows, compute_dtype="bfloat16", router_dtype=dtype).metrics
+        for dtype in ("compute", "float32")
+    )
+    assert exact["router/entropy"] != rounded["router/entropy"]
+    assert exact["router/entropy"] == pytest.approx(rounded["router/entropy"], rel=0.01)
+    assert exact["train/loss"] == pytest.approx(rounded["train/loss"], abs=1e-3)
 
 
 def _router(sigmoid: bool = False) -> Router:
@@ -208,7 +245,7 @@ def test_ranks_see_together_what_one_sees(mixtral: Path, tmp_path: Path) -> None
 
 def test_a_model_without_routers_refuses_the_coefficient(tmp_path: Path) -> None:
     engine = FSDPEngine(spec(tmp_path, router_aux_loss_coef=0.1))
-    with pytest.raises(ValueError, match="router_aux_loss_coef = 0.1 .* Set it to 0"):
+    with pytest.raises(ValueError, match=r"router_aux_loss_coef = 0\.1 .* names no routers"):
         engine.join(0, 1, "127.0.0.1", 0, 1, 60.0)
 
 
