@@ -59,6 +59,13 @@ class TrainConfig(Settings):
         description="Weight of the load-balancing loss of a mixture of experts (Switch Transformer, "
         "arXiv:2101.03961): the mean of its layers, over each micro-batch. 0: none.",
     )
+    router_bias_update_rate: float = Field(
+        0.0,
+        ge=0,
+        description="By how much each optimizer step moves the biases of routers' scores towards an "
+        "even load of the experts, where the model has such biases (DeepSeek-V3, GLM 4 and others; "
+        "arXiv:2408.15664). 0: they stay as they are.",
+    )
     router_dtype: Literal["compute", "float32"] = Field(
         "compute",
         description="Number format in which routers of experts multiply. compute: that of "
@@ -174,6 +181,9 @@ class TrainConfig(Settings):
         if self.router_aux_loss_coef:
             name = "train.router_aux_loss_coef"
             return f"{name} = {self.router_aux_loss_coef:g}", f"{name} = 0"
+        if self.router_bias_update_rate:
+            name = "train.router_bias_update_rate"
+            return f"{name} = {self.router_bias_update_rate:g}", f"{name} = 0"
         if self.router_dtype != "compute":
             return f"train.router_dtype = {self.router_dtype}", "train.router_dtype = compute"
         return "", ""

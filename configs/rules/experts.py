@@ -4,8 +4,21 @@ from configs.model import PretrainedModel
 from configs.rules.rule import Rule, where
 from configs.run import RunConfig
 
+BIASES = "train.router_bias_update_rate"
+
 EXPERTS: tuple[Rule[RunConfig], ...] = where(
     lambda config: any(config.train.of_experts),
+    Rule[RunConfig](
+        needs=lambda config: (
+            not config.train.router_bias_update_rate
+            or (config.lora is None and config.train.engine == "fsdp")
+        ),
+        says=lambda config: (
+            f"{BIASES} = {config.train.router_bias_update_rate:g} changes the model itself at each "
+            "optimizer step, which neither adapters nor elastic workers do. Set lora = null and "
+            f"train.engine = fsdp, or {BIASES} = 0."
+        ),
+    ),
     Rule[RunConfig](
         needs=lambda config: isinstance(config.model, PretrainedModel),
         says=lambda config: (

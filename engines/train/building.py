@@ -101,6 +101,12 @@ def build(
             f"{setting} is for mixtures of experts, and transformers names no routers of this model. "
             f"Set {instead}."
         )
+    rate = spec.train.router_bias_update_rate
+    if rate and spec.role == "actor" and not all(router.bias for router in policy.routers):
+        raise ValueError(
+            f"train.router_bias_update_rate = {rate:g} moves biases of routers' scores, which this "
+            "model has not. Set it to 0."
+        )
     if spec.train.router_dtype == "float32":
         compute_in_float32(policy.routers)
     if spec.frozen:

@@ -34,6 +34,11 @@ class HeadedModel(nn.Module):
         """The last layer."""
         raise NotImplementedError
 
+    def router_biases(self) -> dict[str, Tensor]:
+        """What balances experts without a loss, by its name in `model`; a tensor for each router."""
+        held = self.model.state_dict(keep_vars=True)
+        return {router.bias: held[router.bias] for router in self.routers if router.bias}
+
     @property
     def versioned(self) -> nn.Module:
         """What a version has the weights of."""

@@ -5,7 +5,7 @@ The loop is `engines.train.updater.Updater`, the objective is in engines/algorit
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -24,11 +24,13 @@ from engines.train.model.routers import (
     aux_loss,
     load_metrics,
     load_of,
+    move_biases,
     router_means,
     watched,
 )
 from engines.train.model.sequence_parallel import SequenceGroup
 from engines.train.policy import Policy
+from engines.train.spec import UpdateRequest
 from engines.train.updater import TrainRank, Updater
 from storage.batches.refs import BatchRef
 
@@ -79,7 +81,9 @@ class PolicyUpdater(Updater):
         # Ranks that share samples have a part of each, and compiled layers are not looked into.
         seen = self._sequence.size == 1 and not self._config.compile
         self._routers = forward.policy.routers if seen else ()
-        self._load: Tensor | None = None  # of their experts: choices [layers, E]
+        # Of their experts: choices [layers, E] of the update, and of the optimizer step.
+        self._load: Tensor | None = None
+        self._step_load: Tensor | None = None
 
     def _columns(self, batch: BatchRef) -> list[str]:
         steps = self._config.epochs * self._config.mini_batches
@@ -145,7 +149,24 @@ class PolicyUpdater(Updater):
             )
         load = load_of(routing) * (counted > 0)  # a rank without a micro-batch computes one token
         self._load = load if self._load is None else self._load + load
+        self._step_load = load if self._step_load is None else self._step_load + load
         return loss, sums + router_means(self._routers, routing, auxiliary, counted > 0)
+
+    def _optimizer_step(
+        self,
+        request: UpdateRequest,
+        mini: MiniBatch,
+        columns: list[str],
+        micros: Iterator[MicroBatch],
+    ) -> None:
+        super()._optimizer_step(request, mini, columns, micros)
+        load, self._step_load = self._step_load, None
+        rate, policy = self._config.router_bias_update_rate, self._forward.policy
+        if rate and load is not None and not self._tally.reports[-1].skipped:
+            assert self._optimizer is not None
+            masters = self._optimizer.masters
+            held = [(masters.of(bias), bias) for bias in policy.router_biases().values()]
+            move_biases(held, self._added(load), rate)
 
     def _metrics(self, seconds: float, phases: Mapping[str, float]) -> dict[str, float]:
         found = super()._metrics(seconds, phases)

@@ -247,6 +247,9 @@ class ShardedModel(TrainEngine):
     def _state(self) -> dict[str, Tensor]:
         optimizer = self._trained()
         held = {name: self._masters.of(one) for name, one in optimizer.parameters.items()}
+        if self._spec.train.router_bias_update_rate:  # else they are the model's own
+            biases = self._loaded().router_biases()
+            held |= {f"model.{name}": self._masters.of(one) for name, one in biases.items()}
         weights = {f"model.{name}": value.detach() for name, value in held.items()}
         return {**weights, **optimizer.moments()}
 

@@ -109,6 +109,12 @@ def _judged(
                 f"{where}.path = {path}: transformers names no routers of experts in it, for which "
                 f"{setting} is. Set {instead}."
             )
+        if where == "model" and train.router_bias_update_rate and verdict.biased < verdict.routers:
+            raise PreflightError(
+                f"{where}.path = {path}: its routers have no biases of scores, which "
+                f"train.router_bias_update_rate = {train.router_bias_update_rate:g} would move. Set "
+                "train.router_bias_update_rate = 0."
+            )
         if lora is not None and (unfit := lora.unfit(verdict.linear)):
             raise PreflightError(f"{where}.path = {path}: {unfit}")
         return Finding(

@@ -73,6 +73,7 @@ def test_the_named_recipes_are_there() -> None:
         (["train.router_dtype=float32"], "makes a model without any. Set train.router_dtype = compute"),
         (["model={path: x}", "train.router_aux_loss_coef=0.1", "train.compile=true"],
          "Set train.sequence_parallel = 1 and train.compile = false"),
+        (["model={path: x}", "train.router_bias_update_rate=0.001", "lora.rank=4"], "Set lora = null"),
         (["nonsense"], "nonsense is no setting"),
         (["steps.deep=1"], "steps is a single value, not a group"),
     ],

@@ -8,6 +8,7 @@ token goes to. By setting they compute in float32.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from engines.algorithms.aggregation import MetricSums, mean_over
 from engines.train.model.attention import AttentionLayout, collapse
+from engines.train.model.fsdp import own_part
 
 Found: TypeAlias = Tensor | tuple[Tensor, ...]  # what a router returns
 
@@ -34,6 +36,9 @@ class Router:
     index: int  # of the logits among what it returns
     top_k: int
     sigmoid: bool  # scores are sigmoids of the logits, not their softmax
+    bias: str = (
+        ""  # the model's name of what is added to scores for the choice alone; empty: nothing
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,10 +132,49 @@ def find_routers(model: PreTrainedModel) -> tuple[Router, ...]:
         for one in _listed((part._can_record_outputs or {}).get("router_logits"))
     ]
     return tuple(
-        Router(module=module, index=index, top_k=top_k, sigmoid=_sigmoid(module))
+        Router(
+            module=module,
+            index=index,
+            top_k=top_k,
+            sigmoid=_sigmoid(module),
+            bias=_bias(model, name),
+        )
         for name, module in model.named_modules()
         if (index := _index(name, module, recorders)) is not None
     )
+
+
+# As transformers 5.19 calls what balances experts without a loss.
+_BIAS = re.compile(r"\.(e_score_correction_bias|expert_bias)$")
+
+
+def _bias(model: PreTrainedModel, router: str) -> str:
+    """The name of the bias in a router, or in the block around it, that no gradient changes."""
+    block = f"{router.rpartition('.')[0]}."
+    trained = {name for name, one in model.named_parameters() if one.requires_grad}
+    known = (name for name in model.state_dict() if name not in trained)
+    return next((name for name in known if name.startswith(block) and _BIAS.search(name)), "")
+
+
+@torch.no_grad()
+def move_biases(held: Sequence[Sequence[Tensor]], load: Tensor, rate: float) -> None:
+    """Make the choice of busy experts less likely, in place, and that of the others likelier.
+
+    Each expert's bias moves by `rate` towards an even load (arXiv:2408.15664, algorithm 1):
+    b_i += rate * sign(mean of the loads - load of i).
+
+    Args:
+        held: For each layer its bias, [E] or [1, E], (sharded) as it is held, in all formats of it.
+        load: Choices [layers, E] of an optimizer step, over all ranks.
+        rate: The change of a score.
+    """
+    changes = rate * (load.mean(1, keepdim=True) - load).sign()
+    for biases, change in zip(held, changes, strict=True):
+        first, *copies = (own_part(bias) for bias in biases)
+        own, begin = first
+        own += change[begin : begin + own.numel()].view_as(own).to(own)
+        for copy, _ in copies:
+            copy.copy_(own)
 
 
 def _listed(recorded: object) -> list[OutputRecorder]:

@@ -52,7 +52,7 @@ def verdict(directory: Path, longest: int) -> Verdict:
     try:
         own, together = mixers(whole).names, why_together(whole)
         linear = tuple(sorted({name.rpartition(".")[2] for name in linear_layers(whole)}))
-        routers = len(Policy(whole).routers)
+        routers = Policy(whole).routers
     except UNFIT as error:
         return Verdict(refused=f"the train engine cannot run it ({_line(error)})")
     try:
@@ -68,7 +68,8 @@ def verdict(directory: Path, longest: int) -> Verdict:
             together=together,
             selective=selective,
             unrounded=unrounded(build(shrunken(config, longest)), samples()),
-            routers=routers,
+            routers=len(routers),
+            biased=sum(bool(router.bias) for router in routers),
             linear=linear,
         )
     return Verdict(refused=_cause(config, longest, found, own), largest=found.largest)

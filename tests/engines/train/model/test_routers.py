@@ -21,8 +21,10 @@ from engines.train.model.routers import (
     compute_in_float32,
     find_routers,
     load_metrics,
+    move_biases,
     watched,
 )
+from engines.train.policy import Policy
 from engines.train.spec import UpdateResult
 from tests.engines.train.naive_training import Sample
 from tests.engines.train.train_ranks import Ranks, samples, spec, stored, update_of
@@ -145,7 +147,8 @@ def test_metrics_of_a_load() -> None:
 
 def _engine(directory: Path, folder: Path, **train: Any) -> FSDPEngine:
     model = PretrainedModel(path=str(directory))
-    return FSDPEngine(spec(folder, **train).model_copy(update={"model": model}))
+    update = {"model": model, "version_names": "files"}
+    return FSDPEngine(spec(folder, **train).model_copy(update=update))
 
 
 def _updated(
@@ -241,6 +244,99 @@ def test_ranks_see_together_what_one_sees(mixtral: Path, tmp_path: Path) -> None
     assert (digest, first.metrics["router/entropy"]) == (other, second.metrics["router/entropy"])
     for name in ("router/entropy", "router/busiest_share", "router/idle_experts"):
         assert first.metrics[name] == pytest.approx(one.metrics[name], rel=1e-5), name
+
+
+RATE = 0.03
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("DeepSeek V3", tmp_path_factory.mktemp("deepseek") / "model")
+
+
+def _biases(engine: FSDPEngine) -> list[torch.Tensor]:
+    policy = engine._policy
+    assert isinstance(policy, Policy)
+    return [bias.clone() for bias in policy.router_biases().values()]
+
+
+def _own_loads(directory: Path, biases: list[torch.Tensor], rows: list[Sample]) -> torch.Tensor:
+    """Choices of transformers' model with these biases, sequence by sequence."""
+    model = load_for_training(directory)
+    routers = find_routers(model)
+    for router, bias in zip(routers, biases, strict=True):
+        model.get_buffer(router.bias).copy_(bias)
+    chosen: list[list[torch.Tensor]] = [[] for _ in routers]
+    for row in rows:
+        with watched(routers) as seen, torch.no_grad():
+            model(input_ids=torch.tensor([[*row.prompt, *row.response[:-1]]]), use_cache=False)
+        for layer, found in zip(chosen, seen.chosen, strict=True):
+            layer.append(found.flatten())
+    return torch.stack([torch.bincount(torch.cat(layer), minlength=4) for layer in chosen])
+
+
+def test_an_optimizer_step_moves_biases_towards_an_even_load(
+    deepseek: Path, tmp_path: Path
+) -> None:
+    rows = _distinct(advantage=0.0)
+    engine = _engine(deepseek, tmp_path, router_bias_update_rate=RATE, micro_batch_tokens=64)
+    engine.join(0, 1, "127.0.0.1", 0, 1, 60.0)
+    batch = stored(tmp_path, rows)
+    for step in (1, 2):
+        before = _biases(engine)
+        load = _own_loads(deepseek, before, rows).double()
+        engine.update(update_of(batch, AlgorithmConfig(), step))
+        wanted = RATE * (load.mean(1, keepdim=True) - load).sign()
+        for bias, old, change in zip(_biases(engine), before, wanted, strict=True):
+            torch.testing.assert_close(bias - old, change.float(), rtol=0, atol=1e-6)
+        assert bool((wanted > 0).any() and (wanted < 0).any())
+
+
+def test_a_snapshot_and_a_version_have_moved_biases(deepseek: Path, tmp_path: Path) -> None:
+    settings = {"router_bias_update_rate": RATE}
+    engine = _engine(deepseek, tmp_path, **settings)
+    engine.join(0, 1, "127.0.0.1", 0, 1, 60.0)
+    batch = stored(tmp_path, _distinct(advantage=0.5))
+    engine.update(update_of(batch, AlgorithmConfig(), 1))
+    engine.save_state(1)
+    engine.update(update_of(batch, AlgorithmConfig(), 2))
+    moved = _biases(engine)
+    weights = engine.settle_weights(2, "bfloat16")
+
+    again = _engine(deepseek, tmp_path, **settings)
+    again.join(0, 1, "127.0.0.1", 0, 1, 60.0)
+    assert not any(bias.any() for bias in _biases(again))
+    again.load_state(1)
+    again.update(update_of(batch, AlgorithmConfig(), 2))
+    assert again.digest() == engine.digest()
+
+    again.load_weights(weights, 2)
+    assert all(map(torch.equal, _biases(again), moved))
+
+
+def test_biases_move_alike_on_all_ranks(deepseek: Path, tmp_path: Path) -> None:
+    rows = _distinct(advantage=0.0)[:3]
+    train = {"router_bias_update_rate": RATE, "micro_batch_tokens": 64}
+    one = _updated(0, 1, [], [0], deepseek, tmp_path, rows, train)[1]
+    ranks = Ranks(2)
+    try:
+        parts = ranks.run(_updated, free_ports(1), deepseek, tmp_path, rows, train)
+    finally:
+        ranks.close()
+    assert {digest for _, digest in parts} == {one}
+
+
+def test_a_bias_that_is_held_twice_is_moved_once() -> None:
+    master, rounded = torch.zeros(1, 4), torch.zeros(1, 4, dtype=torch.bfloat16)
+    move_biases([(master, rounded)], torch.tensor([[4.0, 0, 2, 2]]), 0.001)
+    assert master.tolist() == [pytest.approx([-0.001, 0.001, 0, 0])]
+    assert torch.equal(rounded, master.bfloat16())
+
+
+def test_a_model_without_biases_refuses_their_rate(mixtral: Path, tmp_path: Path) -> None:
+    engine = _engine(mixtral, tmp_path, router_bias_update_rate=RATE)
+    with pytest.raises(ValueError, match=r"router_bias_update_rate = 0\.03 .* this model has not"):
+        engine.join(0, 1, "127.0.0.1", 0, 1, 60.0)
 
 
 def test_a_model_without_routers_refuses_the_coefficient(tmp_path: Path) -> None:
