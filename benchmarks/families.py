@@ -227,6 +227,10 @@ FAMILIES: dict[str, tuple[str, Sizes]] = {
         "Qwen3NextConfig",
         {**HEADS, **EXPERTS, **DELTA, "shared_expert_intermediate_size": 64},
     ),
+    "Qwen3.5-MoE": (
+        "Qwen3_5MoeTextConfig",
+        {**HEADS, **EXPERTS, **DELTA, "shared_expert_intermediate_size": 64},
+    ),
     "OLMoE": ("OlmoeConfig", {**BASE, "num_experts": 4, "num_experts_per_tok": 2}),
     "GraniteMoE": ("GraniteMoeConfig", {**BASE, **GRANITE, **LOCAL_EXPERTS}),
     "ERNIE 4.5 MoE": (
