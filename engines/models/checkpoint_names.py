@@ -122,7 +122,7 @@ def match(
     matched: dict[str, StoredTensor | StackedTensor] = {}
     unknown: dict[str, StoredTensor] = {}
     parts: dict[str, dict[str, list[StoredTensor]]] = {}  # by the model's name and the pattern
-    for name, tensor in sorted(stored.items(), key=lambda one: dot_natural_key(one[0])):
+    for name, tensor in stored.items():
         prefix = model.base_model_prefix
         target, converted = rename_source_key(name, renamings, converters, prefix, wanted)
         if target not in wanted and name in wanted:  # as transformers does
@@ -136,22 +136,32 @@ def match(
         else:
             parts.setdefault(target, {}).setdefault(converted, []).append(tensor)
     for target, by_pattern in parts.items():
-        stack = _stack(by_pattern, converters)
+        in_order = {
+            pattern: sorted(
+                found, key=lambda one: dot_natural_key(one.name)
+            )  # as transformers does
+            for pattern, found in by_pattern.items()
+        }
+        stack = _stack(in_order, converters)
         if stack is None or target in matched:
             return None
         matched[target] = stack
-    _check_unknown(directory, model, unknown)
+    if not parts:  # a mixture's files may have layers that no list of transformers names
+        _check_unknown(directory, model, unknown)
     renamed = {
         own: one.name
         for own, one in matched.items()
         if own != one.name and isinstance(one, StoredTensor)
     }
+    stacks = {own: one.parts for own, one in matched.items() if isinstance(one, StackedTensor)}
     bare = f"{model.base_model_prefix}."
     if all(name == own.removeprefix(bare) for own, name in renamed.items()):
-        renamed = {}  # files of a model without its head: a version has one
+        # Files of a model without its head: a version has one.
+        stacks = {own: _below(bare if renamed else "", parts) for own, parts in stacks.items()}
+        renamed = {}
     names = CheckpointNames(
         in_files=renamed,
-        stacks={own: one.parts for own, one in matched.items() if isinstance(one, StackedTensor)},
+        stacks=stacks,
         unused={name: one for name, one in unknown.items() if not _is_computed(name)},
     )
     for tied, weight in distinct_weights(model):
@@ -169,6 +179,10 @@ def match(
                     )
                 )
     return MatchedTensors(tensors=matched, names=names)
+
+
+def _below(prefix: str, parts: Iterable[Part]) -> tuple[Part, ...]:
+    return tuple(Part(name=prefix + part.name, shape=part.shape) for part in parts)
 
 
 def _stack(

@@ -44,6 +44,9 @@ _COMPANIONS = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 # Packed weights that are read as bfloat16.
 UNPACKED = ("mxfp4",)
 
+# As transformers 5.19 calls what balances experts without a loss.
+SCORE_BIASES = ("e_score_correction_bias", "expert_bias")
+
 ModelConfig = PretrainedModel | RandomModel
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -284,17 +287,21 @@ def build_untied(directory: Path, dtype: Dtype, device: str) -> PreTrainedModel:
     """The model of `directory`, weights not loaded, its output head apart from the embedding.
 
     A rollout engine takes every weight, also the head's, from a published policy version; a head
-    that is tied only sometimes is one that can stay stale. Buffers that a version has, such as
-    biases of routers' scores, are in float32, as train engines hold them.
+    that is tied only sometimes is one that can stay stale. Biases of routers' scores
+    are in float32, as train engines and versions have them.
     """
     config = _config(directory)
     config.tie_word_embeddings = False
     model = _build(config, dtype, device).eval().requires_grad_(False)
-    stored = model.state_dict(keep_vars=True)
     for name, buffer in model.named_buffers():
-        if name in stored and buffer.is_floating_point():
+        if is_score_bias(name):
             buffer.data = buffer.data.float()
     return model
+
+
+def is_score_bias(name: str) -> bool:
+    """Whether a weight is what a router adds to experts' scores for the choice among them alone."""
+    return name.rpartition(".")[2] in SCORE_BIASES
 
 
 def _build(config: PretrainedConfig, dtype: Dtype, device: str) -> PreTrainedModel:

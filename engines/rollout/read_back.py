@@ -16,7 +16,7 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -68,10 +68,16 @@ class LoadCheck:
         if self._drawn is None:
             self._drawn = {name: _sampled(p) for name, p in self._model.named_parameters()}
 
-    def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Hand on a version's tensors by name, and choose of each kind one, each as likely."""
+    def watch(
+        self, tensors: Iterable[tuple[str, Tensor]], unused: Container[str] = ()
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Hand on a version's tensors by name, and choose of each kind one, each as likely.
+
+        unused: those that the model has no place for, such as layers for multi-token prediction.
+        """
         for name, tensor in tensors:
-            self._consider(name, tensor)
+            if name not in unused:
+                self._consider(name, tensor)
             yield name, tensor
 
     def _consider(self, name: str, tensor: Tensor) -> None:

@@ -72,7 +72,8 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
         self.store = Store(init_info.uri, init_info.options)
         self.cache = open_node_cache(self.store, init_info.node_cache_bytes)
         self.report: dict[str, Any] = {}
-        self.names: FileNames | None = None
+        self.names = CheckpointNames()
+        self.file_names: FileNames | None = None
         self.check = LoadCheck(self.model, self.parallel_config.tensor_parallel_size)
 
     def start_weight_update(self) -> None:
@@ -118,7 +119,8 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
         wanted = {name for name, _ in self.model.named_parameters()}
         before = COUNTER.total().bytes_read
         offered = LoadedWeights(self.store, ref, self.cache, share=self._share)
-        weights = self.check.watch(self._as_in_files(self._but_unknown_head(offered)))
+        tensors = self._as_in_files(self._but_unknown_head(offered))
+        weights = self.check.watch(tensors, self.names.unused)
         loaded = cast(_LoadsWeights, self.model).load_weights(weights)
         missing = sorted(wanted - loaded) if loaded is not None else []
         if missing:
@@ -145,11 +147,12 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
         self, tensors: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """As the checkpoint's files hold them, where vLLM does not know transformers' form."""
-        if self.names is None:
-            names = checkpoint_names(Path(self.model_config.model)).untold(CheckpointNames())
-            known = self.model_config.hf_text_config.model_type in KNOWN_FORMS
-            self.names = names.model_copy(update={"stacks": {}}) if known else names
-        return self.names.apart(tensors)
+        if self.file_names is None:
+            self.names = checkpoint_names(Path(self.model_config.model))
+            self.file_names = self.names.untold(CheckpointNames())
+            if self.model_config.hf_text_config.model_type in KNOWN_FORMS:
+                self.file_names = self.file_names.model_copy(update={"stacks": {}})
+        return self.file_names.apart(tensors)
 
     @property
     def _share(self) -> Share:

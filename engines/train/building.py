@@ -98,8 +98,8 @@ def build(
     setting, instead = spec.train.of_experts
     if setting and spec.role == "actor" and not policy.routers:
         raise ValueError(
-            f"{setting} is for mixtures of experts, and transformers names no routers of this model. "
-            f"Set {instead}."
+            f"{setting} is for mixtures of experts, and this model has no routers of a form that is "
+            f"known. Set {instead}."
         )
     rate = spec.train.router_bias_update_rate
     if rate and spec.role == "actor" and not all(router.bias for router in policy.routers):
@@ -107,8 +107,13 @@ def build(
             f"train.router_bias_update_rate = {rate:g} moves biases of routers' scores, which this "
             "model has not. Set it to 0."
         )
+    if rate and spec.version_names != "files":
+        raise ValueError(
+            f"train.router_bias_update_rate = {rate:g}, and this run goes on with the versions of an "
+            "older Refrain, in which biases are rounded. Set it to 0, or begin a new run."
+        )
     if spec.train.router_dtype == "float32":
-        compute_in_float32(policy.routers)
+        compute_in_float32(policy.routers, model.config.get_text_config().hidden_size, compute)
     if spec.frozen:
         policy.requires_grad_(False)
     if spec.frozen or whole or spec.train.weights_dtype == "bfloat16":

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engines.models.checkpoint_names import CheckpointNames
-from engines.models.checkpoints import prepared
+from engines.models.checkpoints import is_score_bias, prepared
 from engines.models.tokens import tokens_of_student
 from engines.start_progress import report
 from engines.train.batching.mfu import cost_model
@@ -234,11 +234,11 @@ class ShardedModel(TrainEngine):
         )
 
     def _unrounded(self, policy: HeadedModel, names: CheckpointNames) -> frozenset[str]:
-        """Names of what a version has in float32 in any case: buffers, which no format is cast to.
+        """Names of what a version has in float32 in any case: biases of routers' scores.
 
-        Such are scores' biases of routers, by which a rounded one would choose other experts.
+        With rounded ones tokens would go to other experts.
         """
-        buffers = {name for name, _ in policy.versioned.named_buffers()}
+        buffers = {name for name, _ in policy.versioned.named_buffers() if is_score_bias(name)}
         return frozenset(buffers | {names.in_files.get(name, name) for name in buffers})
 
     def _files_of(self, run: str | None) -> RunStore:
@@ -247,7 +247,7 @@ class ShardedModel(TrainEngine):
     def _state(self) -> dict[str, Tensor]:
         optimizer = self._trained()
         held = {name: self._masters.of(one) for name, one in optimizer.parameters.items()}
-        if self._spec.train.router_bias_update_rate:  # else they are the model's own
+        if self._spec.version_names == "files":  # of older runs no step has changed them
             biases = self._loaded().router_biases()
             held |= {f"model.{name}": self._masters.of(one) for name, one in biases.items()}
         weights = {f"model.{name}": value.detach() for name, value in held.items()}

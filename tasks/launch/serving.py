@@ -38,7 +38,7 @@ from storage.runs.commit_log import head, version_weights
 from storage.runs.file_names import FILE_NAMES
 from storage.runs.origins import numbered, start_of
 from storage.runs.run_store import RunStore
-from storage.runs.weights import MANIFEST, WeightsRef, open_manifest_at
+from storage.runs.weights import MANIFEST, WeightsRef, open_chain, open_manifest_at
 from storage.runs.weights_writing import copy_whole
 from tasks.launch.server_process import ServerError, ServerProcess
 from tasks.launch.service_keys import check_key
@@ -130,8 +130,8 @@ def written(folder: Path, served: Served) -> Path:
     if not target.exists(f"{name}/{MANIFEST}"):
         copy_whole(store, served.weights, target, name, stream_whole(store, served.weights))
     found = open_manifest_at(target, name)
-    held = open_manifest_at(store, served.weights.key)
-    as_it_is = held.adapter is None and FILE_NAMES not in held.files
+    chain = [manifest for _, manifest in open_chain(store, served.weights)]
+    as_it_is = chain[0].adapter is None and FILE_NAMES not in chain[-1].files
     if as_it_is and found.digest != served.weights.digest:
         raise WeightMismatch(
             f"{folder / name} has digest {found.digest}, and {served.name} has "

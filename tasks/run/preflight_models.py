@@ -106,8 +106,8 @@ def _judged(
         setting, instead = train.of_experts
         if where == "model" and setting and not verdict.routers:
             raise PreflightError(
-                f"{where}.path = {path}: transformers names no routers of experts in it, for which "
-                f"{setting} is. Set {instead}."
+                f"{where}.path = {path}: it has no routers of experts of a form that is known, "
+                f"for which {setting} is. Set {instead}."
             )
         if where == "model" and train.router_bias_update_rate and verdict.biased < verdict.routers:
             raise PreflightError(

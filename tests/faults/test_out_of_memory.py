@@ -27,6 +27,7 @@ COUNTED = Fault(  # never happens
 )
 
 
+@pytest.mark.slow
 def test_the_run_ends_in_a_sentence_and_the_gang_is_not_built_again(
     launch: Launch, tmp_path: Path
 ) -> None:

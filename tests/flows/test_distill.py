@@ -62,6 +62,7 @@ def replayed(run: Launched, step: int) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_student_without_rewards_or_groups_learns_from_stored_scores(launch: Launch) -> None:
     run = launch("tiny", "steps=2", *TEACHER, *ALONE, module=FLOW)
     code, out = run.end()

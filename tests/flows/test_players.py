@@ -54,6 +54,7 @@ def parts(files: RunStore, commit: Commit, row: dict[str, object]) -> list[tuple
     return found
 
 
+@pytest.mark.slow
 def test_each_player_has_a_sample_of_its_own(whole: Launched) -> None:
     files = whole.files
     played = 0
@@ -94,6 +95,7 @@ def test_each_player_has_a_sample_of_its_own(whole: Launched) -> None:
     assert audit(files).problems == []
 
 
+@pytest.mark.slow
 def test_the_ledger_has_prompts_and_baselines_have_players(whole: Launched) -> None:
     files = whole.files
     commits = committed(files)
@@ -117,6 +119,7 @@ def test_the_ledger_has_prompts_and_baselines_have_players(whole: Launched) -> N
                 assert not own[~wrote].any()
 
 
+@pytest.mark.slow
 def test_commands_show_both_players(
     whole: Launched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

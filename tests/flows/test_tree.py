@@ -44,6 +44,7 @@ def check_trees(commit: Commit, store: Store) -> tuple[int, int]:
     return drawn, int(samples.lengths(store, "response_ids").sum())
 
 
+@pytest.mark.slow
 def test_a_run_on_trees_is_on_record(launch: Launch) -> None:
     run = launch(*WORDS, "steps=1", "algorithm.advantage.prefix_weight=once", module="flows.tree")
     code, out = run.end()

@@ -7,8 +7,8 @@ token goes to. By setting they compute in float32.
 
 from __future__ import annotations
 
+import copy
 import inspect
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
 from engines.algorithms.aggregation import MetricSums, mean_over
+from engines.models.checkpoints import is_score_bias
 from engines.train.model.attention import AttentionLayout, collapse
 from engines.train.model.fsdp import own_part
 
@@ -70,8 +71,7 @@ def watched(routers: Sequence[Router]) -> Iterator[Routing]:
     def see(router: Router, found: Found) -> None:
         parts = (found,) if isinstance(found, Tensor) else found
         logits = parts[min(router.index, len(parts) - 1)].flatten(0, -2)
-        ids = (one for one in parts if one.dtype == torch.int64)
-        chosen = next(ids, None)
+        chosen = next((one for one in parts if _are_choices(one, router.top_k)), None)
         if chosen is None:
             chosen = logits.detach().topk(router.top_k).indices
         seen.logits.append(logits)
@@ -86,24 +86,45 @@ def watched(routers: Sequence[Router]) -> Iterator[Routing]:
         yield seen
 
 
-def compute_in_float32(routers: Sequence[Router]) -> None:
+def _are_choices(found: object, top_k: int) -> bool:
+    if not isinstance(found, Tensor) or found.dtype != torch.int64:
+        return False
+    return found.dim() > 1 and found.shape[-1] == top_k
+
+
+def compute_in_float32(routers: Sequence[Router], hidden: int, compute: torch.dtype) -> None:
     """Have routers multiply in float32, in place, whatever their weights and states are in.
 
-    What the experts' results are multiplied by comes in the states' format again.
+    What the experts' results are multiplied by has the number format that it had before.
+
+    Args:
+        routers: Of a model on the meta device or not.
+        hidden: Numbers of a token's state.
+        compute: In what layers multiply.
     """
     for router in routers:
-        router.module.forward = _in_float32(router, router.module.forward)
+        module = router.module
+        module.forward = _in_float32(router, module.forward, _formats(module, hidden, compute))
 
 
-def _in_float32(router: Router, forward: Callable[..., Found]) -> Callable[..., Found]:
+def _formats(module: nn.Module, hidden: int, compute: torch.dtype) -> list[torch.dtype]:
+    """The number formats of what a router returns whose weights and states are in `compute`."""
+    twin = copy.deepcopy(module).to(device="meta", dtype=compute)
+    found = twin(torch.empty(1, hidden, dtype=compute, device="meta"))
+    return [found.dtype] if isinstance(found, Tensor) else [one.dtype for one in found]
+
+
+def _in_float32(
+    router: Router, forward: Callable[..., Found], formats: Sequence[torch.dtype]
+) -> Callable[..., Found]:
     def computed(states: Tensor, *others: Any, **named: Any) -> Found:
         with _Float32Products():
             found = forward(states.float(), *others, **named)
         if isinstance(found, Tensor):
             return found
         return tuple(
-            one.to(states.dtype) if one.is_floating_point() and place != router.index else one
-            for place, one in enumerate(found)
+            one if place == router.index else one.to(dtype)
+            for place, (one, dtype) in enumerate(zip(found, formats, strict=True))
         )
 
     return computed
@@ -121,31 +142,28 @@ class _Float32Products(TorchFunctionMode):
 
 
 def find_routers(model: PreTrainedModel) -> tuple[Router, ...]:
-    """The routers of a language model, by layer; empty where transformers names none."""
-    top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    """The routers of a language model, by layer; empty where it has none of a form that is known."""
+    text = model.config.get_text_config()
+    top_k = getattr(text, "num_experts_per_tok", None)
     if not top_k:
         return ()
     recorders = [
         one
         for part in model.modules()
         if isinstance(part, PreTrainedModel)
-        for one in _listed((part._can_record_outputs or {}).get("router_logits"))
-    ]
+        if isinstance(one := (part._can_record_outputs or {}).get("router_logits"), OutputRecorder)
+    ]  # several at once, which JetMoE has, are of no form that is known
     return tuple(
         Router(
             module=module,
             index=index,
             top_k=top_k,
-            sigmoid=_sigmoid(module),
+            sigmoid=_score(text, module) == "sigmoid",
             bias=_bias(model, name),
         )
         for name, module in model.named_modules()
-        if (index := _index(name, module, recorders)) is not None
+        if (index := _index(name, module, recorders)) is not None and _score(text, module)
     )
-
-
-# As transformers 5.19 calls what balances experts without a loss.
-_BIAS = re.compile(r"\.(e_score_correction_bias|expert_bias)$")
 
 
 def _bias(model: PreTrainedModel, router: str) -> str:
@@ -153,7 +171,7 @@ def _bias(model: PreTrainedModel, router: str) -> str:
     block = f"{router.rpartition('.')[0]}."
     trained = {name for name, one in model.named_parameters() if one.requires_grad}
     known = (name for name in model.state_dict() if name not in trained)
-    return next((name for name in known if name.startswith(block) and _BIAS.search(name)), "")
+    return next((name for name in known if name.startswith(block) and is_score_bias(name)), "")
 
 
 @torch.no_grad()
@@ -173,13 +191,8 @@ def move_biases(held: Sequence[Sequence[Tensor]], load: Tensor, rate: float) -> 
         first, *copies = (own_part(bias) for bias in biases)
         own, begin = first
         own += change[begin : begin + own.numel()].view_as(own).to(own)
-        for copy, _ in copies:
-            copy.copy_(own)
-
-
-def _listed(recorded: object) -> list[OutputRecorder]:
-    several = recorded if isinstance(recorded, list) else [recorded]
-    return [one for one in several if isinstance(one, OutputRecorder)]
+        for other, _ in copies:
+            other.copy_(own)
 
 
 def _index(name: str, module: nn.Module, recorders: Sequence[OutputRecorder]) -> int | None:
@@ -190,8 +203,13 @@ def _index(name: str, module: nn.Module, recorders: Sequence[OutputRecorder]) ->
     return None
 
 
-def _sigmoid(module: nn.Module) -> bool:
-    return "sigmoid" in inspect.getsource(type(module))
+def _score(config: PretrainedConfig, module: nn.Module) -> str:
+    """The function that makes scores of a router's logits; empty: it is not known."""
+    names = ("scoring_func", "expert_selection_fn")
+    said = next((x for name in names if (x := getattr(config, name, None)) is not None), None)
+    if said is not None:
+        return said if said in ("softmax", "sigmoid") else ""
+    return "sigmoid" if "sigmoid" in inspect.getsource(type(module)) else "softmax"
 
 
 def router_means(
@@ -201,8 +219,10 @@ def router_means(
 
     counts: bool scalar, whether these tokens count.
     """
-    scores = [_scores(router, logits.detach()) for router, logits in _by_layer(routers, routing)]
-    entropies = torch.stack([torch.special.entr(each).sum(1) for each in scores]).mean(0)
+    entropies = torch.zeros(len(routing.logits[0]), device=loss.device)
+    for router, logits in _by_layer(routers, routing):
+        entropies += torch.special.entr(_scores(router, logits.detach())).sum(1)
+    entropies /= len(routers)
     mask = counts.expand(entropies.shape)
     return MetricSums(
         means={
@@ -215,8 +235,13 @@ def router_means(
 def load_of(routing: Routing) -> Tensor:
     """How many choices fell on each expert, float64 [layers, E]."""
     experts = max(logits.shape[1] for logits in routing.logits)
-    counts = [torch.bincount(each.flatten(), minlength=experts) for each in routing.chosen]
-    return torch.stack(counts).double()
+    return torch.stack([_counts(chosen, experts) for chosen in routing.chosen]).double()
+
+
+def _counts(chosen: Tensor, experts: int) -> Tensor:
+    """How often each expert was chosen, int64 [E]; `bincount` would wait for the device."""
+    ids = chosen.flatten()
+    return ids.new_zeros(experts).scatter_add_(0, ids, torch.ones_like(ids))
 
 
 def load_metrics(load: Tensor) -> dict[str, float]:
@@ -244,7 +269,7 @@ def aux_loss(routers: Sequence[Router], routing: Routing) -> Tensor:
     losses = []
     for (router, logits), chosen in zip(_by_layer(routers, routing), routing.chosen, strict=True):
         tokens, experts = logits.shape
-        load = torch.bincount(chosen.flatten(), minlength=experts)
+        load = _counts(chosen, experts)
         losses.append(experts * (load / tokens * _scores(router, logits).mean(0)).sum())
     return torch.stack(losses).mean()
 

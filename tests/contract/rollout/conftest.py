@@ -37,6 +37,17 @@ def built(world: World) -> Iterator[Callable[[str], RolloutEngine]]:
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
 
+# What of vLLM waits for the slow suite: an engine of its own takes half a minute to start.
+SLOW_WITH_VLLM = ("test_segments.py", "test_resumable_generation.py")
+
+
+@pytest.hookimpl(tryfirst=True)  # before the slow ones are taken out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.name in SLOW_WITH_VLLM and item.get_closest_marker("vllm"):
+            item.add_marker(pytest.mark.slow)
+
+
 KINDS = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
 
 

@@ -26,6 +26,7 @@ from engines.failures import WeightMismatch
 from engines.models.adapters import stream_whole
 from engines.models.checkpoint_names import checkpoint_names
 from engines.models.checkpoints import build_untied, load_for_training, tensor_shapes
+from engines.models.tensor_files import stored_tensors
 from engines.rollout.weight_reader import check_manifest
 from engines.train.fsdp_engine import FSDPEngine
 from storage.objects.errors import ObjectDamaged
@@ -348,6 +349,43 @@ def test_biases_of_scores_are_not_rounded(
     assert not engine.compare(weights, "bfloat16").differing
     sampling = build_untied(mixtures["DeepSeek V3"], "bfloat16", "cpu")
     assert sampling.state_dict()[bias].dtype == torch.float32
+
+
+def test_files_without_a_head_have_their_experts_below_the_models_names(tmp_path: Path) -> None:
+    directory = make("Qwen3-MoE", tmp_path / "model")
+    whole = _files(directory)
+    bare = {
+        name.removeprefix("model."): one for name, one in whole.items() if name != "lm_head.weight"
+    }
+    config = json.loads((directory / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(bare, directory / "model.safetensors", metadata={"format": "pt"})
+    engine = _engine(directory, tmp_path, names="files")
+    weights = engine.settle_weights(0, "float32")
+    exported = _exported(engine, weights, tmp_path / "exports")
+    assert exported.keys() == {f"model.{name}" for name in bare} | {"lm_head.weight"}
+
+
+def test_what_the_files_hold_besides_has_their_order(checkpoints: dict[str, Path]) -> None:
+    """Versions of a run that goes on are compared with those that it made before, name by name."""
+    unused = list(checkpoint_names(checkpoints["qwen3_5"]).unused)
+    assert unused == [
+        name for name in stored_tensors(checkpoints["qwen3_5"]) or {} if name in unused
+    ]
+
+
+def test_a_run_without_a_rate_keeps_the_biases_that_it_began_with(
+    mixtures: dict[str, Path], tmp_path: Path
+) -> None:
+    engine = _engine(mixtures["DeepSeek V3"], tmp_path, names="files")
+    held = dict(engine._policy.model.named_buffers())  # type: ignore[union-attr]
+    bias = held["model.layers.1.mlp.gate.e_score_correction_bias"]
+    bias.fill_(0.25)
+    engine.version = 0
+    engine.save_state(0)
+    bias.zero_()
+    engine.load_state(0)
+    assert bias.tolist() == [0.25] * 4
 
 
 def test_names_that_do_not_make_up_a_tensor_are_refused_by_its_name(

@@ -121,6 +121,19 @@ def test_at_the_first_load_numbers_that_were_drawn_are_no_version() -> None:
         load(model, LoadCheck(model), 0, lambda name: "sinks" not in name)
 
 
+def test_a_layer_that_the_model_has_not_is_not_looked_for() -> None:
+    """A version has layers for multi-token prediction, which vLLM passes over."""
+    model = Model(packed=False)
+    check = LoadCheck(model)
+    for seed in range(8):
+        besides = {"layers.3.q_proj.weight": torch.randn(64, 48), "layers.3.sinks": torch.randn(8)}
+        check.begin()
+        for name, tensor in check.watch((version(seed) | besides).items(), besides):
+            if name not in besides:
+                model.take(name, tensor)
+        assert "layers.#.q_proj.weight" in check.end().found
+
+
 def test_one_layer_is_not_found_in_another() -> None:
     model = Model(packed=False)
     check = LoadCheck(model)

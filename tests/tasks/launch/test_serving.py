@@ -7,15 +7,19 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError, change
 from configs.recipe import load_recipe
 from configs.serve import ServeConfig
 from storage.objects.store import Store
+from storage.runs.file_names import FILE_NAMES, FileNames, Part
 from storage.runs.run_store import RunStore
-from storage.runs.weights import WeightsRef
-from tasks.launch.serving import Served, _command, _environment, _remove_old, key_of, named
+from storage.runs.weights import BaseVersion, WeightsRef
+from storage.runs.weights_writing import publish
+from tasks.launch.serving import Served, _command, _environment, _remove_old, key_of, named, written
 
 
 def served(folder: Path) -> Served:
@@ -48,6 +52,28 @@ def test_what_is_not_there_is_one_sentence(tmp_path: Path) -> None:
     store = Store(f"file://{tmp_path}")
     with pytest.raises(ConfigError, match="There is no run gone"):
         named(change(ServeConfig, {"version": "gone@2"}, []), store)
+
+
+@pytest.mark.parametrize("base", [False, True])
+def test_a_version_with_stacked_experts_is_served_as_its_files(tmp_path: Path, base: bool) -> None:
+    """Also one that is stored as the difference from another, which has no small files itself."""
+    run = RunStore(Store(f"file://{tmp_path}/store"), "run")
+    parts = (Part(name="experts.0.w", shape=(2,)), Part(name="experts.1.w", shape=(2,)))
+    names = FileNames(stacks={"stack": parts}).model_dump_json().encode()
+    first = publish(
+        *(run.store, "run", 0, [("stack", torch.arange(4.0).bfloat16().view(2, 2))]),
+        {"config.json": b"{}", FILE_NAMES: names},
+    )
+    weights = first
+    if base:
+        below = BaseVersion(key=first.key, digest=first.digest)
+        moved = [("stack", torch.tensor([[0.0, 1.0], [2.0, 5.0]]).bfloat16())]
+        weights = publish(run.store, "run", 1, moved, {}, base=below)
+    folder = written(tmp_path / "served", Served(run=run, number=weights.version, weights=weights))
+    (file,) = folder.glob("*.safetensors")
+    found = load_file(file)
+    assert found.keys() == {"experts.0.w", "experts.1.w"}
+    assert found["experts.1.w"].tolist() == ([2.0, 5.0] if base else [2.0, 3.0])
 
 
 def test_older_versions_are_removed_but_for_one_and_what_is_not_ours(tmp_path: Path) -> None:

@@ -756,8 +756,9 @@ def test_a_model_that_no_adapter_fits_on_is_refused(tmp_path: Path) -> None:
     assert "decoder has no linear layer that an adapter can be put on. Set lora = null" in refused(
         tmp_path, gpt2, "lora.rank=4"
     )
-    assert "no routers of experts in it, for which train.router_aux_loss_coef = 0.01" in refused(
-        tmp_path, gpt2, "train.router_aux_loss_coef=0.01"
+    assert (
+        "no routers of experts of a form that is known, for which train.router_aux_loss_coef = 0.01"
+        in refused(tmp_path, gpt2, "train.router_aux_loss_coef=0.01")
     )
 
 

@@ -6,7 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Cohere2MoeConfig,
+    JetMoeConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from benchmarks.families import make
@@ -79,27 +85,28 @@ def test_the_routers_of_a_family_are_seen(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_routers_multiply_in_float32(family: str, tmp_path: Path) -> None:
-    """By weights and states that are rounded, and experts get what they got before."""
+    """By weights and states that are rounded; experts get the number formats that they got before."""
     model = load_for_training(make(family, tmp_path / "model"), "bfloat16")
     routers = find_routers(model)
-    states = []
-    for router in routers:
-        router.module.register_forward_pre_hook(lambda _, given: states.append(given[0]))
-    tokens = torch.randint(4, 90, (2, 9))
+    given = torch.randn(18, 64, dtype=torch.bfloat16)
+    before = [router.module(given) for router in routers]
 
-    compute_in_float32(routers)
+    compute_in_float32(routers, 64, torch.bfloat16)
 
-    with watched(routers) as seen, torch.no_grad():
-        model(input_ids=tokens, use_cache=False)
-    for router, given, logits in zip(routers, list(states), seen.logits, strict=True):
+    for router, was in zip(routers, before, strict=True):
+        found = router.module(given)
         weight, bias = router.module.get_parameter("weight"), getattr(router.module, "bias", None)
-        assert (given.dtype, logits.dtype) == (torch.bfloat16, torch.float32)
-        wanted = given.flatten(0, -2).double() @ weight.double().T
+        wanted = given.double() @ weight.double().T
         wanted = wanted if bias is None else wanted + bias.double()
+        logits = found[router.index]
+        assert logits.dtype == torch.float32
         torch.testing.assert_close(logits.double(), wanted, rtol=1e-5, atol=1e-6)
-        returned = enumerate(router.module(given))
-        others = [one for place, one in returned if place != router.index]
-        assert {one.dtype for one in others if one.is_floating_point()} == {torch.bfloat16}
+        formats = [[one.dtype for one in each] for each in (found, was)]
+        for each in formats:
+            del each[router.index]
+        assert formats[0] == formats[1]
+    with torch.no_grad():
+        model(input_ids=torch.randint(4, 90, (2, 9)), use_cache=False)
 
 
 def test_an_update_with_routers_in_float32_chooses_otherwise(mixtral: Path, tmp_path: Path) -> None:
@@ -111,6 +118,17 @@ def test_an_update_with_routers_in_float32_chooses_otherwise(mixtral: Path, tmp_
     assert exact["router/entropy"] != rounded["router/entropy"]
     assert exact["router/entropy"] == pytest.approx(rounded["router/entropy"], rel=0.01)
     assert exact["train/loss"] == pytest.approx(rounded["train/loss"], abs=1e-3)
+
+
+def test_routers_of_forms_that_are_not_known_are_left_alone() -> None:
+    """JetMoE's attention chooses experts too; DeepSeek V4's scores are of a third function."""
+    sizes = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 1}
+    jet = JetMoeConfig(**sizes, num_local_experts=2, num_key_value_heads=2, kv_channels=8)
+    cohere = Cohere2MoeConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    with torch.device("meta"):
+        assert find_routers(AutoModelForCausalLM.from_config(jet)) == ()
+        softmax = find_routers(AutoModelForCausalLM.from_config(cohere))
+    assert [router.sigmoid for router in softmax] == [False] * len(softmax)
 
 
 def _router(sigmoid: bool = False) -> Router:
@@ -341,7 +359,9 @@ def test_a_model_without_biases_refuses_their_rate(mixtral: Path, tmp_path: Path
 
 def test_a_model_without_routers_refuses_the_coefficient(tmp_path: Path) -> None:
     engine = FSDPEngine(spec(tmp_path, router_aux_loss_coef=0.1))
-    with pytest.raises(ValueError, match=r"router_aux_loss_coef = 0\.1 .* names no routers"):
+    with pytest.raises(
+        ValueError, match=r"router_aux_loss_coef = 0\.1 .* has no routers of a form"
+    ):
         engine.join(0, 1, "127.0.0.1", 0, 1, 60.0)
 
 
