@@ -136,13 +136,9 @@ def match(
         else:
             parts.setdefault(target, {}).setdefault(converted, []).append(tensor)
     for target, by_pattern in parts.items():
-        in_order = {
-            pattern: sorted(
-                found, key=lambda one: dot_natural_key(one.name)
-            )  # as transformers does
-            for pattern, found in by_pattern.items()
-        }
-        stack = _stack(in_order, converters)
+        for found in by_pattern.values():  # as transformers does
+            found.sort(key=lambda one: dot_natural_key(one.name))
+        stack = _stack(by_pattern, converters)
         if stack is None or target in matched:
             return None
         matched[target] = stack

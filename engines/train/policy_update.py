@@ -5,7 +5,7 @@ The loop is `engines.train.updater.Updater`, the objective is in engines/algorit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -29,8 +29,8 @@ from engines.train.model.routers import (
     watched,
 )
 from engines.train.model.sequence_parallel import SequenceGroup
+from engines.train.optimizer import StepReport
 from engines.train.policy import Policy
-from engines.train.spec import UpdateRequest
 from engines.train.updater import TrainRank, Updater
 from storage.batches.refs import BatchRef
 
@@ -152,17 +152,10 @@ class PolicyUpdater(Updater):
         self._step_load = load if self._step_load is None else self._step_load + load
         return loss, sums + router_means(self._routers, routing, auxiliary, counted > 0)
 
-    def _optimizer_step(
-        self,
-        request: UpdateRequest,
-        mini: MiniBatch,
-        columns: list[str],
-        micros: Iterator[MicroBatch],
-    ) -> None:
-        super()._optimizer_step(request, mini, columns, micros)
+    def _stepped(self, report: StepReport) -> None:
         load, self._step_load = self._step_load, None
         rate, policy = self._config.router_bias_update_rate, self._forward.policy
-        if rate and load is not None and not self._tally.reports[-1].skipped:
+        if rate and load is not None and not report.skipped:
             assert self._optimizer is not None
             masters = self._optimizer.masters
             held = [(masters.of(bias), bias) for bias in policy.router_biases().values()]

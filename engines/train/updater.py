@@ -241,6 +241,10 @@ class Updater(ABC):
         with tally.phase("optimizer"):
             assert self._optimizer is not None
             tally.reports.append(self._optimizer.step(self._agreed(finite)))
+        self._stepped(tally.reports[-1])
+
+    def _stepped(self, report: StepReport) -> None:  # noqa: B027 -- most losses have nothing here
+        """What else changes with an optimizer step; a collective."""
 
     def _accumulate(
         self,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from configs.grpo import GRPOConfig
-from configs.lora import LoraConfig
 from configs.overrides import ConfigError
 from storage.objects.store import Store
 from storage.prompts.cursor import Cursor
@@ -46,7 +45,7 @@ def origin_of_fork(config: GRPOConfig, fork: str, flow: str) -> Origin:
             f"{origin} was trained from another model, whose weights and optimizer state do not fit "
             "the one given. A fork keeps its parent's model; start a new run to change it."
         )
-    check_same_state(config, before, str(origin))
+    check_same_adapter(config, before, str(origin))
     if config.steps <= origin.at:
         raise ConfigError(
             f"steps = {config.steps}, and a fork of {origin} begins after step {origin.at}. "
@@ -59,28 +58,18 @@ def origin_of_fork(config: GRPOConfig, fork: str, flow: str) -> Origin:
     return origin.model_copy(update=update)
 
 
-def check_same_state(config: GRPOConfig, before: GRPOConfig, origin: str) -> None:
-    """ConfigError where a trainer's state is to be taken over by one that holds another."""
-    for name, was, is_ in (
-        ("lora", before.lora, config.lora),
-        ("train.router_bias_update_rate", _moves_biases(before), _moves_biases(config)),
-    ):
-        if was != is_:
-            raise ConfigError(
-                f"The trainer state of {origin} is of {name} = {_said(was)}, and {name} = "
-                f"{_said(is_)} does not fit it. Set {name} to the former, or begin with the weights "
-                f"alone: continue_from = {origin} with continue_state = weights."
-            )
-
-
-def _moves_biases(config: GRPOConfig) -> str:
-    return "more than 0" if config.train.router_bias_update_rate else "0"
-
-
-def _said(value: LoraConfig | str | None) -> str:
-    if isinstance(value, LoraConfig):
-        return str(value.model_dump(mode="json"))
-    return value or "null"
+def check_same_adapter(config: GRPOConfig, before: GRPOConfig, origin: str) -> None:
+    """ConfigError where a trainer's state is to be taken over by other adapters than its own."""
+    if config.lora != before.lora:
+        was, is_ = (
+            "null" if one is None else str(one.model_dump(mode="json"))
+            for one in (before.lora, config.lora)
+        )
+        raise ConfigError(
+            f"The trainer state of {origin} is of lora = {was}, and lora = {is_} does not fit it. "
+            "Set lora to the former, or begin with the weights alone: continue_from = "
+            f"{origin} with continue_state = weights."
+        )
 
 
 def first_group(config: GRPOConfig, parent: RunStore, origin: Origin) -> int:

@@ -27,7 +27,6 @@ from storage.tracking.registry import Registry
 from storage.tracking.tracked_run import TrackedData, TrackedRun
 from storage.tracking.tracker import Tracker
 from tasks.run.continue_from import NothingNew, beginning, first_cursor, fresh_rows
-from tasks.run.forking import check_same_state
 from tasks.run.opening import open_run
 
 
@@ -174,17 +173,6 @@ def test_trainer_state_and_cursor_if_asked(parent: RunStore, tmp_path: Path) -> 
     write(tmp_path, range(9))
     with pytest.raises(ConfigError, match="no longer those of parent@2: 6 rows then, 9 rows"):
         beginning(settings(tmp_path, *words))
-
-
-def test_a_trainers_state_has_biases_of_routers_or_not(tmp_path: Path) -> None:
-    def config(rate: float) -> GRPOConfig:
-        return settings(tmp_path, "model={path: x}", f"train.router_bias_update_rate={rate}")
-
-    check_same_state(config(0.1), config(0.2), "a@1")
-    check_same_state(config(0), config(0), "a@1")
-    for now, before, said in ((0.1, 0, "= 0, and"), (0, 0.1, "= more than 0, and")):
-        with pytest.raises(ConfigError, match=f"a@1 is of train.router_bias_update_rate {said}"):
-            check_same_state(config(now), config(before), "a@1")
 
 
 def test_the_champion_is_found_by_its_alias(parent: RunStore, tmp_path: Path) -> None:
