@@ -120,6 +120,12 @@ ANSWERS_OF_THE_DATA: tuple[Rule["DistillConfig"], ...] = (
         set_to="0",
     ),
     _beside_answers_of_the_data(
+        "train.router_replay",
+        lambda config: config.train.router_replay,
+        needs=lambda config: not config.train.router_replay,
+        set_to="false",
+    ),
+    _beside_answers_of_the_data(
         "episodes",
         lambda config: "given",
         needs=lambda config: config.episodes is None,

@@ -72,6 +72,12 @@ class TrainConfig(Settings):
         "compute_dtype, or what the model's own code says. float32: of their weights as they are "
         "rounded for compute_dtype.",
     )
+    router_replay: bool = Field(
+        False,
+        description="Whether a mixture of experts trains with the experts that each token was "
+        "sampled with (rollout routing replay, arXiv:2510.11370): engines store them, and the gates "
+        "are the train engine's own.",
+    )
     sequence_parallel: int = Field(
         1,
         ge=1,
@@ -184,6 +190,8 @@ class TrainConfig(Settings):
         if self.router_bias_update_rate:
             name = "train.router_bias_update_rate"
             return f"{name} = {self.router_bias_update_rate:g}", f"{name} = 0"
+        if self.router_replay:
+            return "train.router_replay = true", "train.router_replay = false"
         if self.router_dtype != "compute":
             return f"train.router_dtype = {self.router_dtype}", "train.router_dtype = compute"
         return "", ""

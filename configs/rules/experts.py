@@ -20,6 +20,13 @@ EXPERTS: tuple[Rule[RunConfig], ...] = where(
         ),
     ),
     Rule[RunConfig](
+        needs=lambda config: not config.train.router_replay or config.train.engine == "fsdp",
+        says=lambda config: (
+            "train.router_replay = true, and elastic workers do not replay routing. Set train.engine "
+            "= fsdp, or train.router_replay = false."
+        ),
+    ),
+    Rule[RunConfig](
         needs=lambda config: isinstance(config.model, PretrainedModel),
         says=lambda config: (
             f"{config.train.of_experts[0]} is for mixtures of experts, and model.kind = "

@@ -16,6 +16,7 @@ import numpy as np
 
 from engines.data.chat_template import state_number
 from engines.environments.protocol import Frame, Tokens
+from engines.models.routed_experts import OF_RESPONSE, RoutedExperts, extended
 from storage.batches.columns import (
     OPPONENTS_TURN,
     UNFINISHED,
@@ -61,6 +62,7 @@ class Episode:
     texts: list[str] = field(default_factory=list)  # of the policy's turns
     frame: Frame | None = None  # of the answer to its last turn, where frames are kept
     unused: int = 0  # tokens at its end, after the action that ended it
+    experts: RoutedExperts | None = None  # [T', L, k] of the first tokens, where they are stored
     others: list[Episode] = field(default_factory=list, repr=False)  # rows of the other players
 
     @property
@@ -174,6 +176,8 @@ def read_episodes(
             "ended": list(samples.fetch_list(store, "episode")),
             "error": list(samples.fetch_list(store, "episode_error")),
         }
+    if OF_RESPONSE in samples.names:
+        columns["experts"] = list(samples.fetch_list(store, OF_RESPONSE))
     if "unused_tokens" in samples.names:
         columns["unused"] = dense("unused_tokens")
     owners = numbers
@@ -227,6 +231,11 @@ def episode_columns(episodes: Sequence[Episode], in_part: bool = False) -> dict[
             "turn_order": [np.array(one.order, np.int64) for one in episodes],
             "episode_id": np.array([one.rows[0].sample for one in episodes], np.int64),
         }
+    experts = [one.experts for one in episodes if one.experts is not None]
+    if experts:
+        besides[OF_RESPONSE] = [
+            extended(own, len(one.tokens)) for own, one in zip(experts, episodes, strict=True)
+        ]
     if in_part:
         besides["unused_tokens"] = np.array([one.unused for one in episodes], np.int64)
     authors = [np.frombuffer(bytes(one.authors), np.uint8) for one in episodes]

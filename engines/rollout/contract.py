@@ -61,6 +61,9 @@ class RolloutSpec(Settings):
     node_cache_bytes: int = Field(
         0, ge=0, description="What this machine keeps of the store's policy versions, in bytes."
     )
+    routed_experts: bool = Field(
+        False, description="Whether shards may ask for the experts of each token."
+    )
     sleeps: bool = Field(False, description="Whether the engine must be able to go to sleep.")
     max_model_len: int = Field(
         ge=2, description="Longest sequence, prompt and completion together, in tokens."
@@ -82,6 +85,7 @@ class Sampling:
     stop: tuple[str, ...] = ()  # end a completion, kept in it; special tokens are no text
     ignore_eos: bool = False  # go on past the model's end-of-sequence tokens
     seed: int | None = None  # None: not reproducible
+    routed_experts: bool = False  # whether the experts of each token are stored
 
     def most(self, begun: int, turn: int) -> int:
         """The longest that a completion gets now, in tokens.
@@ -108,7 +112,7 @@ class Sampling:
     @property
     def as_greedy(self) -> Sampling:
         """The same with the likeliest tokens, one completion of each prompt."""
-        return replace(self, n=1, temperature=1.0, top_p=1.0, top_k=1)
+        return replace(self, n=1, temperature=1.0, top_p=1.0, top_k=1, routed_experts=False)
 
     @property
     def identity(self) -> dict[str, object]:
@@ -134,7 +138,7 @@ class Sampling:
 @functools.lru_cache(maxsize=64)
 def _identity(sampling: Sampling) -> dict[str, object]:
     found = asdict(sampling)
-    for name in ("max_turn_tokens", "segment_tokens", "segments"):
+    for name in ("max_turn_tokens", "segment_tokens", "segments", "routed_experts"):
         if not found[name]:
             del found[name]
     if sampling.greedy:

@@ -13,6 +13,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engines.failures import WeightMismatch
 from engines.models.checkpoint_names import CheckpointNames
@@ -45,6 +46,9 @@ from storage.objects.store import Store
 from storage.runs.stage_store import finish_result
 from storage.runs.weights import WeightsRef
 
+if TYPE_CHECKING:
+    from engines.models.routers import ChosenExperts
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asleep:
@@ -65,12 +69,18 @@ class RolloutEngine(Sampler):
     """
 
     def __init__(
-        self, spec: RolloutSpec, shapes: Mapping[str, tuple[int, ...]], names: CheckpointNames
+        self,
+        spec: RolloutSpec,
+        shapes: Mapping[str, tuple[int, ...]],
+        names: CheckpointNames,
+        experts: ChosenExperts | None,
     ) -> None:
         """`shapes`: of the weights that the model needs, by name; each comes with every sync.
 
-        names: what a version may call them instead.
+        names: what a version may call them instead. experts: of a model's routers, where shards may
+        ask for them.
         """
+        self._experts = experts
         self._spec = spec
         self._label = f"rollout engine {spec.name}"
         self._store = Store(spec.store_uri, spec.store_options)
@@ -92,7 +102,11 @@ class RolloutEngine(Sampler):
         partial = PartialSamples(self._store, request.out_key)
         saved = None if request.save_every is None else partial.read()
         rows = len(prompts.tokens) * request.sampling.n
-        begun = read_begun(self._store, saved or request.begun, rows, request.frozen)
+        none = None
+        if request.sampling.routed_experts:
+            assert self._experts is not None, "it was built for such shards"
+            none = self._experts.of_no_token
+        begun = read_begun(self._store, saved or request.begun, rows, request.frozen, none)
 
         def write(completions: list[Completion], out_key: str) -> RolloutResult:
             return write_samples(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,19 +19,32 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engines.models.mixers import hands_on, mixers
-from engines.rollout.hf_decoding import Decoding, Row, draw_next
+from engines.models.routed_experts import RoutedExperts
+from engines.models.routers import ChosenExperts
+from engines.rollout.hf_decoding import Decoding, Row, draw_next, last_routed
 
 CLOSE = 1e-3  # share of the logits' spread by which a model's cache may be off; bfloat16: 0.05
 TRIAL = 12  # tokens
 
 
-def decoding_of(model: PreTrainedModel) -> Decoding | CachedDecoding:
-    """The way in which a model's rows are decoded."""
+def decoding_of(
+    model: PreTrainedModel, experts: ChosenExperts | None = None
+) -> Decoding | CachedDecoding:
+    """The way in which a model's rows are decoded; experts: where those of tokens are wanted."""
     if model.config.model_type == "openvla":
         return Decoding(model)
     mixing = mixers(model)
     plain = mixing.attention and not (mixing.recurrent or mixing.own) and hands_on(model)
-    return Decoding(model) if plain else CachedDecoding(model)
+    return Decoding(model, experts) if plain else CachedDecoding(model, experts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Begun:
+    """A sequence that was computed whole."""
+
+    last: Tensor  # logits [V] after it
+    cache: Any  # None where it is computed whole each time
+    routed: RoutedExperts | None  # of its tokens, where they are wanted
 
 
 class CachedDecoding:
@@ -38,8 +52,9 @@ class CachedDecoding:
 
     apart = False
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, experts: ChosenExperts | None = None) -> None:
         self._model = model
+        self._experts = experts
         parameters = inspect.signature(type(model).forward).parameters
         self._cache = "cache_params" if "cache_params" in parameters else "past_key_values"
         self._held: dict[Row, Any] = {}  # by row, what the model keeps of all but its last token
@@ -59,7 +74,7 @@ class CachedDecoding:
         """Draw the next token of each of some rows, of which none is done; others are let go of."""
         wanted = set(rows)
         self.forget([row for row in self._held if row not in wanted])
-        begun: dict[tuple[int, ...], tuple[Tensor, Any]] = {}
+        begun: dict[tuple[int, ...], _Begun] = {}
         draw_next(torch.stack([self._next(row, begun) for row in rows]), rows, version)
 
     @torch.inference_mode()
@@ -71,26 +86,30 @@ class CachedDecoding:
         scores: list[float] = logprobs.gather(1, wanted[:, None])[:, 0].tolist()
         return scores
 
-    def _next(self, row: Row, begun: dict[tuple[int, ...], tuple[Tensor, Any]]) -> Tensor:
+    def _next(self, row: Row, begun: dict[tuple[int, ...], _Begun]) -> Tensor:
         """Logits [V] after what a row has so far; begun: those of this step's other sequences."""
         tokens = row.prompt + row.tokens
         if row in self._held:
             logits, self._held[row] = self._forward(tokens[-1:], self._held[row])
+            if self._experts is not None:
+                row.routed(last_routed(self._experts), len(tokens) - 1)
             return logits[-1]
         key = tuple(tokens)
         if key not in begun:
             begun[key] = self._begin(tokens)
-        last, cache = begun[key]
-        if cache is not None:
-            self._held[row] = copy.deepcopy(cache)
-        return last
+        first = begun[key]
+        if first.cache is not None:
+            self._held[row] = copy.deepcopy(first.cache)
+        if first.routed is not None:
+            row.routed(first.routed, 0)
+        return first.last
 
-    def _begin(self, tokens: list[int]) -> tuple[Tensor, Any]:
-        """Logits [V] after a sequence, and the cache; None where it is computed whole each time."""
+    def _begin(self, tokens: list[int]) -> _Begun:
         if self._trusted is None:
             self._trusted = self._cache_is_exact()
         logits, cache = self._forward(tokens, None, keep=self._trusted)
-        return logits[-1], cache
+        routed = None if self._experts is None else last_routed(self._experts)
+        return _Begun(last=logits[-1], cache=cache, routed=routed)
 
     def _cache_is_exact(self) -> bool:
         """By a trial: some models' caches give other logits than the whole sequence."""

@@ -9,12 +9,15 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engines.models.longrope import LONG, rope_limit
+from engines.models.routed_experts import RoutedExperts, checked, merged
+from engines.models.routers import ChosenExperts
 from engines.models.vla.openvla import OpenVLA, turn
 from engines.rollout.contract import Sampling
 from engines.rollout.hf_rows import (
@@ -90,6 +93,8 @@ class Row:
         self.logprobs = list(begun.logprobs)
         self.spans = list(begun.spans)
         self.ended = begun.finish_reason if begun.ended else ""  # empty while it goes on
+        self._routed: list[RoutedExperts] = []  # of the tokens that the model has read, in parts
+        self._read = 0  # tokens of those parts
         self._reader = reader
 
     def read(self, model: PreTrainedModel, image: int = 0) -> list[int]:
@@ -116,6 +121,23 @@ class Row:
             self.spans.append((version, place, place + 1))
         self.ended = self._reader.ended(self)
 
+    def routed(self, chosen: RoutedExperts, start: int) -> None:
+        """The experts [S, L, k] of its tokens from number `start` on, the prompt's included.
+
+        Of those that were read before they are not taken again, nor where nobody wants them.
+        """
+        if self.begun.routed_experts is None:
+            return
+        self._routed.append(chosen[self._read - start :])
+        self._read = start + len(chosen)
+
+    def _routed_experts(self) -> RoutedExperts | None:
+        before = self.begun.routed_experts
+        if before is None or not self.drawn:
+            return before
+        self._routed = [np.concatenate(self._routed)]
+        return merged(before, self._routed[0])
+
     def completion(self) -> Completion:
         """As it stands."""
         return Completion(
@@ -125,6 +147,7 @@ class Row:
             finish_reason=self.ended or UNFINISHED,
             digest="" if self.drawn else self.begun.digest,
             authors=self.begun.authors,
+            routed_experts=self._routed_experts(),
         )
 
 
@@ -135,8 +158,10 @@ class Decoding:
     false: see hf_rows.py.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, experts: ChosenExperts | None = None) -> None:
+        """experts: where those of each token are wanted."""
         self._model = model
+        self._experts = experts
         # Only the language model's rows change from step to step; images are seen FRAMES at a time.
         language = model.language_model if isinstance(model, OpenVLA) else model
         self._block = block_of(model)
@@ -210,8 +235,12 @@ class Decoding:
             self._rows[row.cached] = row
         device = self._model.device
         positions = torch.cat([self._positions(length) for length in prefill.lengths])
-        ends = torch.tensor(prefill.lengths, device=device).cumsum(0) - 1
-        logits = self._forward(whole, positions, prefill, ends, self._see(frames))
+        stops = torch.tensor(prefill.lengths, device=device).cumsum(0)
+        logits = self._forward(whole, positions, prefill, stops - 1, self._see(frames))
+        if self._experts is not None:
+            parts = np.split(last_routed(self._experts), stops.cpu().numpy())
+            for row, number in zip(rows, which, strict=True):
+                row.routed(parts[number], 0)
         return logits[torch.tensor(which, device=device)]
 
     def _decode(self) -> tuple[Tensor, list[Row]]:
@@ -222,6 +251,9 @@ class Decoding:
         if self._limit is not None:
             places = torch.where(places >= self._limit, places + LONG, places)
         logits = self._forward([row.tokens[-1:] for row in rows], places, step)
+        if self._experts is not None:
+            for one, row in zip(last_routed(self._experts), rows, strict=False):
+                row.routed(one[None], row.cached.length)
         for cached in order:
             cached.length += 1
         return logits, rows
@@ -266,6 +298,12 @@ class Decoding:
         padded = torch.cat([images, images[:1].expand(missing, -1, -1, -1)])
         seen = torch.cat([self._model.see(some) for some in padded.split(FRAMES)])
         return seen[: len(images) * self._model.patches]
+
+
+def last_routed(experts: ChosenExperts) -> RoutedExperts:
+    """The experts [T, L, k] of the tokens of the last forward pass, and of those that fill it up."""
+    chosen = torch.stack(experts.chosen, 1).cpu().numpy()
+    return checked(chosen, experts.of_no_token, experts.experts)
 
 
 def draw_next(logits: Tensor, rows: Sequence[Row], version: int) -> None:

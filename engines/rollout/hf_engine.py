@@ -19,6 +19,7 @@ import torch
 from engines.models import checkpoints
 from engines.models.checkpoint_names import checkpoint_names
 from engines.models.checkpoints import prepared
+from engines.models.routers import chosen_experts
 from engines.models.vla.openvla import OpenVLA
 from engines.rollout.contract import (
     EngineDead,
@@ -67,14 +68,15 @@ class HFEngine(RolloutEngine):
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model = checkpoints.build_untied(directory, spec.rollout.dtype, device)
         shapes = {name: tuple(value.shape) for name, value in self._model.state_dict().items()}
-        super().__init__(spec, shapes, checkpoint_names(directory))
+        experts = chosen_experts(self._model) if spec.routed_experts else None
+        super().__init__(spec, shapes, checkpoint_names(directory), experts)
         self._reader = Reader(
             tokenizer=checkpoints.load_tokenizer(directory),
             ends=frozenset(checkpoints.end_token_ids(directory)),
             max_model_len=spec.max_model_len,
             device=self._model.device,
         )
-        self._decoding = decoding_of(self._model)  # used by whoever has the model
+        self._decoding = decoding_of(self._model, experts)  # used by whoever has the model
         self._changed = threading.Condition()  # guards what follows
         self._busy = False  # somebody uses the model
         self._sync: SyncMode | None = None  # a sync that waits or runs

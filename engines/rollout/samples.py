@@ -5,11 +5,19 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import cast
 
 import numpy as np
 
+from engines.models.routed_experts import (
+    OF_PROMPT,
+    OF_RESPONSE,
+    RoutedExperts,
+    extended,
+    merged,
+)
 from engines.rollout.contract import RolloutRequest, RolloutResult, ShardStats
 from storage.batches.columns import (
     EPISODE,
@@ -70,6 +78,9 @@ class Completion:
     authors: bytes = b""  # of the first tokens; the others are the policy's
     read: int = 0  # tokens that the engine was given before those that it drew last
     cached: int | None = None  # of these, whose keys and values it had; None: it does not say
+    # [B + T, L, k] of the token before each of the T, and of B tokens before those; fewer where they
+    # are not known. None: they are not wanted.
+    routed_experts: RoutedExperts | None = None
 
     @property
     def turn(self) -> int:
@@ -96,6 +107,7 @@ class Completion:
                 authors=self.authors,
                 read=more.read,
                 cached=more.cached,
+                routed_experts=self.routed_experts,
             )
         spans, length = list(self.spans), len(self.tokens)
         for version, start, stop in more.spans:
@@ -112,7 +124,15 @@ class Completion:
             authors=self.authors,
             read=more.read,
             cached=more.cached,
+            routed_experts=self._routed_with(more),
         )
+
+    def _routed_with(self, more: Completion) -> RoutedExperts | None:
+        if self.routed_experts is None or more.routed_experts is None:
+            return None if self.tokens else more.routed_experts
+        if len(more.routed_experts) > len(more.tokens):  # with all that the engine read before
+            return merged(self.routed_experts, more.routed_experts)
+        return np.concatenate([self.routed_experts, more.routed_experts])
 
 
 NOTHING = Completion(tokens=[], logprobs=[], spans=[], finish_reason=UNFINISHED)
@@ -169,14 +189,19 @@ def seen_by(frozen: bool, reason: str) -> str:
 
 
 def read_begun(
-    store: Store, begun: BatchRef | None, rows: int, frozen: bool = False
+    store: Store,
+    begun: BatchRef | None,
+    rows: int,
+    frozen: bool = False,
+    no_experts: RoutedExperts | None = None,
 ) -> list[Completion]:
     """[rows] what `write_samples` stored of them; nothing of each where `begun` is None.
 
-    frozen: whether the turns of frozen players are what is gone on with.
+    frozen: whether the turns of frozen players are what is gone on with. no_experts: of no token,
+    where those of each are wanted; else they are read where they are stored.
     """
     if begun is None:
-        return [NOTHING] * rows
+        return [replace(NOTHING, routed_experts=no_experts)] * rows
     if len(begun) != rows:
         raise ValueError(f"{len(begun)} samples are begun, of a shard that has {rows}.")
     ids, offsets = begun.fetch_numpy(store, "response_ids")
@@ -193,6 +218,14 @@ def read_begun(
     authors = b""
     if "author" in begun.names:
         authors = begun.fetch_numpy(store, "author")[0].tobytes()
+    experts: list[RoutedExperts | None] = [no_experts] * rows
+    if OF_RESPONSE in begun.names:
+        experts = [
+            np.concatenate(parts)
+            for parts in zip(
+                *(begun.fetch_list(store, name) for name in (OF_PROMPT, OF_RESPONSE)), strict=True
+            )
+        ]
     return [
         Completion(
             tokens=ids[a:b].tolist(),
@@ -201,6 +234,7 @@ def read_begun(
             finish_reason=seen_by(frozen, str(reasons[row])),
             digest=str(digests[row]),
             authors=authors[a:b],
+            routed_experts=experts[row],
         )
         for row, (a, b) in enumerate(pairwise(offsets.tolist()))
     ]
@@ -209,11 +243,36 @@ def read_begun(
 def token_columns(completions: Sequence[Completion]) -> dict[str, object]:
     """What completions consist of, as columns of N rows."""
     return {
+        **_expert_columns(completions),
         "response_ids": [np.array(c.tokens, np.int32) for c in completions],
         "rollout_logprobs": [np.array(c.logprobs, np.float32) for c in completions],
         "weight_spans": [np.array(c.spans, np.int64).reshape(-1) for c in completions],
         "finish_reason": [c.finish_reason for c in completions],
     }
+
+
+def _expert_columns(completions: Sequence[Completion]) -> dict[str, object]:
+    """The experts of prompts and responses; empty where they are not wanted."""
+    prompts, responses = [], []
+    for one in completions:
+        if one.routed_experts is None:
+            return {}
+        first = max(len(one.routed_experts) - len(one.tokens), 0)
+        prompts.append(one.routed_experts[:first])
+        responses.append(extended(one.routed_experts[first:], len(one.tokens)))
+    return {OF_PROMPT: prompts, OF_RESPONSE: responses}
+
+
+def write_by_prompt(store: Store, out_key: str, columns: Mapping[str, object], n: int) -> BatchRef:
+    """Store columns of samples, n of each prompt, of whose tokens the experts are stored once."""
+    if OF_PROMPT not in columns:
+        return write_batch(store, out_key, columns)
+    held = cast("list[RoutedExperts]", columns[OF_PROMPT])
+    firsts = [max(held[i : i + n], key=len) for i in range(0, len(held), n)]
+    once = [held[i][:0] if i % n else firsts[i // n] for i in range(len(held))]
+    written = write_batch(store, out_key, {**columns, OF_PROMPT: once})
+    rows = np.arange(len(written))
+    return written.with_columns(written[[OF_PROMPT]].take(rows - rows % n))
 
 
 def write_samples(
@@ -268,7 +327,7 @@ def write_samples(
         seen = [name for name in ("frame",) if name in request.begun.names]  # not the first ones
         if "unused_tokens" in kept:
             unused = request.begun.fetch_numpy(store, "unused_tokens")[0].astype(np.int64)
-    written = write_batch(
+    written = write_by_prompt(
         store,
         request.out_key,
         {
@@ -289,6 +348,7 @@ def write_samples(
             "worker": workers,
             "attempt": attempts,
         },
+        n,
     )
     present = [name for name in PROMPT_COLUMNS if name in request.prompts.names]
     repeated = request.prompts[present].take(np.repeat(np.arange(len(prompts.tokens)), n))

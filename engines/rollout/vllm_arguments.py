@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engines.models.routed_experts import RoutedExperts, checked
 from engines.rollout.contract import RolloutSpec, Sampling
 from engines.rollout.samples import NOTHING, Completion
 from engines.rollout.vllm_plugin import TRANSFER_BACKEND
@@ -22,6 +23,8 @@ from storage.batches.columns import UNFINISHED
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, SamplingParams
     from vllm.outputs import CompletionOutput, RequestOutput
+
+    from engines.models.routers import ChosenExperts
 
 # Tokens that one step of vLLM takes at most: on CPU, where a prompt is not prefilled in parts, and on
 # a GPU, where an engine that is made by its arguments would have 2,048, and vLLM's own LLM has these.
@@ -69,6 +72,7 @@ def engine_arguments(spec: RolloutSpec, directory: Path) -> AsyncEngineArgs:
         max_num_batched_tokens=step_tokens(spec, on_cpu),
         # Engines must not all draw the same noise; a sample's own seed comes with its request.
         seed=int.from_bytes(os.urandom(4), "big") >> 1,
+        enable_return_routed_experts=spec.routed_experts,
         disable_log_stats=True,
     )
     further: dict[str, Any] = dict(config.engine_args)
@@ -138,10 +142,13 @@ def scoring_params(top_k: int = 0) -> SamplingParams:
     )
 
 
-def completion(output: RequestOutput, greedy: bool) -> Completion:
+def completion(
+    output: RequestOutput, greedy: bool, experts: ChosenExperts | None = None
+) -> Completion:
     """The one completion of a request that has finished, or was aborted: then it is unfinished.
 
     greedy: how it was asked for. vLLM then gives log-probs of what it did not draw from; they are 0.
+    experts: of the model's routers, where those of each token are wanted.
     """
     (drawn,) = output.outputs
     read, cached = len(output.prompt_token_ids or ()), output.num_cached_tokens
@@ -158,7 +165,17 @@ def completion(output: RequestOutput, greedy: bool) -> Completion:
         finish_reason=UNFINISHED if reason == "abort" else reason,
         read=read,
         cached=cached,
+        routed_experts=None if experts is None else _routed(drawn, read + len(tokens) - 1, experts),
     )
+
+
+def _routed(drawn: CompletionOutput, tokens: int, experts: ChosenExperts) -> RoutedExperts:
+    """Those of so many tokens, which are all but the last; vLLM has a row for every layer."""
+    given = drawn.routed_experts
+    assert given is not None, "vLLM was started to give them"
+    if len(given) != tokens:
+        raise ValueError(f"vLLM gave the experts of {len(given)} tokens, not of {tokens}.")
+    return checked(given[:, experts.places], experts.of_no_token, experts.experts)
 
 
 def _drawn_logprobs(drawn: CompletionOutput, tokens: Sequence[int]) -> list[float]:

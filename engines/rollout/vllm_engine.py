@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from engines.failures import WeightMismatch
 from engines.models import checkpoints
 from engines.models.checkpoint_names import checkpoint_names
-from engines.models.checkpoints import prepared
+from engines.models.checkpoints import build_empty, prepared
 from engines.rollout import vllm_arguments
 from engines.rollout.contract import (
     RolloutRequest,
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.output_processor import RequestState
 
+    from engines.models.routers import ChosenExperts
+
 # mode -> (what becomes of running requests, whether cached keys and values are dropped)
 _PAUSES: dict[SyncMode, tuple[Literal["wait", "keep"], bool]] = {
     "idle": ("wait", True),
@@ -56,9 +58,10 @@ _FAILURES = {
 class _Row:
     """A completion in the making."""
 
-    def __init__(self, begun: Completion, greedy: bool) -> None:
+    def __init__(self, begun: Completion, greedy: bool, experts: ChosenExperts | None) -> None:
         self.begun = begun
         self.greedy = greedy
+        self.experts = experts  # where those of each token are wanted
         self.request = ""  # name of its request, while it has one
 
     def so_far(self, states: Mapping[str, RequestState]) -> Completion:
@@ -72,7 +75,21 @@ class _Row:
         # What an abort would give out, without aborting.
         output = state.make_request_output([], None, FinishReason.ABORT, None)
         assert isinstance(output, RequestOutput)
-        return self.begun.followed_by(vllm_arguments.completion(output, self.greedy))
+        return self.begun.followed_by(vllm_arguments.completion(output, self.greedy, self.experts))
+
+
+def _experts_of(directory: Path) -> ChosenExperts:
+    """Of a model's routers; ValueError where vLLM does not say what they choose."""
+    import torch
+
+    from engines.models.routers import chosen_experts
+
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "train.router_replay = true, and vLLM gives the experts of each token on a GPU alone. "
+            "Set rollout.engine = transformers, or train.router_replay = false."
+        )
+    return chosen_experts(build_empty(directory))
 
 
 class VllmEngine(RolloutEngine):
@@ -92,7 +109,8 @@ class VllmEngine(RolloutEngine):
             os.environ.setdefault(name, value)
         directory = prepared(spec.model, Path(spec.model_cache))
         shapes, names = checkpoints.tensor_shapes(directory), checkpoint_names(directory)
-        super().__init__(spec, shapes, names)
+        experts = _experts_of(directory) if spec.routed_experts else None
+        super().__init__(spec, shapes, names, experts)
         self._ends = checkpoints.end_token_ids(directory)
         self._requests = 0
         # Shards in flight, each with the error that it must end with, if it must.
@@ -223,8 +241,9 @@ class VllmEngine(RolloutEngine):
         salt = f"v{self._holding().version}"
         if request.out_key in self._cut:
             return begun
-        n = request.sampling.n
-        rows = self._rows[request.out_key] = [_Row(one, request.sampling.greedy) for one in begun]
+        n, greedy = request.sampling.n, request.sampling.greedy
+        experts = self._experts if request.sampling.routed_experts else None
+        rows = self._rows[request.out_key] = [_Row(one, greedy, experts) for one in begun]
         tasks = [
             asyncio.create_task(
                 self._sample_row(
@@ -254,7 +273,7 @@ class VllmEngine(RolloutEngine):
         prompt: TokensPrompt = {"prompt_token_ids": tokens + begun.tokens, "cache_salt": salt}
         row.request = self._new_request()
         answer = await self._answer(prompt, params, row.request)
-        drawn = vllm_arguments.completion(answer, row.greedy)
+        drawn = vllm_arguments.completion(answer, row.greedy, row.experts)
         found = begun.followed_by(drawn)
         if found.finish_reason == "length":
             found = replace(found, finish_reason=sampling.limit(len(found.tokens)))

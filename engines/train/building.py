@@ -29,7 +29,7 @@ from engines.train.model.rendezvous import Meeting
 from engines.train.model.routers import compute_in_float32
 from engines.train.model.row_needs import why_together
 from engines.train.model.sequence_parallel import check_heads
-from engines.train.policy import HeadedModel
+from engines.train.policy import HeadedModel, Policy
 from engines.train.spec import TrainSpec
 from storage.objects.store import Store
 
@@ -112,6 +112,9 @@ def build(
             f"train.router_bias_update_rate = {rate:g}, and this run goes on with the versions of an "
             "older Refrain, in which biases are rounded. Set it to 0, or begin a new run."
         )
+    if spec.train.router_replay and spec.role == "actor":
+        assert isinstance(policy, Policy), "an actor is one"
+        policy.replay_routing()
     if spec.train.router_dtype == "float32":
         compute_in_float32(policy.routers, model.config.get_text_config().hidden_size, compute)
     if spec.frozen:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engines.models.checkpoint_names import CheckpointNames
 from engines.models.longrope import rotate_by_sequence
+from engines.models.routers import ChosenExperts, Router, chosen_experts, find_routers
 from engines.models.vla.openvla import OpenVLA
 from engines.train.batching.packed_batch import PackedBatch
 from engines.train.logprobs import token_statistics, top_words
@@ -15,7 +18,6 @@ from engines.train.model.attention import PACKED, collapse
 from engines.train.model.head import Head, head_form
 from engines.train.model.loading import Checkpoint
 from engines.train.model.recurrent import sequences_apart
-from engines.train.model.routers import Router, find_routers
 from engines.train.model.row_needs import RowNeeds, row_needs
 from engines.train.model.sequence_parallel import SequenceGroup
 
@@ -66,6 +68,7 @@ class Policy(HeadedModel):
         super().__init__()
         self.model, self.needs = packed_attention(model)
         self.routers = () if isinstance(model, OpenVLA) else find_routers(model)
+        self.replay: ChosenExperts | None = None  # of routers that take the sampler's choice
         self._head_form = head_form(model.language_model if isinstance(model, OpenVLA) else model)
 
     @property
@@ -75,6 +78,14 @@ class Policy(HeadedModel):
 
     def names_in(self, checkpoint: Checkpoint) -> CheckpointNames:
         return CheckpointNames() if isinstance(self.model, OpenVLA) else checkpoint.names
+
+    def replay_routing(self) -> None:
+        """Have the routers take the experts that tokens were sampled with, where rows have them.
+
+        Raises ValueError where they are of a form that is not known.
+        """
+        self.replay = chosen_experts(self.model)
+        self.needs = replace(self.needs, routed_experts=True)
 
     def forward(
         self,
@@ -123,6 +134,9 @@ class Policy(HeadedModel):
             first, stop = self.model.config.action_tokens
             head, labels = head.words(first, stop), (labels - first).clamp(0, stop - first - 1)
         weight = head.weight.to(dtype)
+        if self.replay is not None:
+            self.replay.told = packed.routed_experts
+            self.replay.slots = packed.layout.expand if self.needs.whole else None
         states, places = decoder_states(
             decoder, packed, predictors, sequence, self.needs.whole, embedded
         )

@@ -6,7 +6,7 @@ The loop is `engines.train.updater.Updater`, the objective is in engines/algorit
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -25,6 +25,7 @@ from engines.train.model.routers import (
     load_metrics,
     load_of,
     move_biases,
+    replay_metrics,
     router_means,
     watched,
 )
@@ -81,6 +82,8 @@ class PolicyUpdater(Updater):
         # Ranks that share samples have a part of each, and compiled layers are not looked into.
         seen = self._sequence.size == 1 and not self._config.compile
         self._routers = forward.policy.routers if seen else ()
+        self._replay = forward.policy.replay
+        self._compared = False  # with what the routers would have chosen
         # Of their experts: choices [layers, E] of the update, and of the optimizer step.
         self._load: Tensor | None = None
         self._step_load: Tensor | None = None
@@ -102,6 +105,7 @@ class PolicyUpdater(Updater):
         self, micro: MicroBatch, normaliser: Normaliser, selected: Tensor | None
     ) -> tuple[Tensor, MetricSums]:
         words, bins = self._words(micro)
+        own_routing = self._with_own_routing(micro)
         with watched(self._routers) as routing:
             logprobs, entropy, *own = self._forward(
                 micro.packed, entropy_gradient=self._objective.entropy_gradient, words=words
@@ -129,7 +133,23 @@ class PolicyUpdater(Updater):
         if self._routers:
             routing = routing.of_tokens(micro.packed.tokens.numel(), micro.packed.layout)
             loss, sums = self._balanced(loss, sums, routing, micro.mask, normaliser)
-        return loss, sums + _rollout_mismatch(batch)
+        if self._replay is not None:
+            sums += replay_metrics(self._replay, micro.packed.layout, micro.mask)
+        return loss, sums + _rollout_mismatch(batch) + own_routing
+
+    def _with_own_routing(self, micro: MicroBatch) -> MetricSums:
+        """`rollout_mismatch` as it would be without replay, of the update's first micro-batch.
+
+        Before its own forward pass: what routers are told stays for the backward pass.
+        """
+        sampled = micro.columns.get("rollout_logprobs")
+        if self._replay is None or self._compared or sampled is None:
+            return MetricSums()
+        self._compared = True
+        with torch.no_grad():
+            logprobs, *_ = self._forward(replace(micro.packed, routed_experts=None))
+        off = mean_over((logprobs - sampled).abs(), micro.mask)
+        return MetricSums(means={"rollout_mismatch_own_routing": off})
 
     def _balanced(
         self,

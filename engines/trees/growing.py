@@ -23,6 +23,7 @@ from engines.rollout.samples import (
     Completion,
     read_begun,
     token_columns,
+    write_by_prompt,
 )
 from engines.trees.contract import GrownTrees, Growth, TreeGrower, TreeSpec
 from engines.trees.plan import Branch, Noise, TreeNode, branches, leaves, path_of, settled
@@ -250,7 +251,7 @@ def write_leaves(
     whole = [path for _, _, path, _ in found]
     paths = [path_of(tree.nodes, number) for tree, number, *_ in found]
     cut = [path.finish_reason in ("length", REPETITION) for path in whole]
-    written = write_batch(
+    written = write_by_prompt(
         store,
         out_key,
         {
@@ -267,6 +268,7 @@ def write_leaves(
                 for (tree, *_), path in zip(found, paths, strict=True)
             ],
         },
+        n,
     )
     samples = of_prompts(prompts, np.repeat(np.arange(len(prompts)), n)).with_columns(written)
     return samples, sum(cut)
@@ -279,6 +281,9 @@ def of_prompts(prompts: BatchRef, rows: np.ndarray) -> BatchRef:
 
 def after(path: Completion, start: int, finish_reason: str) -> Completion:
     """What a path has after `start` tokens, with spans counted from there."""
+    experts = path.routed_experts
+    if experts is not None and start:
+        experts = experts[start - len(path.tokens) :]
     return Completion(
         tokens=path.tokens[start:],
         logprobs=path.logprobs[start:],
@@ -287,6 +292,7 @@ def after(path: Completion, start: int, finish_reason: str) -> Completion:
         ],
         finish_reason=finish_reason,
         digest=path.digest,
+        routed_experts=experts,
     )
 
 

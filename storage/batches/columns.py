@@ -49,6 +49,7 @@ class Declared:
     kind: Kind
     dtype: str  # safetensors code; U8 for str and json
     meaning: str
+    wide: str = ""  # a second code, where some models' numbers need it
 
 
 COLUMNS: dict[str, Declared] = {
@@ -59,6 +60,15 @@ COLUMNS: dict[str, Declared] = {
     ),
     "weight_spans": Declared(
         "jagged", "I64", "flat triples policy version, start, stop over the response tokens"
+    ),
+    "prompt_routed_experts": Declared(
+        "jagged", "U8", "experts of each prompt token but the last, [layers, k]", wide="U16"
+    ),
+    "routed_experts": Declared(
+        "jagged",
+        "U8",
+        "experts of the token before each response token, [layers, k]; 255, or 65535: not known",
+        wide="U16",
     ),
     "response_mask": Declared("jagged", "U8", "1 where the policy wrote the response token"),
     "author": Declared("jagged", "U8", "Author of each response token (episodes)"),

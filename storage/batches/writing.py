@@ -127,7 +127,10 @@ def _encode(name: str, value: object) -> Encoded:
     declared = COLUMNS.get(name)
     if declared and WIDER.get(declared.dtype) == encoded.dtype:
         encoded = _narrow(name, encoded, declared.dtype)
-    if declared and (encoded.kind, encoded.dtype) != (declared.kind, declared.dtype):
+    fits = declared is None or (
+        encoded.kind == declared.kind and encoded.dtype in (declared.dtype, declared.wide)
+    )
+    if declared and not fits:
         raise ValueError(
             f"Column {name!r} is {declared.kind} {declared.dtype} ({declared.meaning}), "
             f"not {encoded.kind} {encoded.dtype}."

@@ -104,7 +104,8 @@ def _judged(
         )
     if verdict.refused is None:
         setting, instead = train.of_experts
-        if where == "model" and setting and not verdict.routers:
+        known = verdict.told if train.router_replay else verdict.routers > 0
+        if where == "model" and setting and not known:
             raise PreflightError(
                 f"{where}.path = {path}: it has no routers of experts of a form that is known, "
                 f"for which {setting} is. Set {instead}."

@@ -6,6 +6,7 @@ How a run comes about is in opening.py, and how it starts and ends in life_cycle
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated
 
 from pydantic.json_schema import SkipJsonSchema
@@ -210,7 +211,8 @@ class Run:
         """How the samples that train are drawn."""
         episodes = self.config.episodes
         most = 0 if episodes is None else episodes.max_turn_tokens or 0
-        return Sampling.of(self.config.rollout, self.config.group_size, most)
+        asked = Sampling.of(self.config.rollout, self.config.group_size, most)
+        return replace(asked, routed_experts=self.config.train.router_replay)
 
     def attempts_of(self, step: int) -> list[Attempt]:
         """What was tried for a step, in the order in which it ended."""

@@ -169,4 +169,5 @@ def sampling_of(config: TreeConfig) -> Sampling:
         Sampling.of(config.rollout, 1),
         segment_tokens=config.segment_tokens,
         segments=config.tree.depth,
+        routed_experts=config.train.router_replay,
     )

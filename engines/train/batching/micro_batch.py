@@ -16,6 +16,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from engines.models.routed_experts import OF_PROMPT, OF_RESPONSE
 from engines.train.batching.image_turns import SeenRow, pack_turns, turns_of
 from engines.train.batching.packed_batch import Ints, PackedBatch, pack, put
 from engines.train.model.row_needs import PLAIN, RowNeeds
@@ -93,6 +94,12 @@ def read_micro_batch(
     masked = "response_mask" in batch.names
     names = ["prompt_ids", "response_ids", *wanted, *(["response_mask"] if masked else [])]
     names += SEEN if patches else []
+    names += [OF_PROMPT, OF_RESPONSE] if needs.routed_experts else []
+    if needs.routed_experts and OF_RESPONSE not in batch.names:
+        raise ValueError(
+            "train.router_replay = true, and the samples do not have the experts that they were "
+            f"sampled with (column {OF_RESPONSE}). Set it to false."
+        )
     data = batch.take(rows).fetch(store, names)
     responses = _rows_of(data["response_ids"])
     mask = data["response_mask"].values().bool() if masked else None
@@ -100,7 +107,13 @@ def read_micro_batch(
     if patches:
         packed = _seen(data, responses, patches, device)
     else:
-        packed = pack(_rows_of(data["prompt_ids"]), responses, device, tree_training, needs)
+        experts = None
+        if needs.routed_experts:
+            parts = zip(*(_rows_of(data[name]) for name in (OF_PROMPT, OF_RESPONSE)), strict=True)
+            experts = [np.concatenate(part) for part in parts]
+        packed = pack(
+            *(_rows_of(data["prompt_ids"]), responses, device, tree_training, needs, experts)
+        )
     return MicroBatch(
         packed=packed,
         mask=put(torch.ones(total, dtype=torch.bool) if mask is None else mask, device),

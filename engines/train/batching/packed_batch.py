@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engines.algorithms.jagged import Rows
 from engines.models.longrope import LONG
+from engines.models.routed_experts import RoutedExperts, as_ids, extended
 from engines.train.batching.tree_training import in_order
 from engines.train.model.attention import AttentionLayout, Bucket
 from engines.train.model.row_needs import PLAIN, RowNeeds
@@ -69,6 +70,8 @@ class PackedBatch:
     # uint8 [F, H, W, 3], what a policy looks at; -1 - i among the tokens is patch i of all. None: it
     # does not look.
     images: Tensor | None = None
+    # [T, L, k] int16: ids of k experts of each token in L layers; -1, or None: as the routers choose
+    routed_experts: Tensor | None = None
 
     @property
     def predicted(self) -> int:
@@ -82,6 +85,7 @@ def pack(
     device: torch.device | str = "cpu",
     tree_training: bool = False,
     needs: RowNeeds = PLAIN,
+    experts: Sequence[RoutedExperts] | None = None,
 ) -> PackedBatch:
     """Pack rows; rows whose prompts are equal share it, rows without response take no room.
 
@@ -91,6 +95,8 @@ def pack(
         device: Where the tensors are put; on a CPU attention gets dense buckets, else edges.
         tree_training: Whether rows share all tokens that they begin with alike.
         needs: Of the model.
+        experts: Of each row, [P_i + R_i - 1, L, k], the experts of its tokens; of a token that rows
+            share, those of the first one that knows them.
     """
     used = [row for row, response in enumerate(responses) if len(response)]
     asked = [np.asarray(prompts[row]) for row in used]
@@ -104,6 +110,9 @@ def pack(
         member[len(prompt) - 1 :] for member, prompt in zip(placed.members, asked, strict=False)
     ]
     lengths = [len(response) for response in responses]
+    routed = None
+    if experts is not None and used:
+        routed = _routed(placed, [experts[row] for row in used])
     return PackedBatch(
         tokens=_tensor([placed.tokens], device),
         positions=_tensor([placed.positions], device),
@@ -114,7 +123,20 @@ def pack(
         squares=sum(len(member) ** 2 for member in placed.members),
         whole=sum(map(len, placed.members)),
         distinct=_distinct(predictors, given, device) if tree_training and used else None,
+        routed_experts=None if routed is None else put(torch.from_numpy(routed), device),
     )
+
+
+def _routed(placed: _Placed, experts: list[RoutedExperts]) -> npt.NDArray[np.int16]:
+    """[T, L, k] of each token."""
+    routed = np.full((len(placed.tokens), *experts[0].shape[1:]), -1, np.int16)
+    for member, own in zip(reversed(placed.members), reversed(experts), strict=True):
+        if len(own) < len(member):
+            own = extended(own, len(member))
+        ids = as_ids(own[: len(member)])
+        known = (ids >= 0).all((1, 2))
+        routed[member[known]] = ids[known]
+    return routed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,45 +1,25 @@
-"""Routers of a mixture of experts: what they chose in a forward pass, and how evenly.
+"""Routers in training: what they chose in a forward pass, and how evenly; in float32 by setting.
 
-transformers says of each model which modules its routers are, for its own load-balancing loss. They
-are watched from outside: their logits [T, E] of T tokens and E experts, and the k experts that each
-token goes to. By setting they compute in float32.
+Which modules they are is in engines/models/routers.py. They are watched from outside: their logits
+[T, E] of T tokens and E experts, and the k experts that each token goes to.
 """
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.utils.output_capturing import OutputRecorder
 
 from engines.algorithms.aggregation import MetricSums, mean_over
-from engines.models.checkpoints import is_score_bias
+from engines.models.routers import ChosenExperts, Returned, Router, on_meta
 from engines.train.model.attention import AttentionLayout, collapse
 from engines.train.model.fsdp import own_part
-
-Found: TypeAlias = Tensor | tuple[Tensor, ...]  # what a router returns
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Router:
-    """One layer's."""
-
-    module: nn.Module
-    index: int  # of the logits among what it returns
-    top_k: int
-    sigmoid: bool  # scores are sigmoids of the logits, not their softmax
-    bias: str = (
-        ""  # the model's name of what is added to scores for the choice alone; empty: nothing
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +48,7 @@ def watched(routers: Sequence[Router]) -> Iterator[Routing]:
     """
     seen = Routing()
 
-    def see(router: Router, found: Found) -> None:
+    def see(router: Router, found: Returned) -> None:
         parts = (found,) if isinstance(found, Tensor) else found
         logits = parts[min(router.index, len(parts) - 1)].flatten(0, -2)
         chosen = next((one for one in parts if _are_choices(one, router.top_k)), None)
@@ -101,23 +81,25 @@ def compute_in_float32(routers: Sequence[Router], hidden: int, compute: torch.dt
         routers: Of a model on the meta device or not.
         hidden: Numbers of a token's state.
         compute: In what layers multiply.
+
+    Raises ValueError for routers of a form that is not known.
     """
     for router in routers:
         module = router.module
-        module.forward = _in_float32(router, module.forward, _formats(module, hidden, compute))
-
-
-def _formats(module: nn.Module, hidden: int, compute: torch.dtype) -> list[torch.dtype]:
-    """The number formats of what a router returns whose weights and states are in `compute`."""
-    twin = copy.deepcopy(module).to(device="meta", dtype=compute)
-    found = twin(torch.empty(1, hidden, dtype=compute, device="meta"))
-    return [found.dtype] if isinstance(found, Tensor) else [one.dtype for one in found]
+        returned = on_meta(router, hidden, compute)
+        if returned is None:
+            raise ValueError(
+                "train.router_dtype = float32, and this model's routers are of a form that is not "
+                "known. Set train.router_dtype = compute."
+            )
+        parts = (returned,) if isinstance(returned, Tensor) else returned
+        module.forward = _in_float32(router, module.forward, [one.dtype for one in parts])
 
 
 def _in_float32(
-    router: Router, forward: Callable[..., Found], formats: Sequence[torch.dtype]
-) -> Callable[..., Found]:
-    def computed(states: Tensor, *others: Any, **named: Any) -> Found:
+    router: Router, forward: Callable[..., Returned], formats: Sequence[torch.dtype]
+) -> Callable[..., Returned]:
+    def computed(states: Tensor, *others: Any, **named: Any) -> Returned:
         with _Float32Products():
             found = forward(states.float(), *others, **named)
         if isinstance(found, Tensor):
@@ -141,39 +123,6 @@ class _Float32Products(TorchFunctionMode):
         return function(*arguments, **(named or {}))
 
 
-def find_routers(model: PreTrainedModel) -> tuple[Router, ...]:
-    """The routers of a language model, by layer; empty where it has none of a form that is known."""
-    text = model.config.get_text_config()
-    top_k = getattr(text, "num_experts_per_tok", None)
-    if not top_k:
-        return ()
-    recorders = [
-        one
-        for part in model.modules()
-        if isinstance(part, PreTrainedModel)
-        if isinstance(one := (part._can_record_outputs or {}).get("router_logits"), OutputRecorder)
-    ]  # several at once, which JetMoE has, are of no form that is known
-    return tuple(
-        Router(
-            module=module,
-            index=index,
-            top_k=top_k,
-            sigmoid=_score(text, module) == "sigmoid",
-            bias=_bias(model, name),
-        )
-        for name, module in model.named_modules()
-        if (index := _index(name, module, recorders)) is not None and _score(text, module)
-    )
-
-
-def _bias(model: PreTrainedModel, router: str) -> str:
-    """The name of the bias in a router, or in the block around it, that no gradient changes."""
-    block = f"{router.rpartition('.')[0]}."
-    trained = {name for name, one in model.named_parameters() if one.requires_grad}
-    known = (name for name in model.state_dict() if name not in trained)
-    return next((name for name in known if name.startswith(block) and is_score_bias(name)), "")
-
-
 @torch.no_grad()
 def move_biases(held: Sequence[Sequence[Tensor]], load: Tensor, rate: float) -> None:
     """Make the choice of busy experts less likely, in place, and that of the others likelier.
@@ -195,23 +144,6 @@ def move_biases(held: Sequence[Sequence[Tensor]], load: Tensor, rate: float) -> 
             other.copy_(own)
 
 
-def _index(name: str, module: nn.Module, recorders: Sequence[OutputRecorder]) -> int | None:
-    for one in recorders:
-        place = one.layer_name is None or f".{one.layer_name}" in f".{name}"
-        if place and isinstance(module, one.target_class):
-            return one.index
-    return None
-
-
-def _score(config: PretrainedConfig, module: nn.Module) -> str:
-    """The function that makes scores of a router's logits; empty: it is not known."""
-    names = ("scoring_func", "expert_selection_fn")
-    said = next((x for name in names if (x := getattr(config, name, None)) is not None), None)
-    if said is not None:
-        return said if said in ("softmax", "sigmoid") else ""
-    return "sigmoid" if "sigmoid" in inspect.getsource(type(module)) else "softmax"
-
-
 def router_means(
     routers: Sequence[Router], routing: Routing, loss: Tensor, counts: Tensor
 ) -> MetricSums:
@@ -229,6 +161,25 @@ def router_means(
             "router/entropy": mean_over(entropies, mask),
             "router/aux_loss": mean_over(loss.expand_as(entropies), mask),
         }
+    )
+
+
+def replay_metrics(replay: ChosenExperts, layout: AttentionLayout, mask: Tensor) -> MetricSums:
+    """`router/mismatch`: of the experts that tokens were sampled with, those not chosen here.
+
+    Their mean share over the tokens of which they are known, in all layers. mask: bool [R] of the
+    micro-batch's response tokens; without any no token counts.
+    """
+    chosen = torch.stack(replay.own, 1)  # [T, L, k]
+    told = torch.full_like(chosen, -1)
+    if replay.told is not None:
+        told = replay.told.to(chosen)
+        if replay.slots is not None:
+            chosen = collapse(chosen.flatten(1), layout).view_as(told)
+    there = (told[..., None] == chosen[..., None, :]).any(-1)
+    known = (told >= 0).all(2).all(1) & mask.any()
+    return MetricSums(
+        means={"router/mismatch": mean_over(1 - there.float().mean((1, 2)), known)},
     )
 
 

@@ -20,6 +20,7 @@ class RowNeeds:
     # One dense batch of whole sequences, none shared: the model's own code computes attention.
     whole: bool = False
     rope_limit: int | None = None  # tokens from which on sequences have other rotary positions
+    routed_experts: bool = False  # the experts that each token was sampled with
 
 
 PLAIN = RowNeeds()

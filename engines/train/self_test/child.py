@@ -10,10 +10,11 @@ import warnings
 from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from engines.models.checkpoints import UNPACKED, build_empty, quantisation
 from engines.models.mixers import mixers
+from engines.models.routers import Router, number_of_experts
 from engines.train.model.lora import linear_layers
 from engines.train.model.row_needs import why_together
 from engines.train.policy import Policy
@@ -53,6 +54,7 @@ def verdict(directory: Path, longest: int) -> Verdict:
         own, together = mixers(whole).names, why_together(whole)
         linear = tuple(sorted({name.rpartition(".")[2] for name in linear_layers(whole)}))
         routers = Policy(whole).routers
+        told = bool(routers) and _told(routers[0], whole)
     except UNFIT as error:
         return Verdict(refused=f"the train engine cannot run it ({_line(error)})")
     try:
@@ -70,9 +72,15 @@ def verdict(directory: Path, longest: int) -> Verdict:
             unrounded=unrounded(build(shrunken(config, longest)), samples()),
             routers=len(routers),
             biased=sum(bool(router.bias) for router in routers),
+            told=told,
             linear=linear,
         )
     return Verdict(refused=_cause(config, longest, found, own), largest=found.largest)
+
+
+def _told(router: Router, model: PreTrainedModel) -> bool:
+    """Whether a router takes experts that it is told."""
+    return number_of_experts(router, model.config.get_text_config().hidden_size) is not None
 
 
 def compared(config: PretrainedConfig) -> Differences:

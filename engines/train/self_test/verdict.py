@@ -21,6 +21,7 @@ class Verdict:
     unrounded: str | None = None  # why its products cannot be in bfloat16; a clause
     routers: int = 0  # of a mixture of experts, that the train engine knows
     biased: int = 0  # of these have a bias that balances experts
+    told: bool = False  # whether they take experts that they are told
     linear: tuple[str, ...] = ()  # the last parts of the names of the decoder's linear layers
 
     def to_json(self) -> str:

@@ -29,6 +29,7 @@ def rollout_spec(config: GRPOConfig, store: Store, name: str = "rollout") -> Rol
         store_uri=store.uri,
         store_options=config.store.options,
         node_cache_bytes=config.store.node_cache_bytes,
+        routed_experts=config.train.router_replay,
         sleeps=config.cluster.share_devices,
         max_model_len=config.longest_sequence,
     )

@@ -760,6 +760,14 @@ def test_a_model_that_no_adapter_fits_on_is_refused(tmp_path: Path) -> None:
         "no routers of experts of a form that is known, for which train.router_aux_loss_coef = 0.01"
         in refused(tmp_path, gpt2, "train.router_aux_loss_coef=0.01")
     )
+    assert "for which train.router_replay = true is. Set train.router_replay = false" in refused(
+        tmp_path, gpt2, "train.router_replay=true"
+    )
+    mixtral = family(tmp_path / "mixtral", "mixtral", num_local_experts=4)
+    check(settings(tmp_path, mixtral, "train.router_replay=true"))
+    assert "vLLM gives the experts of each token on a GPU alone" in refused(
+        tmp_path, mixtral, "train.router_replay=true", "rollout.engine=vllm"
+    )
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,12 @@ from benchmarks.families import make
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.model import PretrainedModel
 from engines.models.checkpoints import load_for_training
+from engines.models.routers import Router, find_routers
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model.routers import (
-    Router,
     Routing,
     aux_loss,
     compute_in_float32,
-    find_routers,
     load_metrics,
     move_biases,
     watched,
@@ -132,7 +131,7 @@ def test_routers_of_forms_that_are_not_known_are_left_alone() -> None:
 
 
 def _router(sigmoid: bool = False) -> Router:
-    return Router(module=torch.nn.Identity(), index=0, top_k=2, sigmoid=sigmoid)
+    return Router(module=torch.nn.Identity(), layer=0, index=0, top_k=2, sigmoid=sigmoid)
 
 
 def test_the_loss_of_a_layer_is_transformers_own() -> None:

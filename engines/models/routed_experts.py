@@ -1,0 +1,67 @@
+"""The experts to which a sampler's routers sent each token, as samples carry them to the trainer.
+
+With them the trainer's routers send tokens where the sampler's did: routing replay (Ma et al., 2025,
+arXiv:2510.11370). What routers are is in routers.py.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+# [S, L, k] ids of k experts of each of S tokens, in each of L layers that have routers. The largest
+# number of the format stands for a choice that is not known: there a router makes its own.
+RoutedExperts: TypeAlias = NDArray[np.uint8] | NDArray[np.uint16]
+
+# Their columns; see storage/batches/columns.py.
+OF_PROMPT, OF_RESPONSE = "prompt_routed_experts", "routed_experts"
+
+
+def no_tokens(layers: int, top_k: int, experts: int) -> RoutedExperts:
+    """Those of no token, [0, L, k], in the narrowest format for that many experts."""
+    return np.zeros((0, layers, top_k), np.uint8 if experts < 256 else np.uint16)
+
+
+def extended(chosen: RoutedExperts, tokens: int) -> RoutedExperts:
+    """[tokens, L, k]: with as many further tokens whose experts are not known."""
+    lack = np.full((tokens - len(chosen), *chosen.shape[1:]), _unknown(chosen), chosen.dtype)
+    return np.concatenate([chosen, lack])
+
+
+def merged(before: RoutedExperts, now: RoutedExperts) -> RoutedExperts:
+    """Of the first tokens of a sequence, as they were sampled; else as they are computed now.
+
+    Args:
+        before: [B, L, k]. now: [S, L, k], of the same sequence from its first token on.
+    """
+    if len(before) > len(now):
+        now = extended(now, len(before))
+    joined = now.copy()
+    known = (before != _unknown(before)).all((1, 2))
+    joined[: len(before)][known] = before[known]
+    return joined
+
+
+def checked(chosen: NDArray[np.integer], like: RoutedExperts, experts: int) -> RoutedExperts:
+    """In the format of `like`; ValueError unless they are ids of experts, as many as there."""
+    if chosen.shape[1:] != like.shape[1:]:
+        raise ValueError(
+            f"The engine gave routed experts of shape {chosen.shape}, and the model has "
+            f"{like.shape[1]} layers with {like.shape[2]} experts a token."
+        )
+    if chosen.size and not 0 <= chosen.min() <= chosen.max() < experts:
+        raise ValueError(
+            f"The engine gave expert {chosen.max()} of a token, and the model has {experts} experts."
+        )
+    return chosen.astype(like.dtype)
+
+
+def as_ids(chosen: RoutedExperts) -> NDArray[np.int16]:
+    """[S, L, k] with -1 where the choice is not known."""
+    return np.where(chosen == _unknown(chosen), -1, chosen.astype(np.int32)).astype(np.int16)
+
+
+def _unknown(chosen: RoutedExperts) -> int:
+    return int(np.iinfo(chosen.dtype).max)
