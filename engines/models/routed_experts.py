@@ -6,14 +6,14 @@ arXiv:2510.11370). What routers are is in routers.py.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 # [S, L, k] ids of k experts of each of S tokens, in each of L layers that have routers. The largest
 # number of the format stands for a choice that is not known: there a router makes its own.
-RoutedExperts: TypeAlias = NDArray[np.uint8] | NDArray[np.uint16]
+RoutedExperts: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
 # Their columns; see storage/batches/columns.py.
 OF_PROMPT, OF_RESPONSE = "prompt_routed_experts", "routed_experts"
@@ -21,7 +21,8 @@ OF_PROMPT, OF_RESPONSE = "prompt_routed_experts", "routed_experts"
 
 def no_tokens(layers: int, top_k: int, experts: int) -> RoutedExperts:
     """Those of no token, [0, L, k], in the narrowest format for that many experts."""
-    return np.zeros((0, layers, top_k), np.uint8 if experts < 256 else np.uint16)
+    dtype: type[np.unsignedinteger[Any]] = np.uint8 if experts < 256 else np.uint16
+    return np.zeros((0, layers, top_k), dtype)
 
 
 def extended(chosen: RoutedExperts, tokens: int) -> RoutedExperts:
@@ -55,7 +56,8 @@ def checked(chosen: NDArray[np.integer], like: RoutedExperts, experts: int) -> R
         raise ValueError(
             f"The engine gave expert {chosen.max()} of a token, and the model has {experts} experts."
         )
-    return chosen.astype(like.dtype)
+    typed: RoutedExperts = chosen.astype(like.dtype)
+    return typed
 
 
 def as_ids(chosen: RoutedExperts) -> NDArray[np.int16]:

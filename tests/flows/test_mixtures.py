@@ -17,7 +17,7 @@ from tests.flows.conftest import AFTER_STEP_3, ROOT, Launch, ends_alike, startin
 # With what each has of its own. The other engine that samples is vLLM, which takes it on a CPU.
 FAMILIES = {
     "Qwen3.5-MoE": ["train.router_aux_loss_coef=0.01"],
-    "Qwen3-Next": [],
+    "Qwen3-Next": ["train.router_replay=true"],
     "gpt-oss": ["train.router_dtype=float32"],
     "GLM 4 MoE": ["train.router_bias_update_rate=0.01"],
     "DeepSeek V3": ["train.router_bias_update_rate=0.01", "cluster.pools.train.workers=2"],

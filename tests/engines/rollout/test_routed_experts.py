@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +13,21 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.families import make
-from engines.models.checkpoints import load_for_training
+from configs.model import PretrainedModel
+from configs.rollout import RolloutConfig
+from engines.models.checkpoints import companion_files, load_for_training
 from engines.models.routed_experts import as_ids, extended
 from engines.models.routers import chosen_experts
-from engines.rollout.contract import Sampling
+from engines.rollout.contract import RolloutRequest, RolloutResult, RolloutSpec, Sampling
 from engines.rollout.hf_caches import decoding_of
 from engines.rollout.hf_decoding import Decoding, Reader, Row
+from engines.rollout.hf_engine import HFEngine
 from engines.rollout.samples import NOTHING, Completion
+from storage.batches.refs import BatchRef
+from storage.batches.writing import write_batch
+from storage.objects.store import Store
+from storage.runs.weights_writing import publish
+from tests.contract.rollout.world import begun, disturb
 
 SAMPLING = Sampling(n=1, max_new_tokens=12, ignore_eos=True, routed_experts=True)
 PROMPTS = [[40, 41, 42], [50], [40, 41, 42], [45, 46, 47, 48, 49, 50, 51]]
@@ -114,3 +124,99 @@ def test_what_goes_on_keeps_the_experts_that_it_was_sampled_with(tmp_path: Path)
     own = _by_hand(_load(tmp_path / "model"), [*second.prompt, *second.tokens[:-1]])
     np.testing.assert_array_equal(np.sort(done[read - 3 :], 2), np.sort(own[read - 3 :], 2))
     assert as_ids(done).min() >= 0
+
+
+class Running:
+    """An engine of a small Mixtral, and its versions 0 and 1."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = Store(f"file://{folder}/store")
+        directory = make("Mixtral", folder / "model")
+        self.policies = [_load(directory) for _ in range(2)]
+        disturb(self.policies[1])
+        files = companion_files(directory)
+        self.weights = [
+            publish(self.store, "run", version, policy.state_dict().items(), files)
+            for version, policy in enumerate(self.policies)
+        ]
+        self.engine = HFEngine(
+            RolloutSpec(
+                model=PretrainedModel(path=str(directory)),
+                rollout=RolloutConfig(engine="transformers", dtype="float32"),
+                store_uri=self.store.uri,
+                routed_experts=True,
+                max_model_len=200,
+            )
+        )
+        self.engine.sync(self.weights[0])
+
+    def request(self, out_key: str, sampling: Sampling) -> RolloutRequest:
+        prompts = write_batch(
+            self.store,
+            "prompts.safetensors",
+            {
+                "prompt_ids": [np.arange(40, 46), np.arange(50, 53)],
+                "group_id": np.arange(2),
+                "prompt_row": np.arange(2),
+            },
+        )
+        return RolloutRequest(prompts=prompts, sampling=sampling, out_key=out_key, step=1, shard=0)
+
+    def experts(self, ref: BatchRef) -> list[tuple[list[int], list[int], np.ndarray, np.ndarray]]:
+        """Of each row: prompt, response, and the experts of both."""
+        names = ("prompt_ids", "response_ids", "prompt_routed_experts", "routed_experts")
+        columns = [ref.fetch_list(self.store, name) for name in names]
+        return [
+            (prompt.tolist(), response.tolist(), first, then)  # type: ignore[attr-defined]
+            for prompt, response, first, then in zip(*columns, strict=True)
+        ]
+
+    def expected(self, version: int, tokens: list[int]) -> np.ndarray:
+        return np.sort(_by_hand(self.policies[version], tokens), 2)
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    made = Running(tmp_path)
+    yield made
+    made.engine.close()
+
+
+def test_a_shard_has_them_of_each_prompt_once(running: Running) -> None:
+    sampling = Sampling(n=3, max_new_tokens=9, seed=3, ignore_eos=True, routed_experts=True)
+    ref = running.engine.generate(running.request("a", sampling)).ref
+    for prompt, response, first, then in running.experts(ref):
+        assert (first.dtype, first.shape[1:]) == (np.uint8, (4, 2))
+        assert (len(first), len(then)) == (len(prompt) - 1, len(response))
+        whole = np.sort(np.concatenate([first, then]), 2)
+        np.testing.assert_array_equal(whole, running.expected(0, [*prompt, *response[:-1]]))
+    column = ref.column("prompt_routed_experts")
+    assert column.index.array().tolist() == [0, 0, 0, 3, 3, 3]
+    plain = replace(sampling, routed_experts=False)
+    other = running.engine.generate(running.request("b", plain)).ref
+    assert "routed_experts" not in other.names
+    assert [list(one) for one in other.fetch_list(running.store, "response_ids")] == [
+        list(one) for one in ref.fetch_list(running.store, "response_ids")
+    ]
+
+
+def test_a_shard_that_goes_on_under_another_version_keeps_the_first_ones(
+    running: Running,
+) -> None:
+    sampling = Sampling(n=2, max_new_tokens=150, seed=3, ignore_eos=True, routed_experts=True)
+    request = running.request("a", sampling)
+    with ThreadPoolExecutor() as threads:
+        shard = begun(running.engine, threads, request)
+        running.engine.cut([request.out_key])
+        part: RolloutResult = shard.result(60)
+    running.engine.sync(running.weights[1])
+    whole = running.engine.generate(replace(request, begun=part.ref, out_key="b"))
+    for (prompt, before, _, _), (_, response, first, then) in zip(
+        running.experts(part.ref), running.experts(whole.ref), strict=True
+    ):
+        assert response[: len(before)] == before
+        routed = np.sort(np.concatenate([first, then]), 2)
+        split = len(prompt) + len(before) - 1 if before else 0
+        tokens = [*prompt, *response[:-1]]
+        np.testing.assert_array_equal(routed[:split], running.expected(0, tokens)[:split])
+        np.testing.assert_array_equal(routed[split:], running.expected(1, tokens)[split:])

@@ -46,6 +46,11 @@ def prompts_in(store: Store, count: int = 3) -> BatchRef:
     )
 
 
+def experts_of(ids: list[int]) -> np.ndarray:
+    """As if a token's only expert had the number of the token after it."""
+    return np.array(ids, np.uint8).reshape(-1, 1, 1)
+
+
 def sampled(store: Store, asked: BatchRef, version: int, key: str, ends: float) -> BatchRef:
     """What an engine would make of a level: tokens by group and branch seed, some paths ended."""
     begun = [ids.tolist() for ids in asked.fetch_list(store, "response_ids")]
@@ -69,6 +74,8 @@ def sampled(store: Store, asked: BatchRef, version: int, key: str, ends: float) 
         key,
         {
             "response_ids": [np.array(ids, np.int32) for ids in rows["ids"]],
+            "prompt_routed_experts": [np.full((2, 1, 1), 9, np.uint8)] * count,
+            "routed_experts": [experts_of(ids) for ids in rows["ids"]],
             "rollout_logprobs": [np.array(each, np.float32) for each in rows["logprobs"]],
             "weight_spans": [np.array(each, np.int64) for each in rows["spans"]],
             "finish_reason": rows["why"],
@@ -153,6 +160,18 @@ def test_leaves_are_the_concatenation_of_nodes_that_are_stored_once(store, fall_
             )
         )
         assert len(set(pairs)) == len(pairs)
+
+
+def test_experts_of_a_leaf_are_those_of_its_segments_and_of_a_prompt_once(store):
+    samples = whole(store, prompts_in(store), "t").samples
+    assert samples is not None
+    for ids, experts in zip(
+        lists(store, samples, "response_ids"), lists(store, samples, "routed_experts"), strict=True
+    ):
+        assert experts == experts_of(ids).tolist()
+    assert lists(store, samples, "prompt_routed_experts") == [[[[9]], [[9]]]] * len(samples)
+    rows = samples.column("prompt_routed_experts").index.array().tolist()
+    assert rows == [row - row % N for row in range(len(samples))]
 
 
 def test_versions_of_a_leaf_are_those_of_its_segments(store):
