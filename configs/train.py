@@ -161,6 +161,13 @@ class TrainConfig(Settings):
         "sharded over workers / replicas neighbouring ranks and gradients are summed over copies "
         "(HSDP): layers are gathered within a machine, where a copy's ranks share one.",
     )
+    expert_parallel: int = Field(
+        1,
+        ge=1,
+        description="Ranks over which the experts of each layer of a mixture are spread: the states of "
+        "tokens go to the experts' ranks and back, and experts are not gathered. It is the number of "
+        "ranks that share a copy of the model, workers / replicas. 1: they are gathered.",
+    )
     recompute_old_logprobs: bool | Literal["auto"] = Field(
         "auto",
         description="Log-probs of the policy before the update by the train engine (true), or the "
@@ -186,6 +193,9 @@ class TrainConfig(Settings):
             return f"{name} = {self.router_bias_update_rate:g}", f"{name} = 0"
         if self.router_dtype != "compute":
             return f"train.router_dtype = {self.router_dtype}", "train.router_dtype = compute"
+        if self.expert_parallel > 1:
+            name = "train.expert_parallel"
+            return f"{name} = {self.expert_parallel}", f"{name} = 1"
         return "", ""
 
     @property
@@ -197,7 +207,12 @@ class TrainConfig(Settings):
     def _elastic_workers_share_nothing(self) -> "TrainConfig":
         if self.engine != "elastic":
             return self
-        alone = {"sequence_parallel": 1, "replicas": 1, "reduce_gradients": "micro_batch"}
+        alone = {
+            "sequence_parallel": 1,
+            "replicas": 1,
+            "expert_parallel": 1,
+            "reduce_gradients": "micro_batch",
+        }
         for name, value in alone.items():
             if (given := dict(self)[name]) != value:
                 raise ValueError(
