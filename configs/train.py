@@ -164,9 +164,9 @@ class TrainConfig(Settings):
     expert_parallel: int = Field(
         1,
         ge=1,
-        description="Ranks over which the experts of each layer of a mixture are spread: the states of "
-        "tokens go to the experts' ranks and back, and experts are not gathered. It is the number of "
-        "ranks that share a copy of the model, workers / replicas. 1: they are gathered.",
+        description="Ranks over which the experts of each layer of a mixture are spread: states of "
+        "tokens go to the ranks of their experts and back, and experts are not gathered. It is the "
+        "number of ranks that share a copy of the model, workers / replicas. 1: they are gathered.",
     )
     recompute_old_logprobs: bool | Literal["auto"] = Field(
         "auto",
@@ -184,7 +184,7 @@ class TrainConfig(Settings):
 
     @property
     def of_experts(self) -> tuple[str, str]:
-        """A setting that is for mixtures of experts alone, and what to set instead; empty: none."""
+        """A setting that is for routers of experts alone, and what to set instead; empty: none."""
         if self.router_aux_loss_coef:
             name = "train.router_aux_loss_coef"
             return f"{name} = {self.router_aux_loss_coef:g}", f"{name} = 0"
@@ -193,9 +193,6 @@ class TrainConfig(Settings):
             return f"{name} = {self.router_bias_update_rate:g}", f"{name} = 0"
         if self.router_dtype != "compute":
             return f"train.router_dtype = {self.router_dtype}", "train.router_dtype = compute"
-        if self.expert_parallel > 1:
-            name = "train.expert_parallel"
-            return f"{name} = {self.expert_parallel}", f"{name} = 1"
         return "", ""
 
     @property

@@ -106,7 +106,7 @@ def build(
         )
     if spec.train.expert_parallel > 1:
         policy.experts = find_experts(model)
-        if spec.role == "actor" and not policy.experts:
+        if spec.student is None and not policy.experts:  # a run's teachers may be of any kind
             raise ValueError(
                 f"train.expert_parallel = {spec.train.expert_parallel} is for mixtures whose experts "
                 "transformers holds in one stack, and this model has none. Set it to 1."

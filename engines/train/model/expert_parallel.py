@@ -134,9 +134,7 @@ class _Exchange(torch.autograd.Function):
         return _exchanged(grad, here, there, ctx.group), None, None, None
 
 
-def _exchanged(
-    rows: Tensor, there: list[int], here: list[int], group: dist.ProcessGroup
-) -> Tensor:
+def _exchanged(rows: Tensor, there: list[int], here: list[int], group: dist.ProcessGroup) -> Tensor:
     received = rows.new_empty(sum(here), *rows.shape[1:])
     dist.all_to_all_single(received, rows.contiguous(), here, there, group=group)
     return received

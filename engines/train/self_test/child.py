@@ -5,6 +5,7 @@ Arguments: the model's directory, and the tokens of the run's longest sample. Pr
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import PretrainedConfig
 
 from engines.models.checkpoints import UNPACKED, build_empty, quantisation
 from engines.models.mixers import mixers
+from engines.train.model.expert_parallel import count_experts, find_experts
 from engines.train.model.lora import linear_layers
 from engines.train.model.row_needs import why_together
 from engines.train.policy import Policy
@@ -53,6 +55,7 @@ def verdict(directory: Path, longest: int) -> Verdict:
         own, together = mixers(whole).names, why_together(whole)
         linear = tuple(sorted({name.rpartition(".")[2] for name in linear_layers(whole)}))
         routers = Policy(whole).routers
+        experts = math.gcd(*(count_experts(one) for one in find_experts(whole)))
     except UNFIT as error:
         return Verdict(refused=f"the train engine cannot run it ({_line(error)})")
     try:
@@ -69,6 +72,7 @@ def verdict(directory: Path, longest: int) -> Verdict:
             selective=selective,
             unrounded=unrounded(build(shrunken(config, longest)), samples()),
             routers=len(routers),
+            experts=experts,
             biased=sum(bool(router.bias) for router in routers),
             linear=linear,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,12 +19,14 @@ from benchmarks.families import make
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.model import PretrainedModel
 from configs.train import TrainConfig
+from engines.critic.engine import CriticRank
 from engines.models.checkpoints import build_empty
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model import expert_parallel
-from engines.train.model.expert_parallel import find_experts
+from engines.train.model.expert_parallel import check_experts, find_experts
 from engines.train.model.gathering import gather
 from storage.batches.refs import BatchRef
+from tests.engines.critic.test_critic import update, with_targets
 from tests.engines.train.train_ranks import Ranks, samples, spec, stored, update_of
 from tests.ports import free_ports
 
@@ -58,7 +60,7 @@ class Learned:
 
 
 def engine_of(folder: Path, family: str, run: str, **train: Any) -> FSDPEngine:
-    settings = spec(folder, run=run, micro_batch_tokens=64, learning_rate=1e-3, **train)
+    settings = spec(folder, run=run, **{"micro_batch_tokens": 64, "learning_rate": 1e-3, **train})
     model = PretrainedModel(path=str(folder / family))
     return FSDPEngine(settings.model_copy(update={"model": model, "version_names": "files"}))
 
@@ -82,19 +84,19 @@ def learn(
         parts = {name: gather(one, None, 0, dist.group.WORLD) for name, one in state.items()}
         return {name: one.numpy().copy() for name, one in parts.items() if one is not None}
 
-    def update(engine: FSDPEngine, step: int) -> dict[str, float]:
+    def make_step(engine: FSDPEngine, step: int) -> dict[str, float]:
         request = update_of(batches[step - 1], AlgorithmConfig(), step)
         return engine.update(request).metrics
 
     began, logprobs = engine.digest(), engine.score([list(one) for one in TOKENS], [2, 1])
-    first = update(engine, 1)
+    first = make_step(engine, 1)
     engine.save_state(1)
     state = whole(engine._state())
     stored_state = engine.digest()
-    second = update(engine, 2)
+    second = make_step(engine, 2)
     weights, digest = whole(engine._state()), engine.digest()
     engine.load_state(1)
-    update(engine, 2)
+    make_step(engine, 2)
     replayed = engine.digest()
     engine.close()
     resumed, reread = [], True
@@ -103,14 +105,14 @@ def learn(
         other.join(rank, world, "127.0.0.1", ports[1], 2, 60.0)
         other.load_state(1)
         reread = other.digest() == stored_state
-        resumed.append(update(other, 2)["train/grad_norm"])
+        resumed.append(make_step(other, 2)["train/grad_norm"])
         other.close()
     return Learned(
         began=began,
         digest=digest,
         logprobs=logprobs,
         loss=first["train/loss"],
-        routers={name: first[name] for name in ROUTERS},
+        routers={name: first[name] for name in ROUTERS if name in first},
         norms=[first["train/grad_norm"], second["train/grad_norm"]],
         gradients={name: one for name, one in state.items() if name.startswith("exp_avg.")},
         weights={name: one for name, one in weights.items() if name.startswith("model.")},
@@ -201,6 +203,15 @@ def test_ranks_with_some_experts_each_learn_what_one_with_all_does(
         assert {one.digest for one in others} == {first.digest}
 
 
+def test_ranks_that_share_samples_have_experts_spread_too(
+    folder: Path, batches: list[BatchRef], four: Ranks, alone: Mapping[str, Learned]
+) -> None:
+    """Whose routers are not looked into."""
+    train = {"sequence_parallel": 2, "expert_parallel": 4}
+    first, *_ = four.run(learn, folder, batches, "Qwen3-MoE", train)
+    check(replace(first, routers=alone["Qwen3-MoE"].routers), alone["Qwen3-MoE"])
+
+
 def test_a_snapshot_does_not_depend_on_where_experts_are(
     folder: Path, batches: list[BatchRef], pair: Ranks
 ) -> None:
@@ -246,6 +257,74 @@ def test_products_in_bfloat16_are_as_near_as_without(
     for name, gradient in whole.gradients.items():
         most = np.abs(gradient).max()
         assert np.abs(spread.gradients[name] - gradient).mean() <= 0.01 * most, name
+
+
+def sent(
+    rank: int, world: int, ports: list[int], folder: Path, batch: BatchRef, train: dict[str, Any]
+) -> tuple[int, int, int, int]:
+    """Numbers in all-gathers, in rows exchanged, in all weights and in those of experts."""
+    engine = engine_of(folder, "Qwen3-MoE", f"sent-{ports[0]}", **train)
+    engine.join(rank, world, "127.0.0.1", ports[0], 1, 60.0)
+    gather_all, exchanged = dist.all_gather_single, expert_parallel._exchanged
+    gathered, rows = [], []
+
+    def count_gathered(output: torch.Tensor, *others: Any, **named: Any) -> Any:
+        gathered.append(output.numel())
+        return gather_all(output, *others, **named)
+
+    def count_rows(given: torch.Tensor, *others: Any) -> torch.Tensor:
+        rows.append(given.numel())
+        return exchanged(given, *others)
+
+    with (
+        mock.patch.object(dist, "all_gather_single", count_gathered),
+        mock.patch.object(expert_parallel, "_exchanged", count_rows),
+    ):
+        engine.update(update_of(batch, AlgorithmConfig(), 1))
+    weights = dict(engine._loaded().named_parameters())
+    experts = sum(one.numel() for name, one in weights.items() if ".experts." in name)
+    whole = sum(one.numel() for one in weights.values())
+    engine.close()
+    return sum(gathered), sum(rows), whole, experts
+
+
+def test_tokens_travel_and_experts_do_not(
+    folder: Path, batches: list[BatchRef], pair: Ranks
+) -> None:
+    train = {"micro_batch_tokens": 4096}
+    (before, none, whole, experts), _ = pair.run(sent, folder, batches[0], train)
+    (after, rows, *_), _ = pair.run(sent, folder, batches[0], {**train, "expert_parallel": 2})
+    assert none == 0 < rows
+    assert before - after == 2 * experts  # one micro-batch, forward and backward
+    assert before > whole + experts
+
+
+def learn_as(
+    rank: int, world: int, ports: list[int], folder: Path, batch: BatchRef, train: dict[str, Any]
+) -> tuple[float, ...]:
+    """The mean log-prob by the frozen reference, and norms of the critic's gradients."""
+    files = {"model": PretrainedModel(path=str(folder / "gpt-oss")), "version_names": "files"}
+    run = f"roles-{world}-{ports[0]}"
+    ref, critic = (
+        kind(spec(folder, run=run, role=role, **train).model_copy(update=files))
+        for kind, role in ((FSDPEngine, "ref"), (CriticRank, "critic"))
+    )
+    ref.join(rank, world, "127.0.0.1", ports[0], 1, 60.0)
+    (scores,) = ref.score([list(range(4, 20))], [2])
+    ref.close()
+    critic.join(rank, world, "127.0.0.1", ports[1], 2, 60.0)
+    norms = [update(critic, batch, step).metrics["train/grad_norm"] for step in (1, 2)]
+    critic.close()
+    return sum(scores) / len(scores), *norms
+
+
+def test_a_reference_and_a_critic_have_experts_spread_too(folder: Path, pair: Ranks) -> None:
+    batch = with_targets(folder, samples(3), 3, "of-critic")
+    gathered, spread = (
+        pair.run(learn_as, folder, batch, {"expert_parallel": size})[0] for size in (1, 2)
+    )
+    assert spread == pytest.approx(gathered, rel=1e-5)
+    assert min(gathered[1:]) > 0
 
 
 def hung(rank: int, world: int, ports: list[int], folder: Path, batch: BatchRef) -> float:
@@ -301,10 +380,17 @@ def refused(
 def test_what_does_not_fit_is_refused(folder: Path, pair: Ranks, tmp_path: Path) -> None:
     make("Qwen3", folder / "Qwen3")
     for family, train, words in (
-        ("Qwen3-MoE", {"expert_parallel": 4}, "workers / train.replicas = 2. Set it to 2, or to 1."),
-        ("Qwen3", {"expert_parallel": 2}, "Set train.expert_parallel = 1."),
+        (
+            "Qwen3-MoE",
+            {"expert_parallel": 4},
+            "workers / train.replicas = 2. Set it to 2, or to 1.",
+        ),
+        ("Qwen3", {"expert_parallel": 2}, "and this model has none. Set it to 1."),
     ):
         (said,) = set(pair.run(refused, folder, family, train))
         assert words in said
     with pytest.raises(ValueError, match=r"Set train\.expert_parallel = 1"):
         TrainConfig(engine="elastic", expert_parallel=2)
+    six = torch.nn.Linear(1, 6)
+    with pytest.raises(ValueError, match=r"= 4 does not divide the 6 experts .* role ref"):
+        check_experts((six,), 4, 4, "ref")
