@@ -142,6 +142,6 @@ def _check_experts(model: str, ranks: int, experts: int) -> None:
         )
     if experts % ranks:
         raise PreflightError(
-            f"{model}: {spread} does not divide its {experts} experts. Set train.expert_parallel = 1, "
-            "or train.replicas so that workers / train.replicas does."
+            f"{model}: {spread} does not divide its {experts} experts. Set "
+            "train.expert_parallel = 1, or train.replicas so that workers / train.replicas does."
         )
