@@ -101,7 +101,7 @@ class _Spread:
         experts = torch.arange(coming.shape[1], device=ids.device).repeat(shards)
         experts = experts.repeat_interleave(coming.flatten(), output_size=sum(here))
         back = _Exchange.apply(self._made(rows, experts), here, there, self.group)
-        made = back[order.argsort()].view(*chosen.shape, -1)
+        made = back[order.argsort()].view(*chosen.shape, states.shape[1])
         return (made * gates[..., None]).sum(1).to(states.dtype)
 
     def _made(self, rows: Tensor, experts: Tensor) -> Tensor:

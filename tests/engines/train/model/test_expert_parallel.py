@@ -14,19 +14,27 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.families import make
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.model import PretrainedModel
 from configs.train import TrainConfig
 from engines.critic.engine import CriticRank
-from engines.models.checkpoints import build_empty
+from engines.models.checkpoints import load_for_training
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model import expert_parallel
-from engines.train.model.expert_parallel import check_experts, find_experts
+from engines.train.model.expert_parallel import (
+    check_experts,
+    count_experts,
+    find_experts,
+    spread_experts,
+)
 from engines.train.model.gathering import gather
 from storage.batches.refs import BatchRef
 from tests.engines.critic.test_critic import update, with_targets
+from tests.engines.train.conftest import Join
+from tests.engines.train.model.test_routers import MIXTURES
 from tests.engines.train.train_ranks import Ranks, samples, spec, stored, update_of
 from tests.ports import free_ports
 
@@ -93,6 +101,8 @@ def learn(
     engine.save_state(1)
     state = whole(engine._state())
     stored_state = engine.digest()
+    engine.offload()
+    engine.onload()
     second = make_step(engine, 2)
     weights, digest = whole(engine._state()), engine.digest()
     engine.load_state(1)
@@ -358,13 +368,39 @@ def test_a_rank_that_stays_out_of_an_exchange_is_not_waited_for_beyond_the_deadl
     assert 3 < waited < 8
 
 
-@pytest.mark.parametrize("family", ["Mixtral", "Qwen3.5-MoE", "Qwen3-MoE", "GLM 4 MoE", "OLMoE"])
-def test_experts_of_a_family_are_seen(family: str, tmp_path: Path) -> None:
-    model = build_empty(make(family, tmp_path / "model"))
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_of_a_family_are_seen_and_called_so(
+    family: str, tmp_path: Path, join: Join
+) -> None:
+    """The lone rank of a group exchanges with itself."""
+    model = load_for_training(make(family, tmp_path / "model"))
+    tokens = torch.randint(4, 90, (2, 9))
     blocks = [module for name, module in model.named_modules() if name.endswith(".experts")]
     assert list(find_experts(model)) == blocks != []
-    assert {len(weight) for one in blocks for weight in one.parameters()} == {4}
-    assert find_experts(build_empty(make("Qwen3", tmp_path / "dense"))) == ()
+    before = model(input_ids=tokens, use_cache=False).logits
+    join(spec(tmp_path))  # which makes the group
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    for one in blocks:
+        assert count_experts(one) == 4
+        spread_experts(one, mesh, torch.float32)
+    after = model(input_ids=tokens, use_cache=False).logits
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["eager", "grouped_mm"])
+def test_experts_to_which_no_token_goes_have_gradients(
+    how: str, folder: Path, join: Join, tmp_path: Path
+) -> None:
+    """Of zeros, so that each rank's optimizer does the same with their moments."""
+    model = load_for_training(folder / "Qwen3-MoE")
+    model.set_experts_implementation(how)
+    experts = find_experts(model)[0]
+    join(spec(tmp_path))
+    spread_experts(experts, DeviceMesh.from_group(dist.group.WORLD, "cpu"), torch.float32)
+    states, gates = torch.zeros(0, 64, requires_grad=True), torch.zeros(0, 2)
+    experts(states, torch.zeros(0, 2, dtype=torch.int64), gates).sum().backward()
+    for weight in experts.parameters():
+        assert weight.grad is not None and not weight.grad.full_tensor().any()
 
 
 def refused(
