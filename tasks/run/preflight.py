@@ -219,7 +219,7 @@ def _check_train_device(config: GRPOConfig, role: Role) -> None:
         raise PreflightError(
             f"train.expert_parallel = {spread} is not the number of ranks of the role {role} that "
             f"share a copy of the model, cluster.pools.{pool}.workers / train.replicas = {shards}. "
-            f"Set it to {shards}, or to 1."
+            f"Set it to {shards}{', or to 1' if shards > 1 else ''}."
         )
     compute = config.train_of(role).compute_dtype
     if gpus and compute != "bfloat16":

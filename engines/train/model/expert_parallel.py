@@ -47,7 +47,8 @@ def check_experts(experts: tuple[nn.Module, ...], size: int, shards: int, role: 
     if size != shards:
         raise ValueError(
             f"train.expert_parallel = {size} is not the number of ranks that share a copy of the "
-            f"model of role {role}, workers / train.replicas = {shards}. Set it to {shards}, or to 1."
+            f"model of role {role}, workers / train.replicas = {shards}. Set it to {shards}"
+            f"{', or to 1' if shards > 1 else ''}."
         )
     for number in {count_experts(one) for one in experts}:
         if number % size:
