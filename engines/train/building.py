@@ -166,6 +166,7 @@ def materialize(
             reshard=config.reshard_after_forward,
             replicas=config.replicas,
             experts=policy.experts,
+            timeout=config.deadline,
         )
     masters = MasterWeights(() if spec.frozen else policy.parameters(), where)
     if whole_on(spec, group.size(), meeting.device):

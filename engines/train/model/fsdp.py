@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Literal, Protocol
 
@@ -42,6 +43,7 @@ def shard(
     reshard: bool | Literal["auto"] = "auto",
     replicas: int = 1,
     experts: Sequence[nn.Module] = (),
+    timeout: float | None = None,
 ) -> None:
     """Shard a module that holds a language model over a group, in place; its values are not set.
 
@@ -55,8 +57,9 @@ def shard(
             auto: unless its shard is the whole, where there is nothing to save.
         replicas: Copies of the model, each sharded over as many neighbouring ranks.
         experts: Of layers, which are not gathered (expert_parallel.py).
+        timeout: Seconds that a collective of the ranks of a copy may take; None: torch's own limit.
     """
-    mesh = _mesh(group, device.type, replicas)
+    mesh = _mesh(group, device.type, replicas, timeout)
     precision = MixedPrecisionPolicy()
     if compute != torch.float32:
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
@@ -76,15 +79,18 @@ def shard(
 
 
 @functools.lru_cache(maxsize=8)  # roles that share a process share its groups
-def _mesh(group: dist.ProcessGroup, device: str, replicas: int) -> DeviceMesh:
+def _mesh(
+    group: dist.ProcessGroup, device: str, replicas: int, timeout: float | None
+) -> DeviceMesh:
     """The ranks in a row, or with several replicas as a table [replicas, ranks of each]."""
     if replicas == 1:
         return DeviceMesh.from_group(group, device)
     table = torch.arange(group.size()).view(replicas, -1)
     mine, own = divmod(group.rank(), table.shape[1])
     # Every rank makes every group, in the same order.
-    copies = [dist.new_group(column) for column in table.t().tolist()]
-    shards = [dist.new_group(row) for row in table.tolist()]
+    limit = None if timeout is None else timedelta(seconds=timeout)
+    copies = [dist.new_group(column, timeout=limit) for column in table.t().tolist()]
+    shards = [dist.new_group(row, timeout=limit) for row in table.tolist()]
     groups = [copies[own], shards[mine]]
     return DeviceMesh.from_group(groups, device, mesh=table, mesh_dim_names=("replicate", "shard"))
 

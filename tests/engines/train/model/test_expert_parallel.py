@@ -337,15 +337,18 @@ def test_a_reference_and_a_critic_have_experts_spread_too(folder: Path, pair: Ra
     assert min(gathered[1:]) > 0
 
 
-def hung(rank: int, world: int, ports: list[int], folder: Path, batch: BatchRef) -> float:
+def hung(
+    rank: int, world: int, ports: list[int], folder: Path, batch: BatchRef, replicas: int
+) -> float:
     """Seconds after which an update ends in which the second rank stays out of an exchange."""
-    engine = engine_of(folder, "Qwen3-MoE", f"hung-{ports[0]}", expert_parallel=2, deadline=4.0)
+    train: dict[str, Any] = {"expert_parallel": 2, "replicas": replicas, "deadline": 4.0}
+    engine = engine_of(folder, "Qwen3-MoE", f"hung-{ports[0]}", **train)
     engine.join(rank, world, "127.0.0.1", ports[0], 1, 60.0)
     exchanged, calls = expert_parallel._exchanged, []
 
     def late(*given: Any) -> torch.Tensor:
         calls.append(given)
-        if rank and len(calls) == 3:
+        if rank == 1 and len(calls) == 3:
             time.sleep(8)
             raise RuntimeError("this rank stays out")
         return exchanged(*given)
@@ -359,11 +362,12 @@ def hung(rank: int, world: int, ports: list[int], folder: Path, batch: BatchRef)
     return time.monotonic() - began
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
 def test_a_rank_that_stays_out_of_an_exchange_is_not_waited_for_beyond_the_deadline(
-    folder: Path, batches: list[BatchRef]
+    replicas: int, folder: Path, batches: list[BatchRef]
 ) -> None:
-    ranks = Ranks(2)
-    waited, _ = ranks.run(hung, folder, batches[0])
+    ranks = Ranks(2 * replicas)
+    waited, *_ = ranks.run(hung, folder, batches[0], replicas)
     ranks.close()
     assert 3 < waited < 8
 
