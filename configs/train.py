@@ -167,6 +167,13 @@ class TrainConfig(Settings):
         "sharded over workers / replicas neighbouring ranks and gradients are summed over copies "
         "(HSDP): layers are gathered within a machine, where a copy's ranks share one.",
     )
+    expert_parallel: int = Field(
+        1,
+        ge=1,
+        description="Ranks over which the experts of each layer of a mixture are spread: states of "
+        "tokens go to the ranks of their experts and back, and experts are not gathered. It is the "
+        "number of ranks that share a copy of the model, workers / replicas. 1: they are gathered.",
+    )
     recompute_old_logprobs: bool | Literal["auto"] = Field(
         "auto",
         description="Log-probs of the policy before the update by the train engine (true), or the "
@@ -183,7 +190,7 @@ class TrainConfig(Settings):
 
     @property
     def of_experts(self) -> tuple[str, str]:
-        """A setting that is for mixtures of experts alone, and what to set instead; empty: none."""
+        """A setting that is for routers of experts alone, and what to set instead; empty: none."""
         if self.router_aux_loss_coef:
             name = "train.router_aux_loss_coef"
             return f"{name} = {self.router_aux_loss_coef:g}", f"{name} = 0"
@@ -205,7 +212,12 @@ class TrainConfig(Settings):
     def _elastic_workers_share_nothing(self) -> "TrainConfig":
         if self.engine != "elastic":
             return self
-        alone = {"sequence_parallel": 1, "replicas": 1, "reduce_gradients": "micro_batch"}
+        alone = {
+            "sequence_parallel": 1,
+            "replicas": 1,
+            "expert_parallel": 1,
+            "reduce_gradients": "micro_batch",
+        }
         for name, value in alone.items():
             if (given := dict(self)[name]) != value:
                 raise ValueError(

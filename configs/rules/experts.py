@@ -1,12 +1,13 @@
-"""Mixtures of experts: settings of their routers."""
+"""Mixtures of experts: settings of their routers, and of the ranks that hold experts."""
 
 from configs.model import PretrainedModel
 from configs.rules.rule import Rule, where
 from configs.run import RunConfig
 
 BIASES = "train.router_bias_update_rate"
+SPREAD = "train.expert_parallel"
 
-EXPERTS: tuple[Rule[RunConfig], ...] = where(
+_ROUTERS: tuple[Rule[RunConfig], ...] = where(
     lambda config: any(config.train.of_experts),
     Rule[RunConfig](
         needs=lambda config: (
@@ -41,3 +42,23 @@ EXPERTS: tuple[Rule[RunConfig], ...] = where(
         ),
     ),
 )
+
+_SPREAD: tuple[Rule[RunConfig], ...] = where(
+    lambda config: config.train.expert_parallel > 1,
+    Rule[RunConfig](
+        needs=lambda config: isinstance(config.model, PretrainedModel),
+        says=lambda config: (
+            f"{SPREAD} = {config.train.expert_parallel} is for mixtures of experts, and model.kind = "
+            f"{config.model.kind} makes a model without any. Set {SPREAD} = 1."
+        ),
+    ),
+    Rule[RunConfig](
+        needs=lambda config: config.lora is None and not config.train.compile,
+        says=lambda config: (
+            f"{SPREAD} = {config.train.expert_parallel} needs layers that are not compiled and have "
+            f"no adapters. Set lora = null and train.compile = false, or {SPREAD} = 1."
+        ),
+    ),
+)
+
+EXPERTS = _ROUTERS + _SPREAD

@@ -48,6 +48,7 @@ class TracedLayer:
     """A decoder layer."""
 
     parameters: int
+    experts: int  # of these in experts that are stacked
     input: Kept  # which is all that is kept where it is computed anew
     products: Kept  # results of matrix products and of attention
     attention: Kept  # results of attention alone
@@ -107,6 +108,7 @@ class TracedShape:
         stack = tuple(
             TracedLayer(
                 parameters=layer["parameters"],
+                experts=layer["experts"],
                 **{name: _kept(layer[name]) for name in ("input", "products", "attention", "kept")},
             )
             for layer in said["stack"]

@@ -21,6 +21,7 @@ from engines.train.kernels import use
 from engines.train.kernels.placing import place_kernels
 from engines.train.memory_plan import without_fsdp
 from engines.train.model.compiled import check_compiling, compile_layers
+from engines.train.model.expert_parallel import check_experts, find_experts
 from engines.train.model.fsdp import fill, shard
 from engines.train.model.loading import Checkpoint, load
 from engines.train.model.lora import base_weights, inject
@@ -68,6 +69,7 @@ def build(
     sharing: int,
     compute: torch.dtype,
     whole: bool = False,
+    shards: int = 1,
 ) -> M:
     """The model of `spec.role` on the meta device, with adapters where it has any.
 
@@ -82,6 +84,7 @@ def build(
         sharing: Ranks that share a sequence.
         compute: In what weights are multiplied.
         whole: See `whole_on`.
+        shards: Ranks that share a copy of the model.
 
     Raises:
         ValueError: `sharing` does not divide the model's heads, or a setting does not fit the model.
@@ -101,6 +104,14 @@ def build(
             f"{setting} is for mixtures of experts, and this model has no routers of a form that is "
             f"known. Set {instead}."
         )
+    if spec.train.expert_parallel > 1:
+        policy.experts = find_experts(model)
+        if spec.student is None and not policy.experts:  # a run's teachers may be of any kind
+            raise ValueError(
+                f"train.expert_parallel = {spec.train.expert_parallel} is for mixtures whose experts "
+                "transformers holds in one stack, and this model has none. Set it to 1."
+            )
+        check_experts(policy.experts, spec.train.expert_parallel, shards, spec.role)
     rate = spec.train.router_bias_update_rate
     if rate and spec.role == "actor" and not all(router.bias for router in policy.routers):
         raise ValueError(
@@ -157,12 +168,16 @@ def materialize(
             *(policy, group, meeting.device, compute),
             reshard=config.reshard_after_forward,
             replicas=config.replicas,
+            experts=policy.experts,
+            timeout=config.deadline,
         )
     masters = MasterWeights(() if spec.frozen else policy.parameters(), where)
     if whole_on(spec, group.size(), meeting.device):
         masters.gradients.watch(policy.parameters())
     elif masters.tensors:
         sum_gradients_in_float32(policy)
+    for experts in policy.experts:
+        masters.gradients.watch(experts.parameters())
     load(policy.model, policy.place_in(checkpoint), checkpoint, group, masters)
     policy.reset()
     if spec.base is not None:

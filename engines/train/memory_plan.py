@@ -178,6 +178,8 @@ def plan_rank(
         plan = MemoryPlan(held={"weights": weights}, passing=passing, stages=stages, host={})
         holes = 0 if on_gpu else _holes(shape, train, batch, plan, c, shards, lora)
         return replace(plan, holes=holes)
+    gathered += expert_bytes(shape, train, shards, c)
+    spread = sum(spread_experts(shape, train))
     moments = 2 * (2 if train.optimizer_dtype == "bfloat16" else FLOAT) * trained // shards
     kept = activation_bytes(shape, train, batch, c, on_gpu, lora)
     kept += vision_bytes(shape, train, batch, c)
@@ -189,7 +191,8 @@ def plan_rank(
     if masters and here:
         held["master weights"] = masters
     passing = {
-        "gradients": FLOAT * trained // (1 if once else shards),
+        "gradients": FLOAT * (trained - spread) // (1 if once else shards)
+        + FLOAT * spread // shards,
         "gathered": gathered,
         "activations": 0 if away else kept,
         "one layer": one if away or train.gradient_checkpointing else 0,  # made anew, or fetched
@@ -304,16 +307,45 @@ def _is_adapted(name: str, lora: LoraConfig) -> bool:
 def gathered_bytes(shape: Shape, train: TrainConfig, shards: int, c: int) -> int:
     """Weights gathered at once: all of them, or those outside the layers and of two layers.
 
-    FSDP gathers the next layer while one computes, into a buffer that is copied out.
+    FSDP gathers the next layer while one computes, into a buffer that is copied out. Experts that are
+    spread over the ranks are not gathered.
     """
     again = shards > 1 if train.reshard_after_forward == "auto" else train.reshard_after_forward
     towers = () if shape.vision is None else shape.vision.towers
     outside = shape.parameters - shape.inside
     outside -= sum(one.layers * one.layer_parameters for one in towers)
-    inside = min(shape.inside, 3 * shape.layer_parameters) if again else shape.inside
+    each = layer_weights(shape, train)
+    inside = min(sum(each), 3 * max(each)) if again else sum(each)
     # Towers are gone through before the layers, whose weights are gathered where they are let go.
     seeing = [min(one.layers, 3 if again else one.layers) * one.layer_parameters for one in towers]
     return c * (outside + (max(inside, *seeing, 0) if again else inside + sum(seeing)))
+
+
+def layer_weights(shape: Shape, train: TrainConfig) -> list[int]:
+    """Weights of each decoder layer, but for experts that are spread over the ranks."""
+    if not isinstance(shape, TracedShape):
+        return [shape.layer_parameters] * shape.layers
+    spread = spread_experts(shape, train)
+    return [layer.parameters - one for layer, one in zip(shape.stack, spread, strict=True)]
+
+
+def spread_experts(shape: Shape, train: TrainConfig) -> list[int]:
+    """Weights of each decoder layer's experts, over all ranks, where they are spread over these."""
+    if not isinstance(shape, TracedShape) or train.expert_parallel == 1:
+        return [0] * shape.layers
+    return [layer.experts for layer in shape.stack]
+
+
+def expert_bytes(shape: Shape, train: TrainConfig, shards: int, c: int) -> int:
+    """A rank's experts in the format of products, where weights have another: kept for backward.
+
+    Of checkpointed layers those of one, as they are computed anew.
+    """
+    if c == FLOAT or train.weights_dtype == "bfloat16":
+        return 0
+    each = spread_experts(shape, train)
+    again = checkpointed(train.gradient_checkpointing, shape.layers)
+    return c * (sum(each[again:]) + max(each[:again], default=0)) // shards
 
 
 def layers_bytes(
@@ -526,7 +558,7 @@ def _holes(
     lora: LoraConfig | None,
 ) -> int:
     """Resident on a CPU beside the tensors of a plan, and beside libraries."""
-    layer = shape.inside // shape.layers  # of different ones the mean
+    layer = sum(layer_weights(shape, train)) // shape.layers  # of different ones the mean
     trained = "gradients" in plan.passing and lora is None
     table = 0
     if trained and plan.passing["head"]:

@@ -30,6 +30,7 @@ class HeadedModel(nn.Module):
     model: PreTrainedModel
     needs: RowNeeds  # of rows that are packed for it
     routers: tuple[Router, ...] = ()  # of a mixture of experts
+    experts: tuple[nn.Module, ...] = ()  # of its layers, where they are spread over ranks
 
     @property
     def head(self) -> Head:

@@ -94,7 +94,7 @@ class ShardedModel(TrainEngine):
         whole = whole_on(self._spec, world, self._device)
         policy = build(
             *(self._spec, self._with_head, self._directory, self._sequence.size),
-            *(self._compute, whole),
+            *(self._compute, whole, world // config.replicas),
         )
         parameters = sum(parameter.numel() for parameter in policy.parameters())
         self._cost = cost_model(policy)

@@ -30,6 +30,7 @@ from engines.models.checkpoints import build_without_values
 from engines.models.traced_shape import Amount, Kept, TracedLayer, TracedShape
 from engines.train.activations import is_product
 from engines.train.batching.packed_batch import PackedBatch, pack
+from engines.train.model.expert_parallel import find_experts
 from engines.train.model.fsdp import layers
 from engines.train.model.lora import inject, linear_layers
 from engines.train.model.row_needs import RowNeeds, why_together
@@ -82,10 +83,11 @@ def trace(
     heads = getattr(model.config.get_text_config(), "num_attention_heads", 1)
     divisible = why_together(model) is None
     linear = [(name.rpartition(".")[2], one) for name, one in linear_layers(model).items()]
-    whole = sum(weight.numel() for weight in model.parameters())
+    whole = _numbers(model)
     largest = max(weight.numel() for weight in model.parameters())
     latent = getattr(model.config.get_text_config(), "kv_lora_rank", None) is not None
-    inside = [sum(weight.numel() for weight in one.parameters()) for one in _stack(model)]
+    inside = [_numbers(one) for one in _stack(model)]
+    experts = [sum(map(_numbers, find_experts(one))) for one in _stack(model)]
     if adapter:
         with mode:
             inject(model, LoraConfig(rank=1))
@@ -115,6 +117,7 @@ def trace(
         stack=tuple(
             TracedLayer(
                 parameters=parameters,
+                experts=experts[number],
                 input=fitted(lambda seen: seen.input, number),
                 products=fitted(lambda seen: seen.products, number),
                 attention=fitted(lambda seen: seen.attention, number),
@@ -240,6 +243,10 @@ def _layers_noted(
 
 def _stack(model: PreTrainedModel) -> list[nn.Module]:
     return list(layers(model.get_decoder()))
+
+
+def _numbers(module: nn.Module) -> int:
+    return sum(weight.numel() for weight in module.parameters())
 
 
 def _rotate_alike(model: PreTrainedModel) -> None:

@@ -214,6 +214,13 @@ def _check_train_device(config: GRPOConfig, role: Role) -> None:
             f"train.replicas = {replicas} does not divide the ranks of the role {role}, "
             f"cluster.pools.{pool}.workers = {workers}. Set one so that it does."
         )
+    spread, shards = config.train_of(role).expert_parallel, workers // replicas
+    if spread not in (1, shards) and role in ("actor", "ref"):  # a run's other models may be dense
+        raise PreflightError(
+            f"train.expert_parallel = {spread} is not the number of ranks of the role {role} that "
+            f"share a copy of the model, cluster.pools.{pool}.workers / train.replicas = {shards}. "
+            f"Set it to {shards}{', or to 1' if shards > 1 else ''}."
+        )
     compute = config.train_of(role).compute_dtype
     if gpus and compute != "bfloat16":
         raise PreflightError(

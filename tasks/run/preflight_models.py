@@ -116,6 +116,8 @@ def _judged(
                 f"train.router_bias_update_rate = {train.router_bias_update_rate:g} would move. Set "
                 "train.router_bias_update_rate = 0."
             )
+        if where == "model" and train.expert_parallel > 1:
+            _check_experts(f"{where}.path = {path}", train.expert_parallel, verdict.experts)
         if lora is not None and (unfit := lora.unfit(verdict.linear)):
             raise PreflightError(f"{where}.path = {path}: {unfit}")
         return Finding(
@@ -129,3 +131,18 @@ def _judged(
     if not resumed:
         raise PreflightError(f"{said} Set {where}.path to another model.")
     return Finding(check="self-test", found=f"{said} A new run would be refused.", warning=True)
+
+
+def _check_experts(model: str, ranks: int, experts: int) -> None:
+    """PreflightError unless ranks can share a model's experts evenly."""
+    spread = f"train.expert_parallel = {ranks}"
+    if not experts:
+        raise PreflightError(
+            f"{model}: it has no experts that transformers holds in one stack, which {spread} would "
+            "spread. Set train.expert_parallel = 1."
+        )
+    if experts % ranks:
+        raise PreflightError(
+            f"{model}: {spread} does not divide its {experts} experts. Set "
+            "train.expert_parallel = 1, or train.replicas so that workers / train.replicas does."
+        )

@@ -53,6 +53,7 @@ MAY_CHANGE = (
     ),
     "train.deadline",
     "train.unit_lease",
+    "train.expert_parallel",  # goes by the number of workers, which may change
     # Where the same numbers lie, and how often they are computed.
     "train.gradient_checkpointing",
     "train.recompute",

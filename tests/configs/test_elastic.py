@@ -25,6 +25,7 @@ def settings(*words: str, model: type[GRPOConfig] = GRPOConfig) -> GRPOConfig:
         ("lora={}", "trains no adapters. Set train.engine = fsdp, or lora = null"),
         ("train.sequence_parallel=2", "Set train.sequence_parallel = 1"),
         ("train.replicas=2", "Set train.replicas = 1"),
+        ("train.expert_parallel=2", "Set train.expert_parallel = 1"),
         ("train.reduce_gradients=optimizer_step", "Set train.reduce_gradients = micro_batch"),
         ("algorithm.loss.kind=clip_cov", "algorithm.loss.kind = clip_cov chooses tokens"),
         ("algorithm.entropy.top_share=0.5", "algorithm.entropy.top_share = 0.5 chooses tokens"),

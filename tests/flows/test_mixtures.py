@@ -21,6 +21,7 @@ FAMILIES = {
     "gpt-oss": ["train.router_dtype=float32"],
     "GLM 4 MoE": ["train.router_bias_update_rate=0.01"],
     "DeepSeek V3": ["train.router_bias_update_rate=0.01", "cluster.pools.train.workers=2"],
+    "Qwen3-MoE": ["train.expert_parallel=2", "cluster.pools.train.workers=2"],
     "Mixtral": ["rollout.engine=vllm"],
 }
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
@@ -23,6 +25,7 @@ from engines.models.adapters import stream_whole, whole_entries
 from engines.models.checkpoint_names import CheckpointNames
 from engines.models.vla.openvla import VisionBackbone
 from engines.start_progress import report
+from engines.train.model.expert_parallel import spread_experts
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef
 
@@ -39,6 +42,8 @@ def shard(
     compute: torch.dtype,
     reshard: bool | Literal["auto"] = "auto",
     replicas: int = 1,
+    experts: Sequence[nn.Module] = (),
+    timeout: float | None = None,
 ) -> None:
     """Shard a module that holds a language model over a group, in place; its values are not set.
 
@@ -51,28 +56,41 @@ def shard(
         reshard: Whether a layer's gathered weights are let go between forward and backward pass;
             auto: unless its shard is the whole, where there is nothing to save.
         replicas: Copies of the model, each sharded over as many neighbouring ranks.
+        experts: Of layers, which are not gathered (expert_parallel.py).
+        timeout: Seconds that a collective of the ranks of a copy may take; None: torch's own limit.
     """
-    mesh = _mesh(group, device.type, replicas)
+    mesh = _mesh(group, device.type, replicas, timeout)
     precision = MixedPrecisionPolicy()
     if compute != torch.float32:
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     again = group.size() > replicas if reshard == "auto" else reshard
+    for one in experts:
+        spread_experts(one, mesh, compute)
+    wrap = partial(
+        fully_shard,
+        mesh=mesh,
+        mp_policy=precision,
+        ignored_params={weight for one in experts for weight in one.parameters()},
+    )
     for layer in (*layers(module), *tower_layers(module)):
-        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=again)
-    fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+        wrap(layer, reshard_after_forward=again)
+    wrap(module, reshard_after_forward=False)
     module.to_empty(device=device)
 
 
 @functools.lru_cache(maxsize=8)  # roles that share a process share its groups
-def _mesh(group: dist.ProcessGroup, device: str, replicas: int) -> DeviceMesh:
+def _mesh(
+    group: dist.ProcessGroup, device: str, replicas: int, timeout: float | None
+) -> DeviceMesh:
     """The ranks in a row, or with several replicas as a table [replicas, ranks of each]."""
     if replicas == 1:
         return DeviceMesh.from_group(group, device)
     table = torch.arange(group.size()).view(replicas, -1)
     mine, own = divmod(group.rank(), table.shape[1])
     # Every rank makes every group, in the same order.
-    copies = [dist.new_group(column) for column in table.t().tolist()]
-    shards = [dist.new_group(row) for row in table.tolist()]
+    limit = None if timeout is None else timedelta(seconds=timeout)
+    copies = [dist.new_group(column, timeout=limit) for column in table.t().tolist()]
+    shards = [dist.new_group(row, timeout=limit) for row in table.tolist()]
     groups = [copies[own], shards[mine]]
     return DeviceMesh.from_group(groups, device, mesh=table, mesh_dim_names=("replicate", "shard"))
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from engines.train.model.fsdp import own_part
 from engines.workers.pinned_memory import pin
@@ -47,11 +49,13 @@ class MasterWeights:
 
 
 class GradientSums:
-    """Gradients of bfloat16 weights that FSDP knows nothing of, added up in float32.
+    """Gradients of weights that FSDP knows nothing of, added up in float32.
 
-    As FSDP does on a lone rank, without its copies: a backward pass makes a weight's gradient in
-    bfloat16, and a hook adds it to the sum at once (10 bytes a weight). `give` makes the sums the
-    weights' gradients for an optimizer step, `take` the contrary for the next backward pass.
+    Of bfloat16 weights on a lone rank, as FSDP does it, without its copies: a backward pass makes a
+    weight's gradient in bfloat16, and a hook adds it to the sum at once (10 bytes a weight). Of
+    experts that are spread over the ranks of a copy, whose gradients come from all of these. `give`
+    makes the sums the weights' gradients for an optimizer step, over all ranks as FSDP's are, `take`
+    the contrary for the next backward pass.
     """
 
     def __init__(self) -> None:
@@ -79,8 +83,10 @@ class GradientSums:
             self._sums[parameter] = made.float()
 
     def give(self) -> None:
-        """Hand each sum over as its weight's gradient."""
+        """Hand each sum over as its weight's gradient; a collective where copies have the same."""
         for parameter, total in self._sums.items():
+            if isinstance(total, DTensor):
+                _average(total)
             parameter.grad_dtype = total.dtype
             parameter.grad = total
         self._given = list(self._sums)
@@ -91,6 +97,15 @@ class GradientSums:
         for parameter in self._given:
             parameter.grad_dtype = parameter.dtype
         self._given = []
+
+
+@torch.no_grad()
+def _average(total: DTensor) -> None:
+    """The mean over all ranks, as FSDP's gradients are, of the sum over those that share a copy."""
+    mesh, own = total.device_mesh, total.to_local()
+    own.div_(mesh.size())
+    for copies in range(mesh.ndim - 1):
+        dist.all_reduce(own, group=mesh.get_group(copies))
 
 
 def sum_gradients_in_float32(module: nn.Module) -> None:

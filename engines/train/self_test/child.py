@@ -5,6 +5,7 @@ Arguments: the model's directory, and the tokens of the run's longest sample. Pr
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from engines.models.checkpoints import UNPACKED, build_empty, quantisation
 from engines.models.mixers import mixers
 from engines.models.routers import Router, number_of_experts
+from engines.train.model.expert_parallel import count_experts, find_experts
 from engines.train.model.lora import linear_layers
 from engines.train.model.row_needs import why_together
 from engines.train.policy import Policy
@@ -55,6 +57,7 @@ def verdict(directory: Path, longest: int) -> Verdict:
         linear = tuple(sorted({name.rpartition(".")[2] for name in linear_layers(whole)}))
         routers = Policy(whole).routers
         told = bool(routers) and _told(routers[0], whole)
+        experts = math.gcd(*(count_experts(one) for one in find_experts(whole)))
     except UNFIT as error:
         return Verdict(refused=f"the train engine cannot run it ({_line(error)})")
     try:
@@ -71,6 +74,7 @@ def verdict(directory: Path, longest: int) -> Verdict:
             selective=selective,
             unrounded=unrounded(build(shrunken(config, longest)), samples()),
             routers=len(routers),
+            experts=experts,
             biased=sum(bool(router.bias) for router in routers),
             told=told,
             linear=linear,

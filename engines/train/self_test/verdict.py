@@ -20,6 +20,7 @@ class Verdict:
     selective: float = 0.0
     unrounded: str | None = None  # why its products cannot be in bfloat16; a clause
     routers: int = 0  # of a mixture of experts, that the train engine knows
+    experts: int = 0  # of each layer that transformers stacks; of several numbers what divides all
     biased: int = 0  # of these have a bias that balances experts
     told: bool = False  # whether they take experts that they are told
     linear: tuple[str, ...] = ()  # the last parts of the names of the decoder's linear layers

@@ -27,6 +27,7 @@ from engines.train.cached_child import BrokeOff, CachedChild
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.memory_plan import (
     Batch,
+    MemoryPlan,
     activation_bytes,
     largest_batch,
     plan_aggregator,
@@ -139,6 +140,30 @@ def test_a_decoder_like_llamas_has_the_sizes_that_its_config_says(
         activation_bytes(shape, train, batch, 2, on_gpu=False) for shape in (said, seen)
     )
     assert by_code == pytest.approx(by_config, rel=0.02)
+
+
+def test_experts_that_are_spread_are_not_gathered(tmp_path: Path) -> None:
+    """Four experts of 64 x 64 three times in each of four layers."""
+    shape = trace(make("Qwen3-MoE", tmp_path), 64, torch.bfloat16)
+    experts = 4 * 3 * 64 * 64
+    assert [layer.experts for layer in shape.stack] == [experts] * 4
+    batch = largest_batch(1024, 16, 16, 64, 8, 2)
+
+    def planned(**settings: Any) -> MemoryPlan:
+        train = TrainConfig(compute_dtype="bfloat16", **settings)
+        return plan_rank(shape, train, batch, role="actor", ranks=2, on_gpu=True)
+
+    for kept, settings in (
+        (4, {}),  # in float32; what is multiplied is kept for the backward pass
+        (1, {"gradient_checkpointing": True}),
+        (0, {"weights_dtype": "bfloat16"}),
+    ):
+        gathered, spread = (planned(expert_parallel=n, **settings) for n in (1, 2))
+        assert spread.held == gathered.held
+        saved = gathered.passing["gathered"] - spread.passing["gathered"]
+        assert saved == 2 * (3 * experts - kept * experts // 2)  # of three layers at once
+    once = planned(expert_parallel=2, reduce_gradients="optimizer_step").passing["gradients"]
+    assert once == 4 * (shape.parameters - 4 * experts // 2)
 
 
 def test_a_layer_with_a_state_keeps_it_of_a_sequence(tmp_path: Path) -> None:

@@ -770,6 +770,26 @@ def test_a_model_that_no_adapter_fits_on_is_refused(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.usefixtures("no_cache")
+def test_experts_are_spread_over_the_ranks_of_a_copy_where_these_divide_them(
+    tmp_path: Path,
+) -> None:
+    sizes = {"moe_intermediate_size": 32, "num_key_value_heads": 2, "num_experts": 6}
+    mixture = family(tmp_path / "mixture", "qwen3_moe", **sizes)
+    four, spread = "cluster.pools.train.workers=4", "train.expert_parallel=2"
+    check(settings(tmp_path, mixture, four, spread, "train.replicas=2"))
+    assert "workers / train.replicas = 4. Set it to 4, or to 1." in refused(
+        tmp_path, mixture, four, spread
+    )
+    assert "train.expert_parallel = 4 does not divide its 6 experts" in refused(
+        tmp_path, mixture, four, "train.expert_parallel=4"
+    )
+    gpt2 = family(tmp_path / "gpt2", "gpt2", n_embd=64, n_head=4, n_positions=1024)
+    assert "no experts that transformers holds in one stack" in refused(
+        tmp_path, gpt2, "cluster.pools.train.workers=2", spread
+    )
+
+
 @pytest.mark.parametrize(
     ("config", "words", "says"),
     [
