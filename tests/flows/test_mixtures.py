@@ -58,3 +58,19 @@ def test_a_run_is_killed_resumed_replayed_and_exported(
             assert json.loads(done.stdout)["equal"]
     (exported,) = (undisturbed / "export").glob("*.safetensors")
     assert load_file(exported).keys() == load_file(directory / "model.safetensors").keys()
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3-MoE", "GLM 4 MoE", "OLMoE"])
+def test_vllm_stays_with_the_trainer_over_ten_updates(
+    family: str, prefect_api: str, tmp_path: Path
+) -> None:
+    """Each version's experts are those that tokens are sampled with, to the dense models' bounds."""
+    directory = make(family, tmp_path / "model")
+    words = ["tiny", f"model.path={directory}", "steps=10", "rollout.engine=vllm"]
+    with starting(tmp_path, prefect_api) as start:
+        commits = start(*words).whole().commits()
+    assert [commit.step for commit in commits] == list(range(1, 11))
+    for commit in commits:
+        assert commit.metrics["train/rollout_mismatch"] < 1e-3

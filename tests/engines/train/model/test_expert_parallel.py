@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -171,11 +173,9 @@ def batches(folder: Path) -> list[BatchRef]:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path, batches: list[BatchRef]) -> Mapping[str, Learned]:
-    return {
-        family: learn(0, 1, free_ports(4), folder, batches, family, {})
-        for family in (*FAMILIES, CROWDED)
-    }
+def alone(folder: Path, batches: list[BatchRef]) -> Callable[[str], Learned]:
+    """What one rank learns, by the family."""
+    return cache(lambda family: learn(0, 1, free_ports(4), folder, batches, family, {}))
 
 
 @pytest.fixture(scope="module")
@@ -192,18 +192,26 @@ def four() -> Iterator[Ranks]:
     ranks.close()
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, CROWDED])
-@pytest.mark.parametrize("world", [2, 4])
+QUICK = [("Qwen3-MoE", 2), (CROWDED, 4)]
+
+
+@pytest.mark.parametrize(
+    ("family", "world"),
+    [
+        pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow)
+        for one in product([*FAMILIES, CROWDED], [2, 4])
+    ],
+)
 def test_ranks_with_some_experts_each_learn_what_one_with_all_does(
     family: str,
     world: int,
     folder: Path,
     batches: list[BatchRef],
-    alone: Mapping[str, Learned],
+    alone: Callable[[str], Learned],
     request: pytest.FixtureRequest,
 ) -> None:
     ranks: Ranks = request.getfixturevalue({2: "pair", 4: "four"}[world])
-    wanted = alone[family]
+    wanted = alone(family)
     if family == CROWDED:
         assert wanted.routers["router/idle_experts"] == 0.5
     for train in OF_RANKS[world]:
@@ -214,12 +222,12 @@ def test_ranks_with_some_experts_each_learn_what_one_with_all_does(
 
 
 def test_ranks_that_share_samples_have_experts_spread_too(
-    folder: Path, batches: list[BatchRef], four: Ranks, alone: Mapping[str, Learned]
+    folder: Path, batches: list[BatchRef], four: Ranks, alone: Callable[[str], Learned]
 ) -> None:
     """Whose routers are not looked into."""
     train = {"sequence_parallel": 2, "expert_parallel": 4}
     first, *_ = four.run(learn, folder, batches, "Qwen3-MoE", train)
-    check(replace(first, routers=alone["Qwen3-MoE"].routers), alone["Qwen3-MoE"])
+    check(replace(first, routers=alone("Qwen3-MoE").routers), alone("Qwen3-MoE"))
 
 
 def test_a_snapshot_does_not_depend_on_where_experts_are(
@@ -242,6 +250,7 @@ SAME = {
 }
 
 
+@pytest.mark.slow
 def test_what_changes_what_is_held_changes_no_bit(
     folder: Path, batches: list[BatchRef], pair: Ranks
 ) -> None:
@@ -362,7 +371,7 @@ def hung(
     return time.monotonic() - began
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_rank_that_stays_out_of_an_exchange_is_not_waited_for_beyond_the_deadline(
     replicas: int, folder: Path, batches: list[BatchRef]
 ) -> None:

@@ -282,7 +282,13 @@ def test_the_mismatch_is_what_was_planted(mixtral: Path, tmp_path: Path) -> None
     assert other.metrics["train/rollout_mismatch_own_routing"] == pytest.approx(same, rel=1e-5)
 
 
-@pytest.mark.parametrize("family", ["Mixtral", "Qwen3-Next", "DeepSeek V3"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "Qwen3-Next",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("Mixtral", "DeepSeek V3")),
+    ],
+)
 def test_ranks_replay_what_one_does(family: str, tmp_path: Path) -> None:
     """Also a rank that has fewer micro-batches than another, and computes a token of none."""
     directory = make(family, tmp_path / "model")
