@@ -115,7 +115,7 @@ def _judged(
                 f"train.router_bias_update_rate = {train.router_bias_update_rate:g} would move. Set "
                 "train.router_bias_update_rate = 0."
             )
-        if lora is not None and (unfit := lora.unfit(verdict.linear)):
+        if lora is not None and (unfit := lora.unfit(verdict.linear, verdict.experts)):
             raise PreflightError(f"{where}.path = {path}: {unfit}")
         return Finding(
             check="self-test",

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from engines.models.checkpoints import UNPACKED, build_empty, quantisation
 from engines.models.mixers import mixers
-from engines.train.model.lora import linear_layers
+from engines.train.model.lora import expert_weights, linear_layers
 from engines.train.model.row_needs import why_together
 from engines.train.policy import Policy
 from engines.train.self_test.comparison import (
@@ -52,6 +52,7 @@ def verdict(directory: Path, longest: int) -> Verdict:
     try:
         own, together = mixers(whole).names, why_together(whole)
         linear = tuple(sorted({name.rpartition(".")[2] for name in linear_layers(whole)}))
+        experts = tuple(expert_weights(whole))
         routers = Policy(whole).routers
     except UNFIT as error:
         return Verdict(refused=f"the train engine cannot run it ({_line(error)})")
@@ -71,6 +72,7 @@ def verdict(directory: Path, longest: int) -> Verdict:
             routers=len(routers),
             biased=sum(bool(router.bias) for router in routers),
             linear=linear,
+            experts=experts,
         )
     return Verdict(refused=_cause(config, longest, found, own), largest=found.largest)
 

@@ -22,6 +22,7 @@ class Verdict:
     routers: int = 0  # of a mixture of experts, that the train engine knows
     biased: int = 0  # of these have a bias that balances experts
     linear: tuple[str, ...] = ()  # the last parts of the names of the decoder's linear layers
+    experts: tuple[str, ...] = ()  # names of the weights of its experts
 
     def to_json(self) -> str:
         """In one line."""
@@ -31,4 +32,5 @@ class Verdict:
     def from_json(cls, text: str) -> Verdict:
         """What `to_json` made; ValueError, TypeError or KeyError for anything else."""
         said = json.loads(text)
-        return cls(**{**said, "linear": tuple(said["linear"])})
+        names = {name: tuple(said[name]) for name in ("linear", "experts")}
+        return cls(**{**said, **names})
