@@ -63,11 +63,6 @@ def factor_names(weight: str, experts: Sequence[StackedWeight] = ()) -> tuple[st
     return module + _FACTORS[0], module + _FACTORS[1]
 
 
-def apart(a: torch.Tensor, b: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A [E, rank, in] and B [E, out, rank] of E experts, views of PEFT's two matrices."""
-    return a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts).permute(2, 0, 1)
-
-
 def is_factor(name: str) -> bool:
     """Whether a name in a train engine's model is that of an adapter's factor."""
     return name.rpartition(".")[2] in PARAMETERS
@@ -127,8 +122,9 @@ def merge(
         )
     if stacked is None:
         return merged(tensor, a, b, adapter.scale)
-    whole = tensor.clone()
-    for weight, *own in zip(whole, *apart(a, b, len(whole)), strict=True):
+    whole, experts = tensor.clone(), len(tensor)
+    of_experts = a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts).permute(2, 0, 1)
+    for weight, *own in zip(whole, *of_experts, strict=True):
         each = weight.T if stacked.transposed else weight
         each.copy_(merged(each, *own, adapter.scale))
     return whole

@@ -27,6 +27,7 @@ from engines.train.model.lora import (
     are_experts,
     base_weights,
     factors,
+    take_factors,
 )
 from engines.train.model.master_weights import MasterWeights
 from engines.train.publication import (
@@ -213,7 +214,10 @@ class AdapterVersions(Versions):
         )
 
     def agree(self, weights: WeightsRef) -> int:
-        return agree_together(self._files.store, weights, factors(self._module), self._group)
+        held = factors(self._module)
+        differing = agree_together(self._files.store, weights, held, self._group)
+        take_factors(self._module, held)
+        return differing
 
     @cached_property
     def _base_digests(self) -> dict[torch.dtype | None, str]:

@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from configs.lora import LoraConfig
-from engines.models.adapters import PARAMETERS, apart, factor_names, factor_shapes, is_factor
+from engines.models.adapters import PARAMETERS, factor_names, factor_shapes, is_factor
 from engines.train.model.fsdp import own_part
 from engines.train.model.master_weights import MasterWeights
 from storage.runs.weights import StackedWeight
@@ -60,18 +61,19 @@ class LoraLinear(nn.Linear):
 
 
 class ExpertFactors(nn.Module):
-    """The factors of one weight of E experts, laid out as PEFT's."""
+    """The factors of one weight of E experts."""
 
-    lora_A: nn.Parameter  # [E x rank, in], expert after expert
-    lora_B: nn.Parameter  # [out, rank x E], the first column of each expert first
+    lora_A: nn.Parameter  # [E x rank, in], as PEFT has it
+    lora_B: nn.Parameter  # [E, out, rank]; PEFT's [out, rank x E] would be copied for each product
 
     def __init__(self, weight: nn.Parameter, stacked: StackedWeight, lora: LoraConfig) -> None:
         """Float32, not set yet. weight: [E, out, in], or [E, in, out]; stacked: what it is called."""
         super().__init__()
-        self.stacked, self.experts, self.scale = stacked, len(weight), lora.scale
-        a, b = factor_shapes(weight.shape, lora.rank, stacked)
+        self.stacked, self.scale = stacked, lora.scale
+        a, (out, _) = factor_shapes(weight.shape, lora.rank, stacked)
         self.lora_A = nn.Parameter(torch.empty(a, device=weight.device))
-        self.lora_B = nn.Parameter(torch.empty(b, device=weight.device))
+        b = torch.empty(len(weight), out, lora.rank, device=weight.device)
+        self.lora_B = nn.Parameter(b)
 
     def beside(self, product: Callable[..., Tensor], rows: Tensor, *groups: Any) -> Tensor:
         """s (x A^T) B^T of each row's expert, [S, out].
@@ -81,9 +83,9 @@ class ExpertFactors(nn.Module):
             rows: x [S, in] of S pairs of a token and its expert, expert after expert.
             groups: Where each expert's rows end, as `product` takes it.
         """
-        a, b = apart(self.lora_A, self.lora_B, self.experts)
-        lack = -a.shape[1] % ALIGNED
-        a, b = functional.pad(a, (0, 0, 0, lack)), functional.pad(b, (0, lack)).contiguous()
+        a, b = self.lora_A.view(len(self.lora_B), -1, rows.shape[1]), self.lora_B
+        if lack := -b.shape[2] % ALIGNED:
+            a, b = functional.pad(a, (0, 0, 0, lack)), functional.pad(b, (0, lack))
         low = product(rows, a.transpose(1, 2), *groups)
         return self.scale * product(low, b.transpose(1, 2), *groups)
 
@@ -187,6 +189,16 @@ def inject(model: PreTrainedModel, lora: LoraConfig) -> None:
 
 
 @torch.no_grad()
+def take_factors(model: nn.Module, given: Mapping[str, Tensor]) -> None:
+    """Set the factors of a (sharded) language model to such as `factors` says; a collective."""
+    experts = adapted_experts(model)
+    for name, own in _sharded_factors(model).items():
+        for place, value in zip(own, (given[one] for one in _names(name, experts)), strict=True):
+            held = _as_held(value, len(place)) if value.dim() < place.dim() else value
+            own_part(place)[0].copy_(own_part(held)[0])
+
+
+@torch.no_grad()
 def reset(model: nn.Module, seed: int) -> None:
     """Set A as PEFT does, uniform within 1 / sqrt(in), and B to 0: the base's own function.
 
@@ -217,13 +229,38 @@ def adapted_experts(model: nn.Module) -> dict[str, StackedWeight]:
 
 
 def factors(model: nn.Module) -> dict[str, Tensor]:
-    """Every factor of a (sharded) language model by the name that PEFT has for it."""
+    """Every factor of a (sharded) language model by the name that PEFT has for it; a collective.
+
+    Those of linear layers are what is held, B of experts is a copy.
+    """
     experts = adapted_experts(model)
     found: dict[str, Tensor] = {}
-    for name, own in _sharded_factors(model).items():
-        weight = experts[name].name if name in experts else f"{name}.weight"
-        found |= zip(factor_names(weight, tuple(experts.values())), own, strict=True)
+    for name, (a, b) in _sharded_factors(model).items():
+        own = a, (_as_peft(b) if name in experts else b)
+        found |= zip(_names(name, experts), own, strict=True)
     return found
+
+
+def _names(module: str, experts: Mapping[str, StackedWeight]) -> tuple[str, str]:
+    """PEFT's of the two factors of a module."""
+    weight = experts[module].name if module in experts else f"{module}.weight"
+    return factor_names(weight, tuple(experts.values()))
+
+
+def _as_peft(b: Tensor) -> Tensor:
+    """B [E, out, rank], sharded by experts, as [out, rank x E], sharded by rows."""
+    return _sharded_by(b, 1).permute(1, 2, 0).flatten(1)
+
+
+def _as_held(b: Tensor, experts: int) -> Tensor:
+    """What `_as_peft` gives as it was."""
+    return _sharded_by(b.view(len(b), -1, experts).permute(2, 0, 1), 0)
+
+
+def _sharded_by(tensor: Tensor, dimension: int) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.redistribute(placements=(*tensor.placements[:-1], Shard(dimension)))
 
 
 def _sharded_factors(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
