@@ -22,6 +22,7 @@ FAMILIES = {
     "GLM 4 MoE": ["train.router_bias_update_rate=0.01"],
     "DeepSeek V3": ["train.router_bias_update_rate=0.01", "cluster.pools.train.workers=2"],
     "Mixtral": ["rollout.engine=vllm"],
+    "Qwen3-MoE": ["lora.rank=4", "lora.target_parameters=all-experts"],
 }
 
 

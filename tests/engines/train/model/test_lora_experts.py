@@ -106,6 +106,18 @@ def test_peft_computes_and_learns_the_same(family: str, join: Join, tmp_path: Pa
         assert (gap > 1e-4).float().mean() <= 0.01 and gap.max() <= 2e-3, name
 
 
+def test_peft_does_not_take_layers_beside_the_experts_for_experts(
+    join: Join, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    linear = LORA.model_copy(update={"target_parameters": ()})
+    engine = with_noise(join(experts_spec(tmp_path, "GLM 4 MoE", linear)))
+    folder = exported(engine, tmp_path)
+    model = peft.PeftModel.from_pretrained(naive.load(str(tmp_path / "model")), folder)
+    got = logprobs(engine, tmp_path, stored(tmp_path, samples()), "old_logprobs")
+    np.testing.assert_allclose(got, naive_logprobs(model), atol=1e-4)
+
+
 def test_some_weights_may_be_chosen_by_the_ends_of_their_names(join: Join, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     chosen = ("mlp.experts.down_proj", "layers.1.mlp.experts.gate_up_proj")
