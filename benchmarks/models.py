@@ -327,7 +327,7 @@ def looked_at(directory: Path, with_vllm: bool) -> dict[str, str]:
         cells |= attempt("transformers", lambda: by("transformers"))
         if with_vllm:
             cells |= attempt("vllm", lambda: by("vllm"))
-        if unfit := LoraConfig().unfit(said.linear):
+        if unfit := LoraConfig().unfit(said.linear, said.stacked):
             cells["lora"] = f"refused: {unfit.split('. ')[0]}"
         else:
             cells |= attempt("lora", lambda: number(family.trained("adapter", lora=True)[2]))

@@ -2,21 +2,33 @@
 
 An adapted linear layer computes x W^T + s (x A^T) B^T with s = alpha / rank (Hu et al., 2021,
 arXiv:2106.09685); its merged weight is W + s B A. W [out, in] is of the base, A [rank, in] and
-B [out, rank] are of the adapter.
+B [out, rank] are of the adapter. Of a weight that has those of E experts, [E, out, in] or transposed,
+each expert has its own A and B: PEFT has them in one A [E rank, in], expert after expert, and one
+B [out, rank E], whose columns begin with the first column of each expert.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 import tempfile
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engines.failures import WeightMismatch
 from storage.objects.store import Store
-from storage.runs.weights import BaseVersion, Manifest, TensorEntry, WeightsRef, open_manifest
+from storage.runs.weights import (
+    Adapter,
+    BaseVersion,
+    Manifest,
+    StackedWeight,
+    TensorEntry,
+    WeightsRef,
+    open_manifest,
+)
 from storage.runs.weights_reading import stream
 
 if TYPE_CHECKING:
@@ -31,11 +43,23 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # PEFT's, before the name in the language model
 _FACTORS = (".lora_A.weight", ".lora_B.weight")
 PARAMETERS = ("lora_A", "lora_B")  # of an adapted layer of the train engine
+# Linear layers that PEFT takes for the experts of older transformers' mixtures if they are among
+# target_modules (0.21: _MOE_TARGET_MODULE_MAPPING), as those that are beside the experts.
+_TAKEN_FOR_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
-def factor_names(weight: str) -> tuple[str, str]:
-    """PEFT's names of A and B for the weight of that name, such as model.…q_proj.weight."""
+def factor_names(weight: str, experts: Sequence[StackedWeight] = ()) -> tuple[str, str]:
+    """PEFT's names of A and B for the weight of that name, such as model.…q_proj.weight.
+
+    experts: the adapted weights of experts. PEFT wraps their module once for each, in the order of
+    the model, so that the last one's factors have the module's name.
+    """
+    names = [one.name for one in experts]
     module = _PREFIX + weight.removesuffix(".weight")
+    if weight in names:
+        within = weight.rpartition(".")[0]
+        outer = sum(one.rpartition(".")[0] == within for one in names[names.index(weight) + 1 :])
+        module = _PREFIX + within + ".base_layer" * outer
     return module + _FACTORS[0], module + _FACTORS[1]
 
 
@@ -46,12 +70,31 @@ def is_factor(name: str) -> bool:
 
 def adapted_weights(manifest: Manifest) -> list[str]:
     """Names of the base's weights for which a version has factors, in its order."""
+    experts = () if manifest.adapter is None else manifest.adapter.experts
+    stacked = {name: one.name for one in experts for name in factor_names(one.name, experts)}
     found: dict[str, None] = {}
     for name in manifest.tensors:
+        if name in stacked:
+            found[stacked[name]] = None
+            continue
         for factor in _FACTORS:
             if name.startswith(_PREFIX) and name.endswith(factor):
                 found[name.removeprefix(_PREFIX).removesuffix(factor) + ".weight"] = None
     return list(found)
+
+
+def factor_shapes(
+    weight: Sequence[int], rank: int, stacked: StackedWeight | None = None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of A and B for a weight of that shape; of none that a factor has, if it has not two
+    dimensions, or three of experts."""
+    if len(weight) != (2 if stacked is None else 3):
+        return (0,), (0,)
+    *experts, rows, columns = weight
+    if stacked is not None and stacked.transposed:
+        rows, columns = columns, rows
+    rank *= math.prod(experts)
+    return (rank, columns), (rows, rank)
 
 
 def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
@@ -64,19 +107,28 @@ def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float)
 
 
 def merge(
-    name: str, tensor: torch.Tensor, factors: Mapping[str, torch.Tensor], scale: float
+    name: str, tensor: torch.Tensor, factors: Mapping[str, torch.Tensor], adapter: Adapter
 ) -> torch.Tensor:
     """The base's tensor of that name as an adapter makes it, by its factors by PEFT's names."""
-    a, b = (factors.get(factor) for factor in factor_names(name))
+    a, b = (factors.get(factor) for factor in factor_names(name, adapter.experts))
     if a is None or b is None:
         return tensor
-    fit = tensor.dim() == a.dim() == b.dim() == 2 and a.shape[0] == b.shape[1]
-    if not fit or tensor.shape != (b.shape[0], a.shape[1]):  # else the product may be of any size
+    stacked = next((one for one in adapter.experts if one.name == name), None)
+    # Else the product may be of any size.
+    if (tuple(a.shape), tuple(b.shape)) != factor_shapes(tensor.shape, adapter.rank, stacked):
         raise WeightMismatch(
             f"The adapter's factors of {name} have shapes {tuple(b.shape)} and {tuple(a.shape)}, "
             f"which do not multiply to its {tuple(tensor.shape)}."
         )
-    return merged(tensor, a, b, scale)
+    if stacked is None:
+        return merged(tensor, a, b, adapter.scale)
+    whole, experts = tensor.clone(), len(tensor)
+    every_a = a.view(experts, -1, a.shape[1])
+    every_b = b.view(len(b), -1, experts).permute(2, 0, 1)
+    for weight, own_a, own_b in zip(whole, every_a, every_b, strict=True):
+        each = weight.T if stacked.transposed else weight
+        each.copy_(merged(each, own_a, own_b, adapter.scale))
+    return whole
 
 
 def whole_entries(
@@ -92,11 +144,12 @@ def whole_entries(
     assert manifest.base is not None  # as every manifest of an adapter has
     entries, rank = whole_entries(store, manifest.base), manifest.adapter.rank
     held = {name: entry.shape for name, entry in manifest.tensors.items()}
+    stacked = {one.name: one for one in manifest.adapter.experts}
     wanted: dict[str, tuple[int, ...]] = {}
     for name in adapted_weights(manifest):
-        rows, columns = entries[name].shape if name in entries else (0, 0)
-        a, b = factor_names(name)
-        wanted |= {a: (rank, columns), b: (rows, rank)}
+        shape = entries[name].shape if name in entries else ()
+        names = factor_names(name, manifest.adapter.experts)
+        wanted |= zip(names, factor_shapes(shape, rank, stacked.get(name)), strict=True)
     for name in [*held, *wanted]:
         if held.get(name) != wanted.get(name):
             raise WeightMismatch(
@@ -119,7 +172,7 @@ def stream_whole(
         return
     factors = dict(stream(store, weights))
     for name, tensor in stream(store, manifest.base, names):
-        yield name, merge(name, tensor, factors, manifest.adapter.scale)
+        yield name, merge(name, tensor, factors, manifest.adapter)
 
 
 def export_adapter(store: Store, weights: WeightsRef, target: Path) -> None:
@@ -147,14 +200,30 @@ def export_adapter(store: Store, weights: WeightsRef, target: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def peft_config(lora: LoraConfig, modules: list[str], base: PretrainedModel | None) -> bytes:
+def peft_config(
+    lora: LoraConfig,
+    modules: Iterable[str],
+    experts: Sequence[StackedWeight],
+    mixture: bool,
+    base: PretrainedModel | None,
+) -> bytes:
     """adapter_config.json, by which PEFT and vLLM load an adapter.
 
     Args:
         lora: Rank and scale.
         modules: Names of the adapted layers, without the weight's; PEFT looks at their last parts.
+        experts: The adapted weights of experts.
+        mixture: Whether the model has any experts.
         base: What transformers loads the base by; None where that is no name or directory.
     """
+    layers = {module.rpartition(".")[2] for module in modules}
+    # The weight of a linear layer is a parameter too, and its factors then have the same names.
+    as_parameters = layers & _TAKEN_FOR_EXPERTS if mixture else set()
+    parameters = {f"{layer}.weight" for layer in as_parameters}
+    if lora.target_parameters == "all-experts":
+        parameters |= {re.sub(r"^.*\.\d+\.", "", one.name) for one in experts}
+    else:
+        parameters |= set(lora.target_parameters)
     facts = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -164,7 +233,9 @@ def peft_config(lora: LoraConfig, modules: list[str], base: PretrainedModel | No
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
+        "target_modules": sorted(layers - as_parameters),
         "inference_mode": True,
     }
+    if parameters:
+        facts["target_parameters"] = sorted(parameters)
     return json.dumps(facts, indent=1).encode()

@@ -71,8 +71,9 @@ class TracedShape:
     cached: int  # numbers that decoding keeps of each token, in all layers
     state: int  # numbers that it keeps of each sequence besides
     plain_cache: bool  # whether that is keys and values of heads alone, as vLLM has them too
-    adapter: bool  # whether it was seen with an adapter of rank 1 on all linear layers
+    adapter: bool  # whether it was seen with the adapter that is trained
     linear: tuple[tuple[str, int], ...]  # last part of a linear layer's name, its inputs + outputs
+    experts: tuple[tuple[str, int], ...]  # name of experts' weight, their inputs + outputs together
 
     @property
     def layers(self) -> int:
@@ -113,8 +114,11 @@ class TracedShape:
             )
             for layer in said["stack"]
         )
-        linear = tuple((str(name), int(size)) for name, size in said["linear"])
-        return cls(**{**said, "stack": stack, "outside": _kept(said["outside"]), "linear": linear})
+        sizes = {
+            kind: tuple((str(name), int(size)) for name, size in said[kind])
+            for kind in ("linear", "experts")
+        }
+        return cls(**{**said, "stack": stack, "outside": _kept(said["outside"]), **sizes})
 
 
 Shape: TypeAlias = ModelShape | TracedShape

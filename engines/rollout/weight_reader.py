@@ -102,7 +102,7 @@ class LoadedWeights:
             factors[name] = factor
             self._factors.take(name)
         for name, tensor in self._stream(base, self._names):
-            yield name, merge(name, tensor, factors, adapter.scale)
+            yield name, merge(name, tensor, factors, adapter)
             self._whole.take(name)
 
     def _stream(

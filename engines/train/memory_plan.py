@@ -167,7 +167,7 @@ def plan_rank(
     masters = FLOAT * parameters // shards if rounded else 0
     logits = 0 if role == "critic" else logits_bytes(shape, train, batch, role, on_gpu)
     gathered, one = (
-        0 if plain else gathered_bytes(shape, train, shards, c),
+        0 if plain else gathered_bytes(shape, train, shards, c, adapter),
         max(
             *layers_bytes(shape, train, batch, c, on_gpu, lora), tower_layer_bytes(shape, batch, c)
         ),
@@ -289,33 +289,34 @@ def adapted_sizes(shape: ModelShape, lora: LoraConfig) -> list[int]:
         "up_proj": shape.hidden + shape.intermediate,
         "down_proj": shape.intermediate + shape.hidden,
     }
-    wanted = sizes if lora.target_modules == "all-linear" else lora.target_modules
-    return [sizes[name] for name in wanted if name in sizes]
+    return [size for name, size in sizes.items() if lora.adapts_layer(name)]
 
 
 def adapter_parameters(shape: Shape, lora: LoraConfig) -> int:
     """Numbers in the factors of all adapted layers."""
     if isinstance(shape, TracedShape):
-        return lora.rank * sum(size for name, size in shape.linear if _is_adapted(name, lora))
+        sizes = [size for name, size in shape.linear if lora.adapts_layer(name)]
+        sizes += [size for name, size in shape.experts if lora.adapts_experts(name)]
+        return lora.rank * sum(sizes)
     return shape.layers * lora.rank * sum(adapted_sizes(shape, lora))
 
 
-def _is_adapted(name: str, lora: LoraConfig) -> bool:
-    return lora.target_modules == "all-linear" or name in lora.target_modules
-
-
-def gathered_bytes(shape: Shape, train: TrainConfig, shards: int, c: int) -> int:
+def gathered_bytes(shape: Shape, train: TrainConfig, shards: int, c: int, adapter: int = 0) -> int:
     """Weights gathered at once: all of them, or those outside the layers and of two layers.
 
     FSDP gathers the next layer while one computes, into a buffer that is copied out. Experts that are
     spread over the ranks are not gathered.
+
+    adapter: numbers in the factors, which are gathered with the layers.
     """
     again = shards > 1 if train.reshard_after_forward == "auto" else train.reshard_after_forward
     towers = () if shape.vision is None else shape.vision.towers
     outside = shape.parameters - shape.inside
     outside -= sum(one.layers * one.layer_parameters for one in towers)
     each = layer_weights(shape, train)
-    inside = min(sum(each), 3 * max(each)) if again else sum(each)
+    inside = sum(each) + adapter
+    if again:
+        inside = min(inside, 3 * (max(each) + adapter // shape.layers))
     # Towers are gone through before the layers, whose weights are gathered where they are let go.
     seeing = [min(one.layers, 3 if again else one.layers) * one.layer_parameters for one in towers]
     return c * (outside + (max(inside, *seeing, 0) if again else inside + sum(seeing)))
@@ -363,10 +364,9 @@ def layers_bytes(
     if not isinstance(shape, TracedShape):
         return [layer_bytes(shape, train, batch, c, on_gpu, lora)] * shape.layers
     low = 0
-    if lora is not None:
-        adapted = sum(_is_adapted(name, lora) for name, _ in shape.linear)
-        rank = lora.rank - (1 if shape.adapter else 0)
-        low = math.ceil(c * batch.tokens * rank * adapted / shape.layers)
+    if lora is not None and not shape.adapter:
+        adapted = sum(lora.adapts_layer(name) for name, _ in shape.linear)
+        low = math.ceil(c * batch.tokens * lora.rank * adapted / shape.layers)
     # On a GPU attention's kernel keeps its result once more.
     again = RESULTS - 1 if on_gpu else 0
     return [

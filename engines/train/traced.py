@@ -6,6 +6,7 @@ import json
 from functools import cache
 from pathlib import Path
 
+from configs.lora import LoraConfig
 from engines.models.traced_shape import TracedShape
 from engines.train.cached_child import BrokeOff, CachedChild
 
@@ -15,28 +16,29 @@ LIMIT = 120.0  # seconds
 
 
 def traced_shape(
-    directory: Path, longest: int, products: str, adapter: bool = False
+    directory: Path, longest: int, products: str, lora: LoraConfig | None = None
 ) -> TracedShape:
     """Of the model of a directory, by a child that takes about ten seconds; then by what it said.
 
     longest: tokens of the longest sequence that is read. products: their format, as
-    train.compute_dtype has it. adapter: whether one is trained alone.
+    train.compute_dtype has it. lora: an adapter that is trained alone.
     Raises BrokeOff where the code cannot be gone through without the weights, or not in LIMIT.
     """
-    found = _asked(directory, min(max(longest, LEAST), MOST), products, adapter)
+    settings = () if lora is None else (lora.model_dump_json(exclude={"alpha"}),)
+    found = _asked(directory, min(max(longest, LEAST), MOST), products, *settings)
     if isinstance(found, str):
         raise BrokeOff(found)
     return found
 
 
 @cache
-def _asked(directory: Path, longest: int, products: str, adapter: bool) -> TracedShape | str:
+def _asked(directory: Path, longest: int, products: str, *lora: str) -> TracedShape | str:
     """Once in a process, for a plan asks many times; why not, where the child broke off."""
     child = CachedChild(
         module="engines.train.tracing",
         read=lambda line: TracedShape.from_json(json.loads(line)),
         directory=directory,
-        arguments=(str(longest), products, *(["adapter"] if adapter else [])),
+        arguments=(str(longest), products, *lora),
         folder="shapes",
         limit=LIMIT,
     )

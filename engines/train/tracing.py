@@ -1,6 +1,6 @@
 """What a model of any kind holds and keeps, seen by going through its code without memory.
 
-python -m engines.train.tracing DIRECTORY TOKENS FORMAT [adapter] prints a line of JSON.
+python -m engines.train.tracing DIRECTORY TOKENS FORMAT [LORA] prints a line of JSON.
 Nothing is computed (torch's FakeTensorMode: operations give shapes alone), so a model of any size
 takes seconds. Counted is what autograd keeps of three micro-batches of the train engine's own packed
 rows.
@@ -32,7 +32,7 @@ from engines.train.activations import is_product
 from engines.train.batching.packed_batch import PackedBatch, pack
 from engines.train.model.expert_parallel import find_experts
 from engines.train.model.fsdp import layers
-from engines.train.model.lora import inject, linear_layers
+from engines.train.model.lora import expert_weights, inject, linear_layers
 from engines.train.model.row_needs import RowNeeds, why_together
 from engines.train.model.sequence_parallel import SequenceGroup
 from engines.train.policy import decoder_states, packed_attention
@@ -57,7 +57,7 @@ class _Seen:
 
 
 def trace(
-    directory: Path, longest: int, products: torch.dtype, adapter: bool = False
+    directory: Path, longest: int, products: torch.dtype, lora: LoraConfig | None = None
 ) -> TracedShape:
     """What the model of a directory holds and keeps; of its files config.json alone is read.
 
@@ -69,15 +69,13 @@ def trace(
             that takes one token after the other.
         products: Format of products. Of experts it is bfloat16, the only one in which FakeTensorMode
             (torch 2.13) has grouped products: tensors in it are taken to grow with the format.
-        adapter: Whether a low-rank adapter is trained and the rest frozen, which keeps less.
+        lora: A low-rank adapter that is trained while the rest is frozen, which keeps less.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         model = build_without_values(directory, "float32")
         if any(weight.dim() == 3 and "expert" in name for name, weight in model.named_parameters()):
             products = torch.bfloat16
-        for weight in model.parameters():  # as FSDP gathers them; what else is in float32 stays
-            weight.data = weight.data.to(products)
         _rotate_alike(model)
         cached, state = _cached(build_without_values(directory, "bfloat16"))
     heads = getattr(model.config.get_text_config(), "num_attention_heads", 1)
@@ -88,9 +86,12 @@ def trace(
     latent = getattr(model.config.get_text_config(), "kv_lora_rank", None) is not None
     inside = [_numbers(one) for one in _stack(model)]
     experts = [sum(map(_numbers, find_experts(one))) for one in _stack(model)]
-    if adapter:
-        with mode:
-            inject(model, LoraConfig(rank=1))
+    with mode:
+        factors = _factors_of_experts(model)
+        if lora is not None:
+            inject(model, lora)
+        for weight in model.parameters():  # as FSDP gathers them; what else is in float32 stays
+            weight.data = weight.data.to(products)
     model, needs = packed_attention(model)
 
     def seen(tokens: int, of_each: int = 1) -> _Seen:
@@ -129,9 +130,20 @@ def trace(
         cached=cached,
         state=state,
         plain_cache=cached > 0 and state == 0 and not latent,
-        adapter=adapter,
+        adapter=lora is not None,
         linear=tuple((name, each.in_features + each.out_features) for name, each in linear),
+        experts=factors,
     )
+
+
+def _factors_of_experts(model: PreTrainedModel) -> tuple[tuple[str, int], ...]:
+    """Names of the weights of experts, and the numbers in their factors of rank 1."""
+    found = []
+    for name, module in expert_weights(model).items():
+        weight = module.get_parameter(name.rpartition(".")[2])
+        experts, *sides = weight.shape
+        found.append((name, experts * sum(sides)))
+    return tuple(found)
 
 
 def fit(one: Amount, double: Amount, sharing: Amount, length: int) -> Kept:
@@ -288,8 +300,9 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
 def main() -> None:
     """Print what is seen of what the arguments name."""
     warnings.filterwarnings("ignore")
-    directory, longest, products, *adapter = sys.argv[1:]
-    shape = trace(Path(directory), int(longest), getattr(torch, products), adapter == ["adapter"])
+    directory, longest, products, *settings = sys.argv[1:]
+    lora = LoraConfig.model_validate_json(settings[0]) if settings else None
+    shape = trace(Path(directory), int(longest), getattr(torch, products), lora)
     print(json.dumps(shape.to_json()))
 
 

@@ -21,7 +21,14 @@ from engines.models.adapters import CONFIG_FILE, peft_config
 from engines.models.checkpoint_names import CheckpointNames
 from engines.models.checkpoints import companion_files
 from engines.train.model.gathering import on_first
-from engines.train.model.lora import adapted_layers, base_weights, factors
+from engines.train.model.lora import (
+    adapted_experts,
+    adapted_layers,
+    are_experts,
+    base_weights,
+    factors,
+    take_factors,
+)
 from engines.train.model.master_weights import MasterWeights
 from engines.train.publication import (
     Publication,
@@ -169,7 +176,10 @@ class AdapterVersions(Versions):
         """
         base = self._published_base(dtype)
         modules = [name for name, _ in adapted_layers(self._module)]
-        config = peft_config(self._lora, modules, _loadable(self._spec.model))
+        adapter, mixture = self._adapter, any(map(are_experts, self._module.modules()))
+        config = peft_config(
+            self._lora, modules, adapter.experts, mixture, _loadable(self._spec.model)
+        )
         return publish_together(
             self._files.store,
             self._files.run,
@@ -178,7 +188,7 @@ class AdapterVersions(Versions):
             {CONFIG_FILE: config},
             None,
             self._group,
-            adapter=(self._adapter, base),
+            adapter=(adapter, base),
         )
 
     def digest(self, dtype: torch.dtype | None) -> str:
@@ -204,7 +214,10 @@ class AdapterVersions(Versions):
         )
 
     def agree(self, weights: WeightsRef) -> int:
-        return agree_together(self._files.store, weights, factors(self._module), self._group)
+        held = factors(self._module)
+        differing = agree_together(self._files.store, weights, held, self._group)
+        take_factors(self._module, held)
+        return differing
 
     @cached_property
     def _base_digests(self) -> dict[torch.dtype | None, str]:
@@ -218,7 +231,8 @@ class AdapterVersions(Versions):
 
     @property
     def _adapter(self) -> Adapter:
-        return Adapter(rank=self._lora.rank, alpha=self._lora.alpha)
+        experts = tuple(adapted_experts(self._module).values())
+        return Adapter(rank=self._lora.rank, alpha=self._lora.alpha, experts=experts)
 
     def _base_digest(self, dtype: torch.dtype | None) -> str:
         if dtype not in self._base_digests:

@@ -69,11 +69,19 @@ class WeightsRef(Frozen):
     stored: int | None = None  # bytes of its files; None: this was not yet said when it was made
 
 
+class StackedWeight(Frozen):
+    """A weight that has those of all experts of a layer, one after the other."""
+
+    name: str
+    transposed: bool  # [experts, in, out], not [experts, out, in]
+
+
 class Adapter(Frozen):
     """What the tensors of a version are: two small factors for each weight that it adapts."""
 
     rank: int = Field(ge=1)
     alpha: float = Field(allow_inf_nan=False)
+    experts: tuple[StackedWeight, ...] = ()  # that it adapts, in the order of the model
 
     @property
     def scale(self) -> float:
@@ -207,8 +215,9 @@ def weights_digest(entries: Iterable[tuple[str, str, Sequence[int], str]]) -> st
 
 
 def adapter_digest(factors: str, adapter: Adapter, base: str) -> str:
-    """The digest of an adapter: of its factors' own, its scale and its base's."""
-    return digest_lines([[factors, adapter.rank, adapter.alpha, base]])
+    """The digest of an adapter: of its factors' own, its scale, what it is on, and its base's."""
+    experts = [[one.name, one.transposed] for one in adapter.experts]
+    return digest_lines([[factors, adapter.rank, adapter.alpha, base, *experts]])
 
 
 def open_manifest_at(store: Store | NodeCache, key: str) -> Manifest:

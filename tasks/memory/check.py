@@ -24,8 +24,8 @@ def check_memory(config: GRPOConfig, of_features: tuple[HoldersOf, ...] = ()) ->
     """
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     # A critic trains all weights, also beside an adapter.
-    adapter = config.lora is not None and "critic" not in config.trained_roles
-    shape = sizes_of(config.model, longest, config.train.compute_dtype, adapter)
+    lora = None if "critic" in config.trained_roles else config.lora
+    shape = sizes_of(config.model, longest, config.train.compute_dtype, lora)
     if shape is None:
         return [
             "no plan: the model's files are not here, or its code cannot be gone through for it"

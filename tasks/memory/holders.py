@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from configs.cluster.cluster import Role
 from configs.grpo import GRPOConfig
+from configs.lora import LoraConfig
 from configs.model import Model, PretrainedModel
 from configs.rollout import RolloutConfig
 from engines.models.checkpoints import present
@@ -217,21 +218,21 @@ def rollout_bytes(config: GRPOConfig, shape: Shape, role: Role = "rollout") -> d
 
 
 def sizes_of(
-    model: Model, longest: int, products: str = "bfloat16", adapter: bool = False
+    model: Model, longest: int, products: str = "bfloat16", lora: LoraConfig | None = None
 ) -> Shape | None:
     """The sizes of a language model of any kind; None where its files do not say them yet.
 
     A family whose sizes config.json does not say takes a child process of about ten seconds, once.
 
-    longest: tokens of its longest sample. products, adapter: where it is trained, their format and
-    whether an adapter alone is.
+    longest: tokens of its longest sample. products, lora: where it is trained, their format and the
+    adapter that alone is.
     """
     if is_traced(model):
         directory = present(model)
         assert directory is not None
         with contextlib.suppress(BrokeOff):
             # The last token of a sample is not read.
-            return traced_shape(directory, longest - 1, products, adapter)
+            return traced_shape(directory, longest - 1, products, lora)
         return None
     with contextlib.suppress(ValueError):  # wrong files, of which other checks speak
         facts = model_facts(model)

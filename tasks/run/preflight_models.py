@@ -118,7 +118,7 @@ def _judged(
             )
         if where == "model" and train.expert_parallel > 1:
             _check_experts(f"{where}.path = {path}", train.expert_parallel, verdict.experts)
-        if lora is not None and (unfit := lora.unfit(verdict.linear)):
+        if lora is not None and (unfit := lora.unfit(verdict.linear, verdict.stacked)):
             raise PreflightError(f"{where}.path = {path}: {unfit}")
         return Finding(
             check="self-test",

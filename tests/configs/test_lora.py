@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from configs.grpo import GRPOConfig
+from configs.lora import LoraConfig
 from configs.overrides import ConfigError
 from configs.recipe import load_recipe
 
@@ -22,6 +23,24 @@ def test_it_is_off_and_an_empty_group_takes_the_defaults() -> None:
     chosen = tiny("lora.rank=8", "lora.target_modules=[q_proj, v_proj]").lora
     assert chosen is not None
     assert (chosen.scale, chosen.target_modules) == (4.0, ("q_proj", "v_proj"))
+
+
+def test_experts_are_chosen_by_the_ends_of_their_weights_names() -> None:
+    names = [f"model.layers.0.mlp.experts.{one}" for one in ("gate_up_proj", "down_proj")]
+    for targets, adapted in [
+        ((), [False, False]),
+        ("all-experts", [True, True]),
+        (("mlp.experts.down_proj",), [False, True]),
+        (("own_proj",), [False, False]),
+    ]:
+        lora = LoraConfig(target_modules=("q_proj",), target_parameters=targets)
+        assert [lora.adapts_experts(name) for name in names] == adapted
+    assert lora.unfit(["q_proj"], names) == (
+        "lora.target_parameters has own_proj, and no name of a weight of the decoder's experts ends "
+        "so. Their weights are down_proj, gate_up_proj."
+    )
+    alone = LoraConfig(target_modules=(), target_parameters="all-experts")
+    assert alone.unfit([], names) is None
 
 
 def test_no_engine_holds_a_reference_beside_an_adapter() -> None:
@@ -42,6 +61,10 @@ def test_an_adapter_is_no_difference() -> None:
         ("lora.target_modules=[]", "lora.target_modules is empty.*Set lora.target_modules"),
         ("lora.target_modules=[q_proj, lm_head]", "has lm_head.*Leave it out"),
         ("lora.rank=0", "lora.rank"),
+        (
+            "lora.target_parameters=all-experts",
+            "model.kind = random makes a model without any. Set lora.target_parameters",
+        ),
         ("lora.dropout=0.1", "lora.dropout: there is no such setting"),
     ],
 )

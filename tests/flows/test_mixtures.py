@@ -23,6 +23,7 @@ FAMILIES = {
     "DeepSeek V3": ["train.router_bias_update_rate=0.01", "cluster.pools.train.workers=2"],
     "Qwen3-MoE": ["train.expert_parallel=2", "cluster.pools.train.workers=2"],
     "Mixtral": ["rollout.engine=vllm"],
+    "OLMoE": ["lora.rank=4", "lora.target_parameters=all-experts"],
 }
 
 

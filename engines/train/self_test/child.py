@@ -17,7 +17,7 @@ from engines.models.checkpoints import UNPACKED, build_empty, quantisation
 from engines.models.mixers import mixers
 from engines.models.routers import Router, number_of_experts
 from engines.train.model.expert_parallel import count_experts, find_experts
-from engines.train.model.lora import linear_layers
+from engines.train.model.lora import expert_weights, linear_layers
 from engines.train.model.row_needs import why_together
 from engines.train.policy import Policy
 from engines.train.self_test.comparison import (
@@ -55,6 +55,7 @@ def verdict(directory: Path, longest: int) -> Verdict:
     try:
         own, together = mixers(whole).names, why_together(whole)
         linear = tuple(sorted({name.rpartition(".")[2] for name in linear_layers(whole)}))
+        stacked = tuple(expert_weights(whole))
         routers = Policy(whole).routers
         told = bool(routers) and _told(routers[0], whole)
         experts = math.gcd(*(count_experts(one) for one in find_experts(whole)))
@@ -78,6 +79,7 @@ def verdict(directory: Path, longest: int) -> Verdict:
             biased=sum(bool(router.bias) for router in routers),
             told=told,
             linear=linear,
+            stacked=stacked,
         )
     return Verdict(refused=_cause(config, longest, found, own), largest=found.largest)
 

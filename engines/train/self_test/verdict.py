@@ -24,6 +24,7 @@ class Verdict:
     biased: int = 0  # of these have a bias that balances experts
     told: bool = False  # whether they take experts that they are told
     linear: tuple[str, ...] = ()  # the last parts of the names of the decoder's linear layers
+    stacked: tuple[str, ...] = ()  # names of the weights of its experts
 
     def to_json(self) -> str:
         """In one line."""
@@ -33,4 +34,5 @@ class Verdict:
     def from_json(cls, text: str) -> Verdict:
         """What `to_json` made; ValueError, TypeError or KeyError for anything else."""
         said = json.loads(text)
-        return cls(**{**said, "linear": tuple(said["linear"])})
+        names = {name: tuple(said[name]) for name in ("linear", "stacked")}
+        return cls(**{**said, **names})

@@ -50,6 +50,7 @@ from tests.engines.train.train_ranks import spec
 
 __all__ = ["hooked"]
 LONGEST = PROMPT + RESPONSE - 1
+EXPERTS = LoraConfig(rank=12, target_parameters="all-experts")
 
 
 def test_growth_is_told_apart() -> None:
@@ -81,6 +82,8 @@ def slow(*values: object) -> object:
         slow("LFM2", {"gradient_checkpointing": 0.5}),
         slow("GPT-2", {}),
         slow("Qwen2-MoE", {"compute_dtype": "bfloat16", "lora": LoraConfig(rank=8)}),
+        ("Qwen3-MoE", {"compute_dtype": "bfloat16", "lora": EXPERTS}),
+        slow("gpt-oss", {"compute_dtype": "bfloat16", "lora": EXPERTS}),
         slow("StableLM", {}),
         slow("StarCoder 2", {}),
         slow("Mistral", {}),
@@ -98,7 +101,7 @@ def test_a_plan_of_any_family_is_what_an_update_keeps(
     assert facts is not None
     train = TrainConfig(**{"compute_dtype": "float32", "micro_batch_tokens": 4096, **settings})
     products = getattr(torch, train.compute_dtype)
-    shape = trace(Path(model.path), LONGEST, products, adapter=lora is not None)
+    shape = trace(Path(model.path), LONGEST, products, lora)
     engine = FSDPEngine(
         spec(tmp_path, **settings).model_copy(update={"lora": lora, "model": model})
     )

@@ -152,5 +152,5 @@ def test_a_critic_beside_an_adapter_is_planned_with_all_weights_trained(
     asked: list[tuple[object, ...]] = []
     monkeypatch.setattr(check, "sizes_of", lambda *given: asked.append(given))
     plan(load_recipe(flow, "tiny", ["lora.rank=4"]))
-    ((*_, with_adapter),) = asked
-    assert with_adapter == adapter
+    ((*_, lora),) = asked
+    assert (lora is not None) == adapter

@@ -790,6 +790,25 @@ def test_experts_are_spread_over_the_ranks_of_a_copy_where_these_divide_them(
     )
 
 
+@pytest.mark.usefixtures("no_cache")
+def test_experts_that_no_adapter_fits_on_are_refused(tmp_path: Path) -> None:
+    mixture = family(
+        *(tmp_path / "mixture", "qwen3_moe"),
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        num_key_value_heads=2,
+    )
+    check(settings(tmp_path, mixture, "lora={target_parameters: [experts.down_proj]}"))
+    assert "has w1, and no name of a weight of the decoder's experts ends so. Their" in refused(
+        tmp_path, mixture, "lora={target_parameters: [w1]}"
+    )
+    dense = family(tmp_path / "dense", "llama")
+    assert "decoder has none of a form that is known. Set lora.target_parameters = []" in refused(
+        tmp_path, dense, "lora={target_parameters: all-experts}"
+    )
+
+
 @pytest.mark.parametrize(
     ("config", "words", "says"),
     [

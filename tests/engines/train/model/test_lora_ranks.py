@@ -9,14 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen3MoeConfig
 
+from benchmarks.families import FAMILIES
+from configs.model import PretrainedModel
+from engines.models.making import character_tokenizer, save
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.spec import ColumnsResult, LogprobRequest, UpdateResult
+from engines.train.self_test.twin import build
+from engines.train.spec import ColumnsResult, LogprobRequest, TrainSpec, UpdateResult
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef
 from storage.runs.weights_reading import stream
-from tests.engines.train.model.test_lora import PLAIN, lora_spec
+from tests.engines.train.model.test_lora import LORA, PLAIN, lora_spec
 from tests.engines.train.train_ranks import (
     TEMPERATURE,
     Ranks,
@@ -39,9 +44,9 @@ class Seen:
 
 
 def scenario(
-    rank: int, world: int, ports: list[int], folder: Path, batches: list[BatchRef]
+    rank: int, world: int, ports: list[int], given: TrainSpec, batches: list[BatchRef]
 ) -> Seen:
-    engine = FSDPEngine(lora_spec(folder, run=f"of-{world}", micro_batch_tokens=64))
+    engine = FSDPEngine(given.model_copy(update={"run": f"of-{world}"}))
 
     def join(generation: int) -> None:
         engine.join(rank, world, "127.0.0.1", ports[generation], generation, 60.0)
@@ -81,19 +86,28 @@ def scenario(
     )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("lora-ranks")
+@pytest.fixture(scope="module", params=["dense", "experts"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp(f"lora-ranks-{request.param}")
 
 
 @pytest.fixture(scope="module")
 def seen(folder: Path) -> Iterator[dict[int, list[Seen]]]:
     """The scenario on one rank and on two."""
+    given = lora_spec(folder, micro_batch_tokens=64)
+    if "experts" in folder.name:
+        _, sizes = FAMILIES["Qwen3-MoE"]
+        config = Qwen3MoeConfig(**{**sizes, "num_hidden_layers": 2, "num_experts": 3})
+        save(build(config), folder / "model")
+        character_tokenizer().save_pretrained(folder / "model")
+        model = PretrainedModel(path=str(folder / "model"))
+        lora = LORA.model_copy(update={"target_parameters": "all-experts"})
+        given = given.model_copy(update={"model": model, "lora": lora})
     batches = [stored(folder, samples(seed, groups=5), f"batch-{seed}") for seed in range(3)]
     pair = Ranks(2)
     yield {
-        1: [scenario(0, 1, free_ports(4), folder, batches)],
-        2: pair.run(scenario, folder, batches),
+        1: [scenario(0, 1, free_ports(4), given, batches)],
+        2: pair.run(scenario, given, batches),
     }
     pair.close()
 
