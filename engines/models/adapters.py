@@ -123,10 +123,10 @@ def merge(
     if stacked is None:
         return merged(tensor, a, b, adapter.scale)
     whole, experts = tensor.clone(), len(tensor)
-    of_experts = a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts).permute(2, 0, 1)
-    for weight, *own in zip(whole, *of_experts, strict=True):
+    a, b = a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts).permute(2, 0, 1)
+    for weight, own_a, own_b in zip(whole, a, b, strict=True):
         each = weight.T if stacked.transposed else weight
-        each.copy_(merged(each, *own, adapter.scale))
+        each.copy_(merged(each, own_a, own_b, adapter.scale))
     return whole
 
 

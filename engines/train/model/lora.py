@@ -83,7 +83,8 @@ class ExpertFactors(nn.Module):
             rows: x [S, in] of S pairs of a token and its expert, expert after expert.
             groups: Where each expert's rows end, as `product` takes it.
         """
-        a, b = self.lora_A.view(len(self.lora_B), -1, rows.shape[1]), self.lora_B
+        b: Tensor = self.lora_B
+        a = self.lora_A.view(len(b), -1, rows.shape[1])
         if lack := -b.shape[2] % ALIGNED:
             a, b = functional.pad(a, (0, 0, 0, lack)), functional.pad(b, (0, lack))
         low = product(rows, a.transpose(1, 2), *groups)
