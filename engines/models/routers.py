@@ -98,14 +98,23 @@ def on_meta(router: Router, hidden: int, dtype: torch.dtype) -> Returned | None:
 
     What it is handed besides is a bias of the experts' scores. None: it is handed something else.
     """
-    twin = copy.deepcopy(router.module).to(device="meta", dtype=dtype)
+    return _of_one_token(_twin(router, "meta", dtype), hidden)
+
+
+def _twin(router: Router, device: str, dtype: torch.dtype) -> nn.Module:
+    """A router of the same kind and sizes, whose values are not set."""
+    twin = copy.deepcopy(router.module)
     vars(twin).pop("forward", None)  # that of the module, where it was put in the place of its own
-    experts = next(len(one) for one in twin.parameters() if one.dim() == 2)
-    _, *others = inspect.signature(twin.forward).parameters.values()
-    biases = [torch.empty(experts, device="meta") for one in others if one.default is one.empty]
+    return twin.to(dtype=dtype).to_empty(device=device)
+
+
+def _of_one_token(router: nn.Module, hidden: int) -> Returned | None:
+    weight = next(one for one in router.parameters() if one.dim() == 2)
+    _, *others = inspect.signature(router.forward).parameters.values()
+    biases = [weight.new_zeros(len(weight)) for one in others if one.default is one.empty]
     for shape in ((1, hidden), (1, 1, hidden)):  # some take tokens, some sequences of them
         try:
-            returned: Returned = twin(torch.empty(shape, dtype=dtype, device="meta"), *biases)
+            returned: Returned = router(weight.new_ones(shape), *biases)
         except (ValueError, IndexError, RuntimeError):
             continue
         return returned
@@ -123,7 +132,29 @@ def number_of_experts(router: Router, hidden: int) -> int | None:
         return None
     logits = returned if isinstance(returned, Tensor) else returned[router.index]
     experts = int(logits.shape[-1])
-    return experts if choice.widths.count(experts) == 1 else None
+    seen = choice.widths.count(experts) == 1
+    return experts if seen and _weighs_any(router, hidden, experts) else None
+
+
+@torch.no_grad()
+def _weighs_any(router: Router, hidden: int, experts: int) -> bool:
+    """Whether each expert that a router may be told has a gate.
+
+    Some set the scores of all groups of experts but the best ones to 0, and take gates of these.
+    """
+    twin = _twin(router, "cpu", torch.float32)
+    noise = torch.Generator().manual_seed(0)
+    for one in (*twin.parameters(), *twin.buffers()):
+        one.copy_(torch.randn(one.shape, generator=noise) / hidden**0.5)
+    for first in range(0, experts, router.top_k):
+        told = (first + torch.arange(router.top_k)).remainder(experts)[None]
+        with _Choice(router, told, None, experts):
+            returned = _of_one_token(twin, hidden)
+        parts = (returned,) if isinstance(returned, Tensor) else returned or ()
+        gates = [one for one in parts if one.is_floating_point() and one.shape[-1] == router.top_k]
+        if any(bool((one == 0).any()) for one in gates):
+            return False
+    return True
 
 
 class ChosenExperts:
@@ -136,9 +167,15 @@ class ChosenExperts:
     def __init__(self, routers: Sequence[Router], hidden: int) -> None:
         """Puts itself between the routers and their model.
 
-        hidden: numbers of a token's state.
+        hidden: numbers of a token's state. Raises ValueError where their choice cannot be told.
         """
-        self.experts = number_of_experts(routers[0], hidden) or 0
+        counts = {number_of_experts(router, hidden) for router in routers}
+        if len(counts) != 1 or None in counts:
+            raise ValueError(
+                "train.router_replay = true is for mixtures of experts, and this model has no "
+                "routers of a form that is known. Set train.router_replay = false."
+            )
+        self.experts = sum(count for count in counts if count is not None)
         self.layers, self.top_k = len(routers), routers[0].top_k
         self.places = [router.layer for router in routers]
         # [T, L, k] int16 of the T tokens of the next passes, -1: its own; None: all its own. Layers
@@ -171,13 +208,7 @@ class ChosenExperts:
 
 def chosen_experts(model: PreTrainedModel) -> ChosenExperts:
     """Of a model's routers; ValueError where it has none whose choice can be told."""
-    routers, text = find_routers(model), model.config.get_text_config()
-    if not routers or number_of_experts(routers[0], text.hidden_size) is None:
-        raise ValueError(
-            "train.router_replay = true is for mixtures of experts, and this model has no routers of "
-            "a form that is known. Set train.router_replay = false."
-        )
-    return ChosenExperts(routers, text.hidden_size)
+    return ChosenExperts(find_routers(model), model.config.get_text_config().hidden_size)
 
 
 _TOPK = (torch.topk, Tensor.topk)
@@ -212,9 +243,9 @@ class _Choice(TorchFunctionMode):
         if self._told is None:
             return returned
         told = self._told
-        if len(told) != len(self.own):
-            assert self._slots is not None, "layers are given the tokens, or these in places"
+        if self._slots is not None:
             told = told[self._slots[: len(self.own)]]
+        assert len(told) == len(self.own), "layers are given the tokens, or these in places"
         told = told.to(self.own.dtype)
         self.chosen = torch.where((told >= 0).all(1, keepdim=True), told, self.own)
         return torch.return_types.topk((scores.gather(1, self.chosen), self.chosen))

@@ -283,7 +283,7 @@ def after(path: Completion, start: int, finish_reason: str) -> Completion:
     """What a path has after `start` tokens, with spans counted from there."""
     experts = path.routed_experts
     if experts is not None and start:
-        experts = experts[start - len(path.tokens) :]
+        experts = experts[len(experts) - (len(path.tokens) - start) :]
     return Completion(
         tokens=path.tokens[start:],
         logprobs=path.logprobs[start:],

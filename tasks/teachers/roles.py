@@ -37,6 +37,7 @@ def vllm_teacher_spec(
             update={
                 "model": teacher.model,
                 "rollout": engine.engine_of(config.rollout, words),
+                "routed_experts": False,
                 "max_model_len": own.max_model_len + 1,  # vLLM draws a token beyond those scored
             }
         ),

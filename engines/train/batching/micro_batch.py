@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from engines.models.routed_experts import OF_PROMPT, OF_RESPONSE
+from engines.models.routed_experts import OF_PROMPT, OF_RESPONSE, extended
 from engines.train.batching.image_turns import SeenRow, pack_turns, turns_of
 from engines.train.batching.packed_batch import Ints, PackedBatch, pack, put
 from engines.train.model.row_needs import PLAIN, RowNeeds
@@ -109,8 +109,11 @@ def read_micro_batch(
     else:
         experts = None
         if needs.routed_experts:
-            parts = zip(*(_rows_of(data[name]) for name in (OF_PROMPT, OF_RESPONSE)), strict=True)
-            experts = [np.concatenate(part) for part in parts]
+            columns_of = (_rows_of(data[name]) for name in ("prompt_ids", OF_PROMPT, OF_RESPONSE))
+            experts = [
+                np.concatenate([extended(before, len(prompt) - 1), after])
+                for prompt, before, after in zip(*columns_of, strict=True)
+            ]
         packed = pack(
             *(_rows_of(data["prompt_ids"]), responses, device, tree_training, needs, experts)
         )

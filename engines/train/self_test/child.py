@@ -11,11 +11,11 @@ import warnings
 from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from engines.models.checkpoints import UNPACKED, build_empty, quantisation
 from engines.models.mixers import mixers
-from engines.models.routers import Router, number_of_experts
+from engines.models.routers import number_of_experts
 from engines.train.model.expert_parallel import count_experts, find_experts
 from engines.train.model.lora import expert_weights, linear_layers
 from engines.train.model.row_needs import why_together
@@ -57,7 +57,9 @@ def verdict(directory: Path, longest: int) -> Verdict:
         linear = tuple(sorted({name.rpartition(".")[2] for name in linear_layers(whole)}))
         stacked = tuple(expert_weights(whole))
         routers = Policy(whole).routers
-        told = bool(routers) and _told(routers[0], whole)
+        told = bool(routers) and None not in {
+            number_of_experts(one, whole.config.get_text_config().hidden_size) for one in routers
+        }
         experts = math.gcd(*(count_experts(one) for one in find_experts(whole)))
     except UNFIT as error:
         return Verdict(refused=f"the train engine cannot run it ({_line(error)})")
@@ -82,11 +84,6 @@ def verdict(directory: Path, longest: int) -> Verdict:
             stacked=stacked,
         )
     return Verdict(refused=_cause(config, longest, found, own), largest=found.largest)
-
-
-def _told(router: Router, model: PreTrainedModel) -> bool:
-    """Whether a router takes experts that it is told."""
-    return number_of_experts(router, model.config.get_text_config().hidden_size) is not None
 
 
 def compared(config: PretrainedConfig) -> Differences:

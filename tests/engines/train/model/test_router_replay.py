@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from engines.models.routers import find_routers
 from engines.train.activations import checkpoint_layers
 from engines.train.batching.packed_batch import pack
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.policy import Policy
+from engines.train.policy import OWN, Policy
 from engines.train.self_test.comparison import ALONE, own_logprobs
 from engines.train.spec import UpdateResult
 from storage.batches.refs import BatchRef
@@ -169,6 +171,37 @@ def test_where_nothing_is_known_routers_choose_for_themselves(tmp_path: Path) ->
         packed = pack(*zip(*_rows(), strict=True), needs=policy.needs, experts=experts)
         logprobs, *_ = policy(packed, ALONE, temperature=1.0, chunk=1024, dtype=torch.float32)
         assert float((logprobs - torch.cat(own)).detach().abs().max()) <= CLOSE
+
+
+def test_rows_that_a_model_takes_whole_have_their_own_experts(tmp_path: Path) -> None:
+    """Different prompts, and equally long rows: as many places as tokens, in another order."""
+    random = np.random.default_rng(4)
+    rows = [(random.integers(4, 90, 5), random.integers(4, 90, 6)) for _ in range(3)]
+    experts = [_planted(10, 4, number) for number in range(3)]
+    model = load_for_training(make("Mixtral", tmp_path / "model"))
+    policy = Policy(model)
+    policy.replay_routing()
+    seen = []
+    for whole in (False, True):
+        if whole:
+            policy.needs = replace(policy.needs, dense=True, whole=True)
+            model.set_attn_implementation(OWN)
+        packed = pack(*zip(*rows, strict=True), needs=policy.needs, experts=experts)
+        with torch.no_grad():
+            logprobs, *_ = policy(packed, ALONE, temperature=1.0, chunk=64, dtype=torch.float32)
+        seen.append(logprobs)
+    assert float((seen[0] - seen[1]).abs().max()) <= CLOSE
+
+
+def test_a_router_that_leaves_told_experts_without_a_gate_is_refused(tmp_path: Path) -> None:
+    """DeepSeek V2 sets the scores of all but some groups to 0, and takes gates of these."""
+    folder = make("DeepSeek V2", tmp_path / "model")
+    Policy(load_for_training(folder)).replay_routing()
+    words = json.loads((folder / "config.json").read_text())
+    words |= {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}
+    (folder / "config.json").write_text(json.dumps(words))
+    with pytest.raises(ValueError, match="no routers of a form that is known"):
+        Policy(load_for_training(folder)).replay_routing()
 
 
 def test_of_tokens_that_rows_share_who_knows_them_counts() -> None:
