@@ -64,10 +64,10 @@ def trees(run: Run, step: int, prompts: BatchRef, shard: int) -> Sampled:
     """The trees of a shard's prompts, or find them grown."""
     config = settings(run)
     stage = SamplingStage(name="rollout", sampling=sampling_of(config))
-    sampled = asdict(stage.sampling)
-    if not sampled["routed_experts"]:  # as older runs have it
-        del sampled["routed_experts"]
-    key = key_of("trees", prompts.to_json(), sampled, *growing(config))
+    drawn = asdict(stage.sampling)
+    if not drawn["routed_experts"]:  # as older runs have it
+        del drawn["routed_experts"]
+    key = key_of("trees", prompts.to_json(), drawn, *growing(config))
     whole = Stage(run=run, step=step, name="tree", key=key, shard=shard)
     digests = {one.digest: one for one in run.usable_weights(step)}
     done = whole.finished()
