@@ -326,12 +326,12 @@ def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
         )
     check_vllm(config.rollout, facts, config.longest_sequence, "rollout", resumed)
     if not _gpus_of(config, "rollout"):
-        check_vllm_on_cpu(config.rollout, facts, config.longest_sequence, "rollout")
         if config.train.router_replay and config.rollout.engine == "vllm":
             raise PreflightError(
                 "train.router_replay = true, and vLLM gives the experts of each token on a GPU "
                 "alone. Set rollout.engine = transformers, or train.router_replay = false."
             )
+        check_vllm_on_cpu(config.rollout, facts, config.longest_sequence, "rollout")
     if not resumed:
         check_tokenizer(config.model)
     _check_template(config, facts)

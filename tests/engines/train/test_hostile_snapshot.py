@@ -18,6 +18,7 @@ from storage.objects.errors import ObjectDamaged
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
 from storage.runs.snapshots import INDEX, check_pieces
+from storage.runs.weights import Adapter
 from tests.faults.test_malformed import group
 
 
@@ -100,6 +101,6 @@ def test_factors_of_an_adapter_multiply_to_the_weight_alone(
     one, other = factor_names(name)
     factors = {one: torch.zeros(a), other: torch.zeros(b)}
     with pytest.raises(WeightMismatch, match="do not multiply to its"):
-        merge(name, torch.zeros(8, 8), factors, 1.0)
+        merge(name, torch.zeros(8, 8), factors, Adapter(rank=2, alpha=1.0))
     fit = {one: torch.ones(2, 8), other: torch.ones(8, 2)}
-    assert (merge(name, torch.zeros(8, 8), fit, 0.5) == 1).all()
+    assert (merge(name, torch.zeros(8, 8), fit, Adapter(rank=2, alpha=1.0)) == 1).all()
