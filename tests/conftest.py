@@ -23,6 +23,17 @@ TESTS = Path(__file__).parent
 LONG_FIRST = ("flows", "deploy", "examples", "faults", "contract")
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For products so small that threads take longer, and rows round by their threads."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Folders of long tests first: the files that processes share end together then."""
 

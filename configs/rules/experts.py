@@ -1,11 +1,28 @@
 """Mixtures of experts: settings of their routers, and of the ranks that hold experts."""
 
+from collections.abc import Callable
+
 from configs.model import PretrainedModel
 from configs.rules.rule import Rule, where
 from configs.run import RunConfig
 
 BIASES = "train.router_bias_update_rate"
 SPREAD = "train.expert_parallel"
+
+
+def for_mixtures(setting: Callable[[RunConfig], tuple[str, str]]) -> Rule[RunConfig]:
+    """A rule of what only mixtures of experts have a use for.
+
+    setting: it, and what to set instead; empty where it is not asked for.
+    """
+    return Rule[RunConfig](
+        needs=lambda config: not setting(config)[0] or isinstance(config.model, PretrainedModel),
+        says=lambda config: (
+            f"{setting(config)[0]} is for mixtures of experts, and model.kind = {config.model.kind} "
+            f"makes a model without any. Set {setting(config)[1]}."
+        ),
+    )
+
 
 _ROUTERS: tuple[Rule[RunConfig], ...] = where(
     lambda config: any(config.train.of_experts),
@@ -27,13 +44,7 @@ _ROUTERS: tuple[Rule[RunConfig], ...] = where(
             "= fsdp, or train.router_replay = false."
         ),
     ),
-    Rule[RunConfig](
-        needs=lambda config: isinstance(config.model, PretrainedModel),
-        says=lambda config: (
-            f"{config.train.of_experts[0]} is for mixtures of experts, and model.kind = "
-            f"{config.model.kind} makes a model without any. Set {config.train.of_experts[1]}."
-        ),
-    ),
+    for_mixtures(lambda config: config.train.of_experts),
     Rule[RunConfig](
         needs=lambda config: config.train.sequence_parallel == 1 and not config.train.compile,
         says=lambda config: (
@@ -45,13 +56,7 @@ _ROUTERS: tuple[Rule[RunConfig], ...] = where(
 
 _SPREAD: tuple[Rule[RunConfig], ...] = where(
     lambda config: config.train.expert_parallel > 1,
-    Rule[RunConfig](
-        needs=lambda config: isinstance(config.model, PretrainedModel),
-        says=lambda config: (
-            f"{SPREAD} = {config.train.expert_parallel} is for mixtures of experts, and model.kind = "
-            f"{config.model.kind} makes a model without any. Set {SPREAD} = 1."
-        ),
-    ),
+    for_mixtures(lambda config: (f"{SPREAD} = {config.train.expert_parallel}", f"{SPREAD} = 1")),
     Rule[RunConfig](
         needs=lambda config: config.lora is None and not config.train.compile,
         says=lambda config: (

@@ -1,8 +1,14 @@
 """Adapters, and how versions of them are stored."""
 
-from configs.model import PretrainedModel
+from configs.rules.experts import for_mixtures
 from configs.rules.rule import Rule
 from configs.run import RunConfig
+
+
+def _of_experts(config: RunConfig) -> tuple[str, str]:
+    adapted = config.lora is not None and config.lora.target_parameters
+    return ("lora.target_parameters", "lora.target_parameters = []") if adapted else ("", "")
+
 
 LORA: tuple[Rule[RunConfig], ...] = (
     Rule(
@@ -12,15 +18,5 @@ LORA: tuple[Rule[RunConfig], ...] = (
             "with lora a version is a small adapter already. Set store.whole_every = 1."
         ),
     ),
-    Rule(
-        needs=lambda config: (
-            config.lora is None
-            or not config.lora.target_parameters
-            or isinstance(config.model, PretrainedModel)
-        ),
-        says=lambda config: (
-            "lora.target_parameters is for mixtures of experts, and model.kind = "
-            f"{config.model.kind} makes a model without any. Set lora.target_parameters = []."
-        ),
-    ),
+    for_mixtures(_of_experts),
 )

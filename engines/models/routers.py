@@ -178,15 +178,22 @@ class ChosenExperts:
         self.experts = sum(count for count in counts if count is not None)
         self.layers, self.top_k = len(routers), routers[0].top_k
         self.places = [router.layer for router in routers]
-        # [T, L, k] int16 of the T tokens of the next passes, -1: its own; None: all its own. Layers
-        # that are computed again in a backward pass ask again.
-        self.told: Tensor | None = None
-        self.slots: Tensor | None = None  # int64: the token in each place, where layers have others
+        self.tell(None)
         self.chosen: list[Tensor] = [torch.empty(0)] * self.layers  # [T, k] of the last pass
         self.own: list[Tensor] = [torch.empty(0)] * self.layers  # as they were not told
         for number, router in enumerate(routers):
             module = router.module
             module.forward = self._seen(number, router, module.forward)
+
+    def tell(self, experts: Tensor | None, slots: Tensor | None = None) -> None:
+        """What routers choose from now on, also where layers are computed again.
+
+        Args:
+            experts: [T, L, k] int16 ids of the T tokens that are computed, -1: a router's own choice.
+                None: all choices are the routers' own.
+            slots: int64, the token in each place, where layers are given tokens in others.
+        """
+        self.told, self.slots = experts, slots
 
     @property
     def of_no_token(self) -> RoutedExperts:

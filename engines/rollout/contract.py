@@ -70,6 +70,12 @@ class RolloutSpec(Settings):
     )
 
 
+NO_EXPERTS_ON_CPU = (
+    "train.router_replay = true, and vLLM gives the experts of each token on a GPU alone. Set "
+    "rollout.engine = transformers, or train.router_replay = false."
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
     """How completions are drawn; part of a shard's identity."""

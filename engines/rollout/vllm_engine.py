@@ -17,6 +17,7 @@ from engines.models.checkpoint_names import checkpoint_names
 from engines.models.checkpoints import build_empty, prepared
 from engines.rollout import vllm_arguments
 from engines.rollout.contract import (
+    NO_EXPERTS_ON_CPU,
     RolloutRequest,
     RolloutSpec,
     Sampling,
@@ -85,10 +86,7 @@ def _experts_of(directory: Path) -> ChosenExperts:
     from engines.models.routers import chosen_experts
 
     if not torch.cuda.is_available():
-        raise ValueError(
-            "train.router_replay = true, and vLLM gives the experts of each token on a GPU alone. "
-            "Set rollout.engine = transformers, or train.router_replay = false."
-        )
+        raise ValueError(NO_EXPERTS_ON_CPU)
     return chosen_experts(build_empty(directory))
 
 

@@ -136,8 +136,8 @@ class Policy(HeadedModel):
             head, labels = head.words(first, stop), (labels - first).clamp(0, stop - first - 1)
         weight = head.weight.to(dtype)
         if self.replay is not None:
-            self.replay.told = packed.routed_experts
-            self.replay.slots = packed.layout.expand if self.needs.whole else None
+            slots = packed.layout.expand if self.needs.whole else None
+            self.replay.tell(packed.routed_experts, slots)
         states, places = decoder_states(
             decoder, packed, predictors, sequence, self.needs.whole, embedded
         )
@@ -175,6 +175,8 @@ class Policy(HeadedModel):
 
     def own_logits(self, tokens: Tensor) -> Tensor:
         """Logits [S, T, V] of whole sequences [S, T], as transformers computes them."""
+        if self.replay is not None:
+            self.replay.tell(None)
         logits = self.model(input_ids=tokens, use_cache=False).logits
         assert isinstance(logits, Tensor)
         return logits

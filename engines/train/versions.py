@@ -20,11 +20,11 @@ from engines.failures import WeightMismatch
 from engines.models.adapters import CONFIG_FILE, peft_config
 from engines.models.checkpoint_names import CheckpointNames
 from engines.models.checkpoints import companion_files
+from engines.train.model.expert_parallel import find_experts
 from engines.train.model.gathering import on_first
 from engines.train.model.lora import (
     adapted_experts,
     adapted_layers,
-    are_experts,
     base_weights,
     factors,
     take_factors,
@@ -176,7 +176,7 @@ class AdapterVersions(Versions):
         """
         base = self._published_base(dtype)
         modules = [name for name, _ in adapted_layers(self._module)]
-        adapter, mixture = self._adapter, any(map(are_experts, self._module.modules()))
+        adapter, mixture = self._adapter, bool(find_experts(self._module))
         config = peft_config(
             self._lora, modules, adapter.experts, mixture, _loadable(self._spec.model)
         )

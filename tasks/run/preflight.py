@@ -19,6 +19,7 @@ from configs.rollout import RolloutConfig
 from configs.storage import TrackingConfig
 from engines.models.checkpoints import UNPACKED
 from engines.processes.other_users import other_people
+from engines.rollout.contract import NO_EXPERTS_ON_CPU
 from engines.train.model.compiled import check_compiling
 from tasks.memory.check import check_memory
 from tasks.memory.holders import is_traced
@@ -327,10 +328,7 @@ def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
     check_vllm(config.rollout, facts, config.longest_sequence, "rollout", resumed)
     if not _gpus_of(config, "rollout"):
         if config.train.router_replay and config.rollout.engine == "vllm":
-            raise PreflightError(
-                "train.router_replay = true, and vLLM gives the experts of each token on a GPU "
-                "alone. Set rollout.engine = transformers, or train.router_replay = false."
-            )
+            raise PreflightError(NO_EXPERTS_ON_CPU)
         check_vllm_on_cpu(config.rollout, facts, config.longest_sequence, "rollout")
     if not resumed:
         check_tokenizer(config.model)

@@ -27,7 +27,12 @@ def find_experts(model: nn.Module) -> tuple[nn.Module, ...]:
     Its `use_experts_implementation` marks them: called with states [T, H], the k chosen experts
     [T, k] of each token and their gates [T, k], they give [T, H].
     """
-    return tuple(part for part in model.modules() if "_is_expert_parallel" in vars(part))
+    return tuple(part for part in model.modules() if are_experts(part))
+
+
+def are_experts(module: nn.Module) -> bool:
+    """Whether transformers holds experts in it as stacks, of which it has grouped products."""
+    return {"has_gate", "is_transposed"} <= vars(module).keys()
 
 
 def count_experts(experts: nn.Module) -> int:

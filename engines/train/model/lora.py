@@ -25,6 +25,7 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 
 from configs.lora import LoraConfig
 from engines.models.adapters import PARAMETERS, factor_names, factor_shapes, is_factor
+from engines.train.model.expert_parallel import are_experts
 from engines.train.model.fsdp import own_part
 from engines.train.model.master_weights import MasterWeights
 from storage.runs.weights import StackedWeight
@@ -148,11 +149,6 @@ def expert_weights(model: PreTrainedModel) -> dict[str, nn.Module]:
         for weight, parameter in module.named_parameters(recurse=False)
         if parameter.dim() == 3
     }
-
-
-def are_experts(module: nn.Module) -> bool:
-    """Whether transformers has grouped products for it (`use_experts_implementation`)."""
-    return {"has_gate", "is_transposed"} <= vars(module).keys()
 
 
 def _of_decoder(model: PreTrainedModel) -> dict[str, nn.Module]:

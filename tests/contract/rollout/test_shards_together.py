@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
@@ -21,17 +21,11 @@ from engines.rollout.samples import NOTHING
 from storage.batches.refs import BatchRef
 from tests.contract.rollout.world import World, until
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LENGTHS = (5, 9, 3, 17, 40, 62, 64, 65)
 SAMPLING = Sampling(n=1, max_new_tokens=60, seed=5, ignore_eos=True)
 PAIRS = Sampling(n=2, max_new_tokens=60, seed=5, ignore_eos=True)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,11 +9,13 @@ from transformers import PreTrainedModel
 
 from engines.rollout.contract import Sampling
 from engines.rollout.hf_caches import CachedDecoding, decoding_of
-from engines.rollout.hf_decoding import Decoding, Reader, Row
+from engines.rollout.hf_decoding import Decoding, Row
 from engines.rollout.samples import Completion
 from engines.train.self_test.twin import build
-from storage.batches.columns import UNFINISHED
 from tests.engines.models.families import KINDS, config_of
+from tests.engines.rollout.rows import row_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CLOSE = 1e-4  # nats
 NEW = 40  # tokens that are drawn: past each window, and past longrope's limit
@@ -24,15 +24,6 @@ ONE_BY_ONE = {
     *("falcon", "gptj", "codegen", "bloom", "nemotron", "stablelm"),
 }
 QUICK = ["mistral window", "gemma2", "gpt oss", "phi3 longrope", "lfm2", "qwen3.5", "falcon"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """So small are the products that threads take longer, and rows round by their threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(
@@ -129,14 +120,7 @@ def _own(model: PreTrainedModel, tokens: list[int]) -> Tensor:
 
 def _row(prompt: list[int], seed: int) -> Row:
     sampling = Sampling(n=1, max_new_tokens=NEW, temperature=1.0, ignore_eos=True)
-    nothing = Completion(tokens=[], logprobs=[], spans=[], finish_reason=UNFINISHED)
-    reader = Reader(
-        tokenizer=None,  # type: ignore[arg-type]  # nothing is stopped by its text
-        ends=frozenset(),
-        max_model_len=128,
-        device=torch.device("cpu"),
-    )
-    return Row(prompt, seed, sampling, reader, nothing)
+    return row_of(prompt, seed, sampling)
 
 
 def _drawn(model: PreTrainedModel, prompts: list[list[int]], first: int = 0) -> list[Completion]:

@@ -20,7 +20,7 @@ from engines.models.routed_experts import as_ids, extended
 from engines.models.routers import chosen_experts
 from engines.rollout.contract import RolloutRequest, RolloutResult, RolloutSpec, Sampling
 from engines.rollout.hf_caches import decoding_of
-from engines.rollout.hf_decoding import Decoding, Reader, Row
+from engines.rollout.hf_decoding import Decoding, Row
 from engines.rollout.hf_engine import HFEngine
 from engines.rollout.samples import NOTHING, Completion
 from storage.batches.refs import BatchRef
@@ -28,6 +28,7 @@ from storage.batches.writing import write_batch
 from storage.objects.store import Store
 from storage.runs.weights_writing import publish
 from tests.contract.rollout.world import begun, disturb
+from tests.engines.rollout.rows import row_of
 
 SAMPLING = Sampling(n=1, max_new_tokens=12, ignore_eos=True, routed_experts=True)
 PROMPTS = [[40, 41, 42], [50], [40, 41, 42], [45, 46, 47, 48, 49, 50, 51]]
@@ -38,13 +39,7 @@ def _load(folder: Path) -> PreTrainedModel:
 
 
 def _row(prompt: list[int], seed: int, begun: Completion, sampling: Sampling = SAMPLING) -> Row:
-    reader = Reader(
-        tokenizer=None,  # type: ignore[arg-type]  # nothing is stopped by its text
-        ends=frozenset(),
-        max_model_len=64,
-        device=torch.device("cpu"),
-    )
-    return Row(prompt, seed, sampling, reader, begun)
+    return row_of(prompt, seed, sampling, begun)
 
 
 def _step(decoding: object, rows: list[Row], steps: int = 100) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from configs.algorithm.algorithm import AlgorithmConfig
-from configs.model import RandomModel
+from configs.model import PretrainedModel, RandomModel
 from configs.train import TrainConfig
+from engines.train.fsdp_engine import FSDPEngine
 from engines.train.spec import TrainSpec, UpdateRequest
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
@@ -38,6 +39,12 @@ def spec(folder: Path, run: str = "run", role: str = "actor", **train: Any) -> T
         run=run,
         total_steps=8,
     )
+
+
+def engine_of(directory: Path, folder: Path, **train: Any) -> FSDPEngine:
+    """Of a model's files, whose names its versions have."""
+    update = {"model": PretrainedModel(path=str(directory)), "version_names": "files"}
+    return FSDPEngine(spec(folder, **train).model_copy(update=update))
 
 
 def update_of(batch: BatchRef, algorithm: AlgorithmConfig, step: int) -> UpdateRequest:

@@ -37,7 +37,7 @@ from storage.batches.refs import BatchRef
 from tests.engines.critic.test_critic import update, with_targets
 from tests.engines.train.conftest import Join
 from tests.engines.train.model.test_routers import MIXTURES
-from tests.engines.train.train_ranks import Ranks, samples, spec, stored, update_of
+from tests.engines.train.train_ranks import Ranks, engine_of, samples, spec, stored, update_of
 from tests.ports import free_ports
 
 # Stacked without more; with biases, and gates from elsewhere; beside shared experts. The last has all
@@ -69,10 +69,9 @@ class Learned:
     reread: bool  # whether the snapshot was the same to the bit under other settings
 
 
-def engine_of(folder: Path, family: str, run: str, **train: Any) -> FSDPEngine:
-    settings = spec(folder, run=run, **{"micro_batch_tokens": 64, "learning_rate": 1e-3, **train})
-    model = PretrainedModel(path=str(folder / family))
-    return FSDPEngine(settings.model_copy(update={"model": model, "version_names": "files"}))
+def engine_in(folder: Path, family: str, run: str, **train: Any) -> FSDPEngine:
+    settings = {"micro_batch_tokens": 64, "learning_rate": 1e-3, **train}
+    return engine_of(folder / family, folder, run=run, **settings)
 
 
 def learn(
@@ -87,7 +86,7 @@ def learn(
 ) -> Learned:
     """then: settings under which the run goes on from the snapshot between the updates."""
     run = f"{family}-{world}-{ports[0]}".replace(" ", "-")
-    engine = engine_of(folder, family, run, **train)
+    engine = engine_in(folder, family, run, **train)
     engine.join(rank, world, "127.0.0.1", ports[0], 1, 60.0)
 
     def whole(state: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
@@ -113,7 +112,7 @@ def learn(
     engine.close()
     resumed, reread = [], True
     if then is not None:
-        other = engine_of(folder, family, run, **then)
+        other = engine_in(folder, family, run, **then)
         other.join(rank, world, "127.0.0.1", ports[1], 2, 60.0)
         other.load_state(1)
         reread = other.digest() == stored_state
@@ -282,7 +281,7 @@ def sent(
     rank: int, world: int, ports: list[int], folder: Path, batch: BatchRef, train: dict[str, Any]
 ) -> tuple[int, int, int, int]:
     """Numbers in all-gathers, in rows exchanged, in all weights and in those of experts."""
-    engine = engine_of(folder, "Qwen3-MoE", f"sent-{ports[0]}", **train)
+    engine = engine_in(folder, "Qwen3-MoE", f"sent-{ports[0]}", **train)
     engine.join(rank, world, "127.0.0.1", ports[0], 1, 60.0)
     gather_all, exchanged = dist.all_gather_single, expert_parallel._exchanged
     gathered, rows = [], []
@@ -351,7 +350,7 @@ def hung(
 ) -> float:
     """Seconds after which an update ends in which the second rank stays out of an exchange."""
     train: dict[str, Any] = {"expert_parallel": 2, "replicas": replicas, "deadline": 4.0}
-    engine = engine_of(folder, "Qwen3-MoE", f"hung-{ports[0]}", **train)
+    engine = engine_in(folder, "Qwen3-MoE", f"hung-{ports[0]}", **train)
     engine.join(rank, world, "127.0.0.1", ports[0], 1, 60.0)
     exchanged, calls = expert_parallel._exchanged, []
 
@@ -419,7 +418,7 @@ def test_experts_to_which_no_token_goes_have_gradients(
 def refused(
     rank: int, world: int, ports: list[int], folder: Path, family: str, train: dict[str, Any]
 ) -> str:
-    engine = engine_of(folder, family, "refused", **train)
+    engine = engine_in(folder, family, "refused", **train)
     with pytest.raises(ValueError, match="expert_parallel") as caught:
         engine.join(rank, world, "127.0.0.1", ports[0], 1, 60.0)
     engine.close()

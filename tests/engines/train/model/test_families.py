@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -26,16 +25,9 @@ from engines.train.self_test.comparison import (
 from engines.train.self_test.twin import build, samples
 from tests.engines.models.families import KINDS, config_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CLOSE = 2e-5  # nats, and of gradients the share of the largest one
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """So small are the products that threads take longer, and they round otherwise."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("family", KINDS)

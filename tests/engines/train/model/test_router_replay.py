@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,6 @@ from torch.nn.functional import linear
 
 from benchmarks.families import make
 from configs.algorithm.algorithm import AlgorithmConfig
-from configs.model import PretrainedModel
 from engines.models.checkpoints import load_for_training
 from engines.models.routed_experts import extended
 from engines.models.routers import find_routers
@@ -32,20 +31,13 @@ from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
 from tests.engines.train.naive_training import Sample
-from tests.engines.train.train_ranks import Ranks, spec, stored, update_of
+from tests.engines.train.train_ranks import Ranks, engine_of, spec, stored, update_of
 from tests.ports import free_ports
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 EXPERTS, TOP_K = 4, 2  # of the families' small models
 CLOSE = 2e-5  # nats, and of gradients the share of the largest one
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """So small are the products that threads take longer, and they round otherwise."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # --- routers by hand: from the models' papers, for experts that are given --------------------------
@@ -173,6 +165,21 @@ def test_where_nothing_is_known_routers_choose_for_themselves(tmp_path: Path) ->
         assert float((logprobs - torch.cat(own)).detach().abs().max()) <= CLOSE
 
 
+def test_what_was_told_of_a_micro_batch_is_not_told_of_others(tmp_path: Path) -> None:
+    model = load_for_training(make("Mixtral", tmp_path / "model"))
+    tokens = torch.randint(4, 90, (2, 9))
+    with torch.no_grad():
+        plain = copy.deepcopy(model)(input_ids=tokens, use_cache=False).logits
+    policy = Policy(model)
+    policy.replay_routing()
+    experts = [_planted(len(p) + len(r) - 1, 4, 1) for p, r in _rows()]
+    packed = pack(*zip(*_rows(), strict=True), needs=policy.needs, experts=experts)
+    with torch.no_grad():
+        policy(packed, ALONE, temperature=1.0, chunk=1024, dtype=torch.float32)
+        model.set_attn_implementation(OWN)
+        torch.testing.assert_close(policy.own_logits(tokens), plain)
+
+
 def test_rows_that_a_model_takes_whole_have_their_own_experts(tmp_path: Path) -> None:
     """Different prompts, and equally long rows: as many places as tokens, in another order."""
     random = np.random.default_rng(4)
@@ -220,12 +227,6 @@ def test_of_tokens_that_rows_share_who_knows_them_counts() -> None:
 
 
 # --- an engine's update ---------------------------------------------------------------------------
-
-
-def _engine(directory: Path, folder: Path, **train: Any) -> FSDPEngine:
-    update = {"model": PretrainedModel(path=str(directory)), "version_names": "files"}
-    settings = {"router_replay": True, **train}
-    return FSDPEngine(spec(folder, **settings).model_copy(update=update))
 
 
 def _samples(count: int = 4) -> list[Sample]:
@@ -280,7 +281,7 @@ def _updated(
     experts: list[np.ndarray],
     train: dict[str, Any],
 ) -> tuple[UpdateResult, str]:
-    engine = _engine(directory, folder, **train)
+    engine = engine_of(directory, folder, router_replay=True, **train)
     engine.join(rank, world, "127.0.0.1", ports[0], 1, 60.0)
     batch = _with_experts(folder, _samples(len(experts)), experts, f"batch-{rank}-of-{world}")
     result = engine.update(update_of(batch, AlgorithmConfig(), 1))
@@ -343,7 +344,7 @@ def test_ranks_replay_what_one_does(family: str, tmp_path: Path) -> None:
 
 
 def test_samples_without_their_experts_are_refused(mixtral: Path, tmp_path: Path) -> None:
-    engine = _engine(mixtral, tmp_path)
+    engine = engine_of(mixtral, tmp_path, router_replay=True)
     engine.join(0, 1, "127.0.0.1", 0, 1, 60.0)
     with pytest.raises(ValueError, match="samples do not have the experts that they were sampled"):
         engine.update(update_of(stored(tmp_path, _samples()), AlgorithmConfig(), 1))

@@ -17,7 +17,6 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from benchmarks.families import make
 from configs.algorithm.algorithm import AlgorithmConfig
-from configs.model import PretrainedModel
 from engines.models.checkpoints import load_for_training
 from engines.models.routers import Router, find_routers
 from engines.train.fsdp_engine import FSDPEngine
@@ -32,7 +31,7 @@ from engines.train.model.routers import (
 from engines.train.policy import Policy
 from engines.train.spec import UpdateResult
 from tests.engines.train.naive_training import Sample
-from tests.engines.train.train_ranks import Ranks, samples, spec, stored, update_of
+from tests.engines.train.train_ranks import Ranks, engine_of, samples, spec, stored, update_of
 from tests.ports import free_ports
 
 MIXTURES = [
@@ -162,12 +161,6 @@ def test_metrics_of_a_load() -> None:
     assert found == pytest.approx({"router/busiest_share": 0.6, "router/idle_experts": 0.125})
 
 
-def _engine(directory: Path, folder: Path, **train: Any) -> FSDPEngine:
-    model = PretrainedModel(path=str(directory))
-    update = {"model": model, "version_names": "files"}
-    return FSDPEngine(spec(folder, **train).model_copy(update=update))
-
-
 def _updated(
     rank: int,
     world: int,
@@ -178,7 +171,7 @@ def _updated(
     rows: list[Sample],
     train: dict[str, Any],
 ) -> tuple[UpdateResult, str]:
-    engine = _engine(directory, folder, **train)
+    engine = engine_of(directory, folder, **train)
     engine.join(rank, world, "127.0.0.1", ports[0], 1, 60.0)
     batch = stored(folder, rows, f"batch-{rank}")
     result = engine.update(update_of(batch, AlgorithmConfig(), 1))
@@ -296,7 +289,7 @@ def test_an_optimizer_step_moves_biases_towards_an_even_load(
     deepseek: Path, tmp_path: Path
 ) -> None:
     rows = _distinct(advantage=0.0)
-    engine = _engine(deepseek, tmp_path, router_bias_update_rate=RATE, micro_batch_tokens=64)
+    engine = engine_of(deepseek, tmp_path, router_bias_update_rate=RATE, micro_batch_tokens=64)
     engine.join(0, 1, "127.0.0.1", 0, 1, 60.0)
     batch = stored(tmp_path, rows)
     for step in (1, 2):
@@ -311,7 +304,7 @@ def test_an_optimizer_step_moves_biases_towards_an_even_load(
 
 def test_a_snapshot_and_a_version_have_moved_biases(deepseek: Path, tmp_path: Path) -> None:
     settings = {"router_bias_update_rate": RATE}
-    engine = _engine(deepseek, tmp_path, **settings)
+    engine = engine_of(deepseek, tmp_path, **settings)
     engine.join(0, 1, "127.0.0.1", 0, 1, 60.0)
     batch = stored(tmp_path, _distinct(advantage=0.5))
     engine.update(update_of(batch, AlgorithmConfig(), 1))
@@ -320,7 +313,7 @@ def test_a_snapshot_and_a_version_have_moved_biases(deepseek: Path, tmp_path: Pa
     moved = _biases(engine)
     weights = engine.settle_weights(2, "bfloat16")
 
-    again = _engine(deepseek, tmp_path, **settings)
+    again = engine_of(deepseek, tmp_path, **settings)
     again.join(0, 1, "127.0.0.1", 0, 1, 60.0)
     assert not any(bias.any() for bias in _biases(again))
     again.load_state(1)
@@ -351,7 +344,7 @@ def test_a_bias_that_is_held_twice_is_moved_once() -> None:
 
 
 def test_a_model_without_biases_refuses_their_rate(mixtral: Path, tmp_path: Path) -> None:
-    engine = _engine(mixtral, tmp_path, router_bias_update_rate=RATE)
+    engine = engine_of(mixtral, tmp_path, router_bias_update_rate=RATE)
     with pytest.raises(ValueError, match=r"router_bias_update_rate = 0\.03 .* this model has not"):
         engine.join(0, 1, "127.0.0.1", 0, 1, 60.0)
 
