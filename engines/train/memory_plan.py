@@ -304,8 +304,9 @@ def adapter_parameters(shape: Shape, lora: LoraConfig) -> int:
 def gathered_bytes(shape: Shape, train: TrainConfig, shards: int, c: int, adapter: int = 0) -> int:
     """Weights gathered at once: all of them, or those outside the layers and of two layers.
 
-    FSDP gathers the next layer while one computes, into a buffer that is copied out. Experts that are
-    spread over the ranks are not gathered.
+    FSDP gathers the next layer while one computes, into a buffer that is copied out. A layer's
+    experts are gathered apart: one layer's, and the buffer. Those that are spread over the ranks are
+    not gathered.
 
     adapter: numbers in the factors, which are gathered with the layers.
     """
@@ -313,10 +314,11 @@ def gathered_bytes(shape: Shape, train: TrainConfig, shards: int, c: int, adapte
     towers = () if shape.vision is None else shape.vision.towers
     outside = shape.parameters - shape.inside
     outside -= sum(one.layers * one.layer_parameters for one in towers)
-    each = layer_weights(shape, train)
+    each, experts = layer_weights(shape, train), gathered_experts(shape, train)
     inside = sum(each) + adapter
     if again:
-        inside = min(inside, 3 * (max(each) + adapter // shape.layers))
+        beside = max(one - apart for one, apart in zip(each, experts, strict=True))
+        inside = min(inside, 3 * (beside + adapter // shape.layers) + 2 * max(experts))
     # Towers are gone through before the layers, whose weights are gathered where they are let go.
     seeing = [min(one.layers, 3 if again else one.layers) * one.layer_parameters for one in towers]
     return c * (outside + (max(inside, *seeing, 0) if again else inside + sum(seeing)))
@@ -333,6 +335,13 @@ def layer_weights(shape: Shape, train: TrainConfig) -> list[int]:
 def spread_experts(shape: Shape, train: TrainConfig) -> list[int]:
     """Weights of each decoder layer's experts, over all ranks, where they are spread over these."""
     if not isinstance(shape, TracedShape) or train.expert_parallel == 1:
+        return [0] * shape.layers
+    return [layer.experts for layer in shape.stack]
+
+
+def gathered_experts(shape: Shape, train: TrainConfig) -> list[int]:
+    """Weights of each decoder layer's experts where FSDP gathers them."""
+    if not isinstance(shape, TracedShape) or train.expert_parallel > 1:
         return [0] * shape.layers
     return [layer.experts for layer in shape.stack]
 

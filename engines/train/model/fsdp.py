@@ -1,5 +1,8 @@
 """FSDP2: a model spread over the ranks of a gang, one unit per layer of decoder and vision towers.
 
+A mixture's experts are a unit of their own in each layer: they are most of it, and are gathered
+after what stands before them has been computed.
+
 Here it is sharded, and set to a published policy version. Its whole tensors are gathered in
 gathering.py.
 """
@@ -9,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Literal, Protocol
@@ -25,7 +29,7 @@ from engines.models.adapters import stream_whole, whole_entries
 from engines.models.checkpoint_names import CheckpointNames
 from engines.models.vla.openvla import VisionBackbone
 from engines.start_progress import report
-from engines.train.model.expert_parallel import spread_experts
+from engines.train.model.expert_parallel import find_experts, spread_experts
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef
 
@@ -72,6 +76,11 @@ def shard(
         mp_policy=precision,
         ignored_params={weight for one in experts for weight in one.parameters()},
     )
+    # Gates come in float32 where routers compute so, and stay what they are.
+    as_given = replace(precision, cast_forward_inputs=False)
+    for one in find_experts(module):
+        if one not in experts:
+            wrap(one, mp_policy=as_given, reshard_after_forward=again)
     for layer in (*layers(module), *tower_layers(module)):
         wrap(layer, reshard_after_forward=again)
     wrap(module, reshard_after_forward=False)

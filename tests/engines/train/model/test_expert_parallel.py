@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.families import make
 from configs.algorithm.algorithm import AlgorithmConfig
@@ -32,6 +33,7 @@ from engines.train.model.expert_parallel import (
     find_experts,
     spread_experts,
 )
+from engines.train.model.fsdp import layers
 from engines.train.model.gathering import gather
 from storage.batches.refs import BatchRef
 from tests.engines.critic.test_critic import update, with_targets
@@ -315,6 +317,24 @@ def test_tokens_travel_and_experts_do_not(
     assert none == 0 < rows
     assert before - after == 2 * experts  # one micro-batch, forward and backward
     assert before > whole + experts
+
+
+def test_experts_are_gathered_apart_and_take_gates_as_routers_gave_them(
+    folder: Path, batches: list[BatchRef]
+) -> None:
+    engine = engine_in(folder, "DeepSeek V3", "apart", compute_dtype="bfloat16")
+    engine.join(0, 1, "127.0.0.1", 0, 1, 60.0)
+    *_, layer = layers(engine._loaded())
+    (experts,) = find_experts(layer)
+    assert isinstance(experts, FSDPModule)
+    apart = {id(one) for one in experts._get_fsdp_state()._fsdp_param_group.fsdp_params}
+    beside = {id(one) for one in layer._get_fsdp_state()._fsdp_param_group.fsdp_params}
+    assert len(apart) == len(list(experts.parameters())) and not apart & beside
+    given: set[tuple[torch.dtype, torch.dtype]] = set()
+    experts.register_forward_pre_hook(lambda _, all: given.add((all[0].dtype, all[2].dtype)))
+    engine.update(update_of(batches[0], AlgorithmConfig(), 1))
+    assert given == {(torch.bfloat16, torch.float32)}
+    engine.close()
 
 
 def learn_as(
