@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
+from storage.batches.columns import SampleStatus
 from storage.runs.commit_log import head, read_commit
 from storage.runs.run_store import RunStore
+from storage.runs.stage_store import DATA_SUFFIX
+from tasks.reporting.artifacts import key, lineage
+from tasks.run.recorded_flow import settings_of
 from tests.faults.planted import Faults
-from tests.flows.conftest import AFTER_STEP_3, Launch, Launched
+from tests.flows.conftest import AFTER_STEP_3, Launch, Launched, starting
+from tests.traced import attempts_of
 
 pytestmark = pytest.mark.cluster
 
@@ -35,12 +43,22 @@ def flow_runs(api: str, run: str) -> list[dict]:
     ).json()
 
 
+@pytest.fixture(scope="module")
+def whole(
+    prefect_api: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Launched, str]]:
+    """A run of three steps on the server of this process, and what it printed."""
+    with starting(tmp_path_factory.mktemp("whole"), prefect_api) as start:
+        run = start("tiny", "name=whole", "algorithm.kl.coefficient=0.01")
+        code, out = run.end()
+        assert code == 0, out
+        yield run, out
+
+
 def test_a_run_leaves_commits_weights_curves_and_a_dashboard(
-    launch: Launch, prefect_api: str
+    whole: tuple[Launched, str], prefect_api: str
 ) -> None:
-    run = launch("tiny", "name=whole", "algorithm.kl.coefficient=0.01")
-    code, out = run.end()
-    assert code == 0, out
+    run, out = whole
     assert len(re.findall(r"^step \d/3  reward ", out, re.MULTILINE)) == 3, out
     assert "Traceback" not in out
     assert "WARN" not in out.upper(), out
@@ -94,6 +112,67 @@ def test_a_run_leaves_commits_weights_curves_and_a_dashboard(
     assert [point.step for point in history] == [1, 2, 3]
     assert client.get_model_version_by_alias("whole", "latest").tags["refrain.version"] == "3"
     assert run.children() == []
+
+
+def artifacts_of(run: RunStore, prefect_api: str, what: str) -> list[Any]:
+    """The data of an artifact of each step, ascending."""
+    wanted = {"artifacts": {"key": {"any_": [key(run.run, what)]}}}
+    found = httpx.post(f"{prefect_api}/artifacts/filter", json=wanted).raise_for_status().json()
+    return [one["data"] for one in sorted(found, key=lambda one: one["created"])]
+
+
+def test_the_page_of_each_step_is_made_again_from_its_commit_alone(
+    whole: tuple[Launched, str], prefect_api: str
+) -> None:
+    seen = whole[0].files
+    run: Any = SimpleNamespace(
+        name=seen.run,
+        store=seen.store,
+        origin=None,
+        config=settings_of(seen),
+    )
+    commits = [read_commit(seen, step) for step in (1, 2, 3)]
+    pages = [lineage(run, commit, attempts_of(commit)) for commit in commits]
+    assert artifacts_of(seen, prefect_api, "lineage") == pages
+
+
+def test_the_table_of_shards_is_in_the_columns_of_the_samples(
+    whole: tuple[Launched, str], prefect_api: str
+) -> None:
+    seen = whole[0].files
+    store, commit = seen.store, read_commit(seen, 2)
+    table = json.loads(artifacts_of(seen, prefect_api, "shards")[1])
+    samples, first = commit.refs["samples"], 0
+    assert sum(row["samples"] for row in table) == len(samples) > 0
+    for row in table:
+        own = samples.rows(first, first + row["samples"])
+        first += row["samples"]
+        spans, _ = own.fetch_numpy(store, "weight_spans")
+        marker = next(one for one in own.objects if "/rollout/" in one)
+        record = seen.finished(marker)
+        assert record is not None and marker.endswith(DATA_SUFFIX)
+        seconds = record["stats"]["seconds"]  # type: ignore[index]
+        tokens = int(own.lengths(store, "response_ids").sum())
+        status = own.fetch_numpy(store, "status")[0]
+        assert row == {
+            "shard": row["shard"],
+            "worker": one_of(own.fetch_list(store, "worker")),
+            "attempt": one_of(own.fetch_list(store, "attempt")),
+            "samples": len(own),
+            "tokens": tokens,
+            "tokens/s": round(tokens / seconds, 1),
+            "seconds": round(seconds, 2),
+            "truncated": int((status == SampleStatus.TRUNCATED).sum()),
+            "scoring failed": int(np.isnan(own.fetch_numpy(store, "reward")[0]).sum()),
+            "policy version": int(spans.reshape(-1, 3)[:, 0].max()),
+            "weights held": one_of(own.fetch_list(store, "weights_digest")),
+        }
+
+
+def one_of(values: list[Any]) -> Any:
+    """The one value that all of them are."""
+    (value,) = set(values)
+    return value
 
 
 def digests(files: RunStore) -> list[str]:

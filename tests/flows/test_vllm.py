@@ -8,11 +8,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.flows.conftest import Launch
+from tests.flows.conftest import Launched, starting
+
+pytestmark = pytest.mark.vllm
 
 UPDATES = 4
 PLAIN_VLLM = """
@@ -26,25 +29,29 @@ print("tokens:", json.dumps(list(answer.outputs[0].token_ids)))
 """
 
 
-@pytest.mark.vllm
-def test_a_run_on_vllm_stays_with_the_trainer_and_its_checkpoint_loads_elsewhere(
-    launch: Launch,
-) -> None:
+@pytest.fixture(scope="module")
+def finished(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
+    """A run with vLLM, which leaves nothing in the folder for temporary files."""
     temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # a short name: sockets are made in it
-    run = launch(
-        "tiny",
-        f"steps={UPDATES}",
-        "rollout.engine=vllm",
-        "name=whole",
-        environment={"TMPDIR": str(temporary)},
-    )
-    code, out = run.end()
-    left = {path.name for path in temporary.iterdir()}
-    shutil.rmtree(temporary)
-    assert left <= {f"torchinductor_{os.getuid()}"}  # for the next run
-    assert code == 0, out
-    assert "WARN" not in out.upper(), out
-    commits = run.commits()
+    with starting(tmp_path_factory.mktemp("vllm"), prefect_api) as start:
+        run = start(
+            "tiny",
+            f"steps={UPDATES}",
+            "rollout.engine=vllm",
+            "name=whole",
+            environment={"TMPDIR": str(temporary)},
+        )
+        code, out = run.end()
+        left = {path.name for path in temporary.iterdir()}
+        shutil.rmtree(temporary)
+        assert left <= {f"torchinductor_{os.getuid()}"}  # for the next run
+        assert code == 0, out
+        assert "WARN" not in out.upper(), out
+        yield run
+
+
+def test_a_run_on_vllm_stays_with_the_trainer(finished: Launched) -> None:
+    commits = finished.commits()
     assert len(commits) == UPDATES
     for commit in commits:  # float32 on both sides, so what differs is the order of sums
         assert commit.metrics["train/rollout_mismatch"] < 1e-3
@@ -52,7 +59,11 @@ def test_a_run_on_vllm_stays_with_the_trainer_and_its_checkpoint_loads_elsewhere
     norms = [commit.metrics["train/grad_norm"] for commit in commits]
     assert max(norms) > 1e-3  # the weights did move
 
-    folder = run.files.store.url(commits[-1].version_out.key).removeprefix("file://")
+
+@pytest.mark.slow
+def test_its_checkpoint_loads_into_a_vllm_of_its_own(finished: Launched) -> None:
+    key = finished.commits()[-1].version_out.key
+    folder = finished.files.store.url(key).removeprefix("file://")
     prompt = [5, 6, 7, 8, 9, 10]
     assert plain_vllm(folder, prompt) == plain_transformers(folder, prompt)
 
