@@ -79,10 +79,10 @@ def _property(schema: Schema, resolve: Resolve) -> Schema:
     if not _is_choice(schema):
         return schema
     choices = [resolve(choice) for choice in schema["oneOf"]]
-    shown = tabs(choices)
-    if len(shown) > MOST_TABS:
+    found = tabs(choices)
+    if len(found) > MOST_TABS:
         return _one_group(schema, resolve)
-    return {**_without_choice(schema), "anyOf": shown, **rules(choices)}
+    return {**_without_choice(schema), "anyOf": found, **rules(choices)}
 
 
 def _is_choice(schema: Schema) -> bool:

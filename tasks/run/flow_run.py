@@ -16,7 +16,7 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import StateType
 from prefect.context import FlowRunContext
 from prefect.runtime import flow_run
-from prefect.states import Crashed
+from prefect.states import Crashed, State
 from prefect.utilities.urls import url_for
 
 from storage.objects.store import Store
@@ -81,7 +81,7 @@ def part_from_earlier_attempts(attempt: int, flows: Iterable[object]) -> None:
         parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[found]),
         state=FlowRunFilterState(type=FlowRunFilterStateType(any_=list(UNDER_WAY))),
     )
-    ended = Crashed(message=f"The process of attempt {attempt - 1} has ended.")
+    ended: State[None] = Crashed(message=f"The process of attempt {attempt - 1} has ended.")
     with get_client(sync_client=True) as client:
         for child in client.read_flow_runs(flow_run_filter=below):
             client.set_flow_run_state(child.id, ended, force=True)

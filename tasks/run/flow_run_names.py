@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from typing import Any
 
 from coolname.data import config as vocabulary  # Prefect's, of which its server makes names
 from prefect.client.orchestration import get_client
@@ -35,7 +36,8 @@ def made_up(name: str) -> bool:
 
 @cache
 def _words(lists: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(word for name in lists for word in vocabulary[name]["words"])
+    known: Any = vocabulary
+    return frozenset(word for name in lists for word in known[name]["words"])
 
 
 def name_before(family: str) -> None:
