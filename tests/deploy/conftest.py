@@ -96,7 +96,7 @@ class Platform:
             settings["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = self.database
         words = ["server", "start", "--host", "127.0.0.1", "--port", str(self.port)]
         server = self.start(words, "server.log", {**self.variables, **settings})
-        until = time.monotonic() + 120
+        until = time.monotonic() + 300
         while time.monotonic() < until:
             assert server.poll() is None, self.log("server.log")
             with contextlib.suppress(httpx.HTTPError):
