@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     AfterValidator,
@@ -30,6 +30,7 @@ class Settings(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, field_title_generator=_title
     )
+    form_first: ClassVar[tuple[str, ...]] = ()  # settings that the form shows before the others
 
     @model_validator(mode="before")
     @classmethod
@@ -54,7 +55,7 @@ class Settings(BaseModel):
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
         found = handler.resolve_ref_schema(handler(core_schema))
-        found.update(with_tabs(found, handler.resolve_ref_schema))
+        found.update(with_tabs(found, handler.resolve_ref_schema, cls.form_first))
         return found
 
 

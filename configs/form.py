@@ -1,13 +1,16 @@
-"""Settings as JSON schema for a form: choices as tabs, names as people write them.
+"""Settings as JSON schema for a form: their order, choices as tabs, names as people write them.
 
-Prefect 3.7's form shows `anyOf` as tabs and knows no `oneOf` (not reported there). It chooses a
-value's tab by the names of its properties alone, so fewer properties come first, and choices with
-the same properties share a tab, where `kind` is a drop-down.
+Prefect 3.7's form sorts by `position`, on each level; without, the order is the database's, which on
+Postgres is that of the names' lengths. It shows `anyOf` as tabs and knows no `oneOf` (not reported
+there). It chooses a value's tab by the names of its properties alone, so fewer properties come first,
+and choices with the same properties share a tab, where `kind` is a drop-down. In a list it shows no
+tabs, and of many the last run out of the page: there a choice is one group with the settings of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 Schema = dict[str, Any]
@@ -34,6 +37,7 @@ MOST_TABS = 8
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "pattern")
 BRANCHES = ("if", "then", "else")
 CHECKED = ("properties", "required", "additionalProperties")
+PLAIN = ("string", "integer", "number")
 
 
 def title_of(name: str) -> str:
@@ -42,17 +46,29 @@ def title_of(name: str) -> str:
     return words[0][:1].upper() + " ".join(words)[1:]
 
 
-def with_tabs(schema: Schema, resolve: Resolve) -> Schema:
-    """A model's schema with its discriminated unions as anyOf."""
-    properties = {
-        name: _property(inner, resolve) for name, inner in schema.get("properties", {}).items()
+def with_tabs(schema: Schema, resolve: Resolve, first: Sequence[str] = ()) -> Schema:
+    """A model's schema with its discriminated unions as the form shows them, and all in order.
+
+    first: the settings that stand before the others.
+    """
+    found = schema.get("properties", {})
+    names = [*first, *(name for name in found if name not in first)]
+    properties = {name: _property(found[name], resolve) for name in names}
+    return {**schema, "properties": placed(properties)} if properties else schema
+
+
+def placed(properties: Mapping[str, Schema]) -> dict[str, Schema]:
+    """Properties that the form shows in this order."""
+    return {
+        name: {**inner, "position": place} for place, (name, inner) in enumerate(properties.items())
     }
-    return {**schema, "properties": properties} if properties else schema
 
 
 def _property(schema: Schema, resolve: Resolve) -> Schema:
     if "items" in schema and isinstance(schema["items"], Mapping):
-        return {**schema, "items": _property(dict(schema["items"]), resolve)}
+        items = dict(schema["items"])
+        shown = _one_group(items, resolve) if _is_choice(items) else _property(items, resolve)
+        return {**schema, "items": shown}
     if [_is_choice(one) for one in schema.get("anyOf", [])] == [True, False]:
         choice, nothing = schema["anyOf"]
         inner = _property({**schema, **choice, "anyOf": ()}, resolve)
@@ -63,18 +79,88 @@ def _property(schema: Schema, resolve: Resolve) -> Schema:
     if not _is_choice(schema):
         return schema
     choices = [resolve(choice) for choice in schema["oneOf"]]
-    rest = {k: v for k, v in schema.items() if k not in ("oneOf", "anyOf", "discriminator")}
-    shown = tabs(choices)
-    if len(shown) > MOST_TABS:  # more run out of the page: JSON is edited instead
-        kinds = ", ".join(_kind(choice) for choice in choices)
-        return {**rest, "description": f"{rest.get('description', '')} kind: one of {kinds}."} | (
-            rules(choices)
-        )
-    return {**rest, "anyOf": shown, **rules(choices)}
+    found = tabs(choices)
+    if len(found) > MOST_TABS:
+        return _one_group(schema, resolve)
+    return {**_without_choice(schema), "anyOf": found, **rules(choices)}
 
 
 def _is_choice(schema: Schema) -> bool:
     return "oneOf" in schema and "discriminator" in schema
+
+
+def _without_choice(schema: Schema) -> Schema:
+    return {k: v for k, v in schema.items() if k not in ("oneOf", "anyOf", "discriminator")}
+
+
+def _one_group(schema: Schema, resolve: Resolve) -> Schema:
+    choices = [resolve(choice) for choice in schema["oneOf"]]
+    return {**_without_choice(schema), **one_group(choices)}
+
+
+def one_group(choices: Sequence[Schema]) -> Schema:
+    """All settings of several choices below `kind`, each with the kinds that have it.
+
+    None has a default, which the form would fill in for kinds that do not have it: what is left
+    empty is not sent, and `rules` say what the kind that was chosen takes.
+    """
+    shown: dict[str, Schema] = {"kind": _kind_of(choices)}
+    having: dict[str, list[Schema]] = {}
+    for choice in choices:
+        for name in choice["properties"]:
+            having.setdefault(name, []).append(choice)
+    del having["kind"]
+    for name, members in having.items():
+        shown[name] = _optional(name, members, of_all=len(members) == len(choices))
+    return {"type": "object", "properties": placed(shown), **rules(choices)}
+
+
+def _optional(name: str, members: Sequence[Schema], of_all: bool) -> Schema:
+    """A setting of these choices, as a field that may be left empty."""
+    meanings: dict[str, list[str]] = {}
+    for choice in members:
+        said, meaning = choice["properties"][name], ""
+        if said.get("description"):
+            meaning = str(said["description"])
+        if said.get("default") is not None:
+            meaning = f"{meaning} Empty: {_written(said['default'])}.".strip()
+        meanings.setdefault(meaning, []).append(_kind(choice))
+    alike = of_all and len(meanings) == 1
+    told = [f"{'' if alike else ', '.join(kinds) + ': '}{said}" for said, kinds in meanings.items()]
+    field = _field([choice["properties"][name] for choice in members])
+    return {"title": title_of(name), "description": " ".join(told).strip(), **field}
+
+
+def _written(default: Any) -> str:
+    if isinstance(default, bool):
+        return str(default).lower()
+    return default if isinstance(default, str) else json.dumps(default)
+
+
+def _field(members: Sequence[Schema]) -> Schema:
+    """What the form shows for one of these: a field, a drop-down, or else JSON (no type at all)."""
+    if any("anyOf" in one for one in members):  # perhaps no value
+        values = [
+            [two for two in one.get("anyOf", [one]) if two.get("type") != "null"] for one in members
+        ]
+        inner = _field([two for one in values for two in one])
+        return {"anyOf": [inner, {"type": "null"}]} if inner.get("type") in PLAIN else {}
+    if any("$ref" in one or "if" in one for one in members):
+        return {}
+    types = {one.get("type") for one in members}
+    if types == {"boolean"}:  # of a boolean that is left out, the form would make one that is off
+        return {"enum": [True, False]}
+    if types == {"string"} and all("enum" in one or "const" in one for one in members):
+        named = [one.get("enum", [one.get("const")]) for one in members]
+        return {"type": "string", "enum": list(dict.fromkeys(two for one in named for two in one))}
+    if types <= {"integer", "number"}:
+        return {"type": "number" if "number" in types else "integer"}
+    if types == {"string"}:
+        return {"type": "string"}
+    items = members[0].get("items", {})
+    if types == {"array"} and all(one.get("items") == items for one in members):
+        return {"type": "array", "items": items} if items.get("type") in PLAIN else {}
+    return {}
 
 
 def tabs(choices: list[Schema]) -> list[Schema]:
@@ -90,56 +176,54 @@ def tabs(choices: list[Schema]) -> list[Schema]:
     return [_tab(members) for _, members in ordered]
 
 
-def rules(choices: list[Schema]) -> Schema:
+def rules(choices: Sequence[Schema]) -> Schema:
     """What the server checks: the rules of the choice that `kind` names, and it names the field."""
     kinds = [_kind(choice) for choice in choices]
     found: Schema = {"required": ["kind"], "properties": {"kind": {"enum": kinds}}}
     for kind, choice in zip(kinds, choices, strict=True):
         when = {"properties": {"kind": {"const": kind}}, "required": ["kind"]}
-        then = {k: choice[k] for k in CHECKED if k in choice}
+        then = {k: choice[k] for k in (*CHECKED, "description") if k in choice}
         found = {"if": when, "then": then, "else": found}
     return found
 
 
 def without(choice: Schema, kinds: Collection[str]) -> Schema:
-    """A choice with more kinds than tabs, as `with_tabs` leaves it, without some of them."""
-    every, left = _kinds_of(choice), _rules_without(choice, kinds)
-    kept = _kinds_of(left)
-    said = str(choice.get("description", "")).replace(", ".join(every), ", ".join(kept))
-    rest = {k: v for k, v in choice.items() if k not in BRANCHES}
+    """A choice that is shown as one group, without some kinds."""
+    kept = [one for one in _choices_of(choice) if _kind(one) not in kinds]
+    rest = dict(choice)
     if rest.get("default", {}).get("kind") in kinds:
         del rest["default"]
-    return {**rest, **{k: left[k] for k in BRANCHES if k in left}, "description": said}
+    return {**rest, **one_group(kept)}
 
 
-def _kinds_of(choice: Schema) -> list[str]:
-    """Its kinds, in their order."""
-    while "if" in choice:
-        choice = choice["else"]
-    return list(choice["properties"]["kind"]["enum"])
-
-
-def _rules_without(found: Schema, kinds: Collection[str]) -> Schema:
-    """What `rules` makes, without the branches of some kinds."""
-    if "if" not in found:
-        kept = [kind for kind in _kinds_of(found) if kind not in kinds]
-        return {**found, "properties": {"kind": {"enum": kept}}}
-    rest = _rules_without(found["else"], kinds)
-    return rest if found["if"]["properties"]["kind"]["const"] in kinds else {**found, "else": rest}
+def _choices_of(found: Schema) -> list[Schema]:
+    """What `rules` were made of, in its order."""
+    choices = []
+    while "if" in found:
+        choices.append(found["then"])
+        found = found["else"]
+    return choices[::-1]
 
 
 def _tab(members: list[Schema]) -> Schema:
-    kinds = [_kind(member) for member in members]
-    meanings = [f"{_kind(member)}: {member.get('description', '')}" for member in members]
-    kind = {"title": "Kind", "type": "string", "enum": kinds, "description": " ".join(meanings)}
+    kinds, kind = [_kind(member) for member in members], _kind_of(members)
     if len(kinds) == 1:
         kind["default"] = kinds[0]
+    common = _common([member["properties"] for member in members])
+    properties = {"kind": kind} | {name: said for name, said in common.items() if name != "kind"}
     return {
         "type": "object",
         "title": " / ".join(kinds),
-        "properties": {**_common([member["properties"] for member in members]), "kind": kind},
+        "properties": placed(properties),
         "required": members[0].get("required", []),
     }
+
+
+def _kind_of(choices: Sequence[Schema]) -> Schema:
+    """The drop-down that says which it is."""
+    kinds = [_kind(choice) for choice in choices]
+    meanings = [f"{_kind(choice)}: {choice.get('description', '')}" for choice in choices]
+    return {"title": "Kind", "type": "string", "enum": kinds, "description": " ".join(meanings)}
 
 
 def _kind(choice: Schema) -> str:

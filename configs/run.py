@@ -1,6 +1,7 @@
 """The settings of a run: the parts put together, and what follows from them."""
 
 import math
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -23,6 +24,8 @@ from configs.train import TrainConfig
 
 class RunConfig(Settings):
     """The settings of a run that trains a policy."""
+
+    form_first: ClassVar[tuple[str, ...]] = ("model", "data", "rewards", "steps", "train")
 
     name: str = Field(
         "grpo",

@@ -1,6 +1,6 @@
 """How the policy is updated: optimizer, precision, batching."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -9,6 +9,8 @@ from configs.base import Settings
 
 class TrainConfig(Settings):
     """The train engine."""
+
+    form_first: ClassVar[tuple[str, ...]] = ("learning_rate",)
 
     engine: Literal["fsdp", "elastic"] = Field(
         "fsdp",

@@ -51,16 +51,17 @@ def dapo_step(run: Run, step: int) -> StepSummary:
 
 @flow(name="dapo", **RUN)
 def dapo(
-    config: DAPOConfig,
     resume: str | None = None,
     fork: str | None = None,
+    *,
+    config: DAPOConfig,
     run: StartedRun = None,
 ) -> RunSummary | State[None]:
     """Post-train a language model by DAPO.
 
     Args:
-        config: the run's settings.
         resume: name of a run in the store that is to go on from its last committed step.
         fork: RUN@STEP of the store, where a new run is to begin.
+        config: the run's settings.
     """
     return train(dapo_step, config, resume, fork, run)

@@ -51,16 +51,17 @@ def distill_step(run: Run, step: int) -> StepSummary:
 
 @flow(name="distill", **RUN)
 def distill(
-    config: DistillConfig,
     resume: str | None = None,
     fork: str | None = None,
+    *,
+    config: DistillConfig,
     run: StartedRun = None,
 ) -> RunSummary | State[None]:
     """Teach a language model by what others say of its own samples.
 
     Args:
-        config: the run's settings.
         resume: name of a run in the store that is to go on from its last committed step.
         fork: RUN@STEP of the store, where a new run is to begin.
+        config: the run's settings.
     """
     return train(distill_step, config, resume, fork, run)

@@ -21,11 +21,12 @@ from tasks.evaluation.back_fill import BackFilled, back_fill, subjects_of
 from tasks.reporting.listeners import evaluation_listeners
 from tasks.reporting.terminal import Terminal
 from tasks.run.flow_options import TaskThreads
+from tasks.run.flow_run_names import evaluation_name
 
 
 @flow(
     name="evaluate",
-    flow_run_name="evaluate {config.run}",
+    flow_run_name=evaluation_name,
     persist_result=False,
     task_runner=TaskThreads(),
 )

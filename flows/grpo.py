@@ -49,16 +49,17 @@ def grpo_step(run: Run, step: int) -> StepSummary:
 
 @flow(name="grpo", **RUN)
 def grpo(
-    config: GRPOConfig,
     resume: str | None = None,
     fork: str | None = None,
+    *,
+    config: GRPOConfig,
     run: StartedRun = None,
 ) -> RunSummary | State[None]:
     """Post-train a language model by GRPO.
 
     Args:
-        config: the run's settings.
         resume: name of a run in the store that is to go on from its last committed step.
         fork: RUN@STEP of the store, where a new run is to begin.
+        config: the run's settings.
     """
     return train(grpo_step, config, resume, fork, run)

@@ -52,16 +52,17 @@ def ppo_step(run: Run, step: int) -> StepSummary:
 
 @flow(name="ppo", **RUN)
 def ppo(
-    config: PPOConfig,
     resume: str | None = None,
     fork: str | None = None,
+    *,
+    config: PPOConfig,
     run: StartedRun = None,
 ) -> RunSummary | State[None]:
     """Post-train a language model by PPO with a critic.
 
     Args:
-        config: the run's settings.
         resume: name of a run in the store that is to go on from its last committed step.
         fork: RUN@STEP of the store, where a new run is to begin.
+        config: the run's settings.
     """
     return train(ppo_step, config, resume, fork, run)

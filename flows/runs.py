@@ -1,6 +1,6 @@
-"""List the runs of a store: state, steps, reward, when, how large.
+"""List the runs of a store: state, steps, reward, age, size, and where each is or was made.
 
-refrain runs [store.uri=…] [--sizes]
+refrain runs [store.uri=…] [--no-sizes]
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ main = Command(
     "List the runs of a store, the one that was at work last first.",
     "tasks.commands.runs:answer",
     option("--last", type=int, default=20, metavar="N", help="so many [20]; 0: all"),
-    option("--sizes", action="store_true", help="with the bytes of each, for which all is listed"),
+    option(
+        "--no-sizes", action="store_true", help="without bytes, for which all objects are listed"
+    ),
     of_store=True,
 )
 

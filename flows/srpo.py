@@ -49,16 +49,17 @@ def srpo_step(run: Run, step: int) -> StepSummary:
 
 @flow(name="srpo", **RUN)
 def srpo(
-    config: SRPOConfig,
     resume: str | None = None,
     fork: str | None = None,
+    *,
+    config: SRPOConfig,
     run: StartedRun = None,
 ) -> RunSummary | State[None]:
     """Post-train a policy that acts in episodes by SRPO.
 
     Args:
-        config: the run's settings.
         resume: name of a run in the store that is to go on from its last committed step.
         fork: RUN@STEP of the store, where a new run is to begin.
+        config: the run's settings.
     """
     return train(srpo_step, config, resume, fork, run)

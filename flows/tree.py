@@ -47,16 +47,17 @@ def tree_step(run: Run, step: int) -> StepSummary:
 
 @flow(name="tree", **RUN)
 def tree(
-    config: TreeConfig,
     resume: str | None = None,
     fork: str | None = None,
+    *,
+    config: TreeConfig,
     run: StartedRun = None,
 ) -> RunSummary | State[None]:
     """Post-train a language model on trees of completions (TreePO).
 
     Args:
-        config: the run's settings.
         resume: name of a run in the store that is to go on from its last committed step.
         fork: RUN@STEP of the store, where a new run is to begin.
+        config: the run's settings.
     """
     return train(tree_step, config, resume, fork, run)

@@ -13,15 +13,19 @@ from typing import Any
 
 from prefect import tags
 from prefect.context import FlowRunContext
-from prefect.states import State
+from prefect.states import Completed, State
 
 from configs.grpo import GRPOConfig
 from configs.process import begin_process, close_to_others
 from configs.resolving import resolve, this_machine
 from storage.objects.store import Store
 from storage.prompts.cursor import Exhausted
-from storage.runs.commit_log import Commit
+from storage.runs.commit_log import Commit, head
+from storage.runs.live import goes_on_as, is_done
+from storage.runs.run_lease import RUN_OUT
+from storage.runs.run_store import RunStore
 from tasks.commit import snapshot
+from tasks.evaluation.evaluate import evaluation
 from tasks.evaluation.schedule import Evaluations, evaluations
 from tasks.reporting.listeners import reporting_on
 from tasks.reporting.skipped import skipped
@@ -31,8 +35,9 @@ from tasks.run.continue_from import NothingNew
 from tasks.run.events import Note, SnapshotStored, StepBegan
 from tasks.run.findings import slow_here
 from tasks.run.flow_options import forget_results, result_of
-from tasks.run.flow_run import begun_before
-from tasks.run.life_cycle import BranchEnded, finish, shown, started
+from tasks.run.flow_run import attempt, begun_before, part_from_earlier_attempts
+from tasks.run.flow_run_names import name_before
+from tasks.run.life_cycle import BranchEnded, begun_anew, finish, shown, started
 from tasks.run.opening import open_run
 from tasks.run.preflight import check
 from tasks.run.recorded_flow import path_of
@@ -52,22 +57,33 @@ def train(
 
     The body of a run's flow, whose parameters these are. `run`: what the command line has started
     by them; None where a worker called the flow. With nothing new to train on, the flow run ends as
-    Skipped.
+    Skipped. A later attempt of the flow run goes on with what an earlier one began.
     """
+    tried = attempt()
+    if tried > 1:
+        part_from_earlier_attempts(tried, (step_flow, evaluation))
     with contextlib.ExitStack() as stack:
-        if run is None:
+        if run is not None and tried > 1:
+            run = stack.enter_context(begun_anew(run))
+        elif run is None:
             begin_process()  # a server's worker has not
             close_to_others()
+            name_before(config.name)
             config = resolve(config, this_machine()).settings  # a command has resolved its own
-            if resume is None and (resume := _begun_before(config)) is not None:
-                fork = None  # it has been made
+            if tried > 1 and resume is None and (begun := _begun_before(config)) is not None:
+                resume, fork = begun.run, None  # it has been made
+                last = goes_on_as(begun)
+                if is_done(last, head(last) or 0):
+                    return Completed(message=f"Run {last.run} was finished by an earlier attempt.")
             findings = check(config, resumed=resume is not None)
             findings += slow_here(config)  # a deployment was made on another machine
             try:
                 opened = open_run(_this_flow(), config, resume, fork)
             except NothingNew as nothing:
                 return skipped(nothing)
-            run = stack.enter_context(started(opened, reporting_on(Terminal())))
+            patience = RUN_OUT if tried > 1 else 0.0
+            reporting = reporting_on(Terminal())
+            run = stack.enter_context(started(opened, reporting, patience=patience))
             if resume is not None:
                 run.tell(Note(text=f"Going on with {run.name} after step {run.head}"))
             for finding in findings:
@@ -89,7 +105,7 @@ def train(
         return finish(run, data_over=made)
 
 
-def _begun_before(config: GRPOConfig) -> str | None:
+def _begun_before(config: GRPOConfig) -> RunStore | None:
     """The run of an earlier attempt of this flow run."""
     return begun_before(Store(config.store.uri, config.store.options), config.name)
 

@@ -26,6 +26,8 @@ from storage.runs.run_store import RunStore
 FORMAT = "refrain.lease/1"
 GRACE = 0.1  # share of its ttl that a lease is respected beyond its end
 RENEWALS = 3  # of each ttl, by `keep`
+TTL = 60.0  # seconds
+RUN_OUT = TTL * (1 + GRACE) + 1.0  # seconds after which one that nobody renews has run out
 
 
 class LeaseHeld(StoreError):
@@ -88,7 +90,7 @@ class RunLease:
 
     @classmethod
     def acquire(
-        cls, run: RunStore, owner: str, ttl: float = 60.0, clock: Callable[[], float] = time.time
+        cls, run: RunStore, owner: str, ttl: float = TTL, clock: Callable[[], float] = time.time
     ) -> RunLease:
         """Take the run for `ttl` seconds. Raises LeaseHeld naming a live holder."""
         while True:

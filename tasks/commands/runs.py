@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from configs.overrides import ConfigError
 from storage.objects.errors import StoreError
 from storage.objects.store import Store
 from storage.runs.commit_log import Outline, head, read_outline
-from storage.runs.live import is_done, read_end
+from storage.runs.live import is_done, read_end, read_live
 from storage.runs.origins import origin_of, start_of
 from storage.runs.run_lease import holder_of
 from storage.runs.run_store import RUN_NAME, RunStore
@@ -22,6 +23,7 @@ from tasks.run.recorded_flow import flow_of, settings_of
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+AT_ONCE = 8  # runs whose objects are listed
 BEGUN = re.compile(r"-(\d{8}-\d{6})-[0-9a-f]{4}$")  # of a run's name, as new_name has it
 
 
@@ -38,6 +40,7 @@ class ListedRun:
     begun: float | None = None  # seconds since 1970, by its name
     committed: float | None = None  # when its last step was
     origin: str | None = None  # RUN@STEP where it began
+    host: str | None = None  # machine of the flow that works on it, or did last
     bytes: int | None = None  # in the store; None: not asked for
 
     @property
@@ -59,10 +62,12 @@ def answer(request: StoreRequest) -> Answer:
     found = sorted(map(_listed, [RunStore(store, name) for name in names]), key=lambda one: one.run)
     found.sort(key=lambda one: -one.at_work)
     chosen = found[: request.arguments.last or None]
-    if request.arguments.sizes:
-        chosen = [_sized(store, one) for one in chosen]
+    sizes = not request.arguments.no_sizes
+    if sizes:
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            chosen = list(threads.map(lambda one: _sized(store, one), chosen))
     record = {"store": store.uri, "runs": len(found), "listed": [asdict(one) for one in chosen]}
-    return Answer(record=record, shown=_shown(store, found, chosen, request.arguments.sizes))
+    return Answer(record=record, shown=_shown(store, found, chosen, sizes))
 
 
 def _listed(files: RunStore) -> ListedRun:
@@ -74,6 +79,7 @@ def _listed(files: RunStore) -> ListedRun:
         done = step or start_of(files)
         finished, end = is_done(files, done), read_end(files)
         back = None if end is None or not finished else end.rolled_back
+        live = read_live(files)
         return ListedRun(
             run=files.run,
             flow=flow_of(files),
@@ -84,6 +90,7 @@ def _listed(files: RunStore) -> ListedRun:
             begun=begun,
             committed=None if last is None else last.committed_at,
             origin=None if origin is None else str(origin),
+            host=None if live is None else live.host,
         )
     except (StoreError, ConfigError, ValueError) as error:
         first = " ".join(str(error).split())
@@ -118,8 +125,9 @@ def _shown(
     if not found:
         return [text(f"There is no run in {store.uri}.")]
     lines = table(
-        *("run", "state", "steps", "reward", "last step", "from"),
+        *("run", "state", "steps", "reward", "age", "last step"),
         *(["size"] if sizes else []),
+        *("where", "from"),
         right=("steps", "reward", "size"),
     )
     for one in chosen:
@@ -129,19 +137,21 @@ def _shown(
             text(one.state),
             steps,
             "" if one.reward is None else f"{one.reward:.3f}",
-            "" if one.committed is None else _ago(one.committed),
-            one.origin or "",
+            "" if one.begun is None else _since(one.begun),
+            "" if one.committed is None else f"{_since(one.committed)} ago",
             *([bytes_text(one.bytes or 0)] if sizes else []),
+            one.host or "",
+            one.origin or "",
         )
     more = f", {len(chosen)} of them here" if len(chosen) < len(found) else ""
     runs = "1 run" if len(found) == 1 else f"{len(found)} runs"
     return [heading(f"{runs} in {store.uri}{more}"), lines]
 
 
-def _ago(then: float) -> str:
-    """How long a moment is ago, for people."""
+def _since(then: float) -> str:
+    """How long ago a moment is, for people."""
     seconds = max(0, int(datetime.datetime.now(datetime.UTC).timestamp() - then))
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:
-            return f"{seconds // size} {unit} ago"
-    return f"{seconds} s ago"
+            return f"{seconds // size} {unit}"
+    return f"{seconds} s"

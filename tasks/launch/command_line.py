@@ -104,7 +104,7 @@ def _begin(flow: str, resolved: Resolved[GRPOConfig], arguments: argparse.Namesp
     from tasks.run.recorded_flow import load_flow
 
     call = load_flow(flow)
-    return _run(lambda run: call(config, resume, fork, run), opened)
+    return _run(lambda run: call(config=config, resume=resume, fork=fork, run=run), opened)
 
 
 def _run(call: Callable[[Run], Any], opened: OpenedRun) -> int:

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,10 +31,12 @@ from storage.runs.live import read_end
 from tasks.markdown import cell, code, escaped
 from tasks.reporting.cost_note import cost_lines
 from tasks.reporting.progress_line import untrained
+from tasks.reporting.ways_on import show_ways_on, ways_on
 from tasks.run.events import (
     Listeners,
     RunBegan,
     RunRolledBack,
+    RunStopped,
     StepCommitted,
     StepsEnded,
 )
@@ -64,13 +66,25 @@ class Pages:
 
     def __init__(self, facts: RunFacts) -> None:
         self._facts = facts
+        self._ways_on: list[str] = []  # known from the begin, for there is no time at the end
 
     def listen(self, listeners: Listeners) -> None:
         """Hear what the run says."""
-        listeners.on(RunBegan, lambda event: show_run(self._facts, event.head, event.fresh))
+        listeners.on(RunBegan, self.run_began)
+        listeners.on(RunStopped, self.run_stopped)
         listeners.later(StepCommitted, self.step_committed)
         listeners.on(StepsEnded, self.steps_ended)
         listeners.on(RunRolledBack, lambda event: show_run(self._facts, event.step, event.fresh))
+
+    def run_began(self, event: RunBegan) -> None:
+        """The run's note."""
+        self._ways_on = ways_on(self._facts)
+        show_run(self._facts, event.head, event.fresh, self._ways_on)
+
+    def run_stopped(self, event: RunStopped) -> None:
+        """How to go on."""
+        name = key(self._facts.name, "stopped")
+        show_ways_on(self._facts, name, event.step, self._ways_on)
 
     def step_committed(self, event: StepCommitted) -> None:
         """A step's pages."""
@@ -280,10 +294,11 @@ def stage_table(commit: Commit, attempts: list[Attempt]) -> list[str]:
     return [*lines, f"| whole step | {whole:.2f} | | | | |"]
 
 
-def show_run(run: RunFacts, head: int, fresh: int) -> None:
+def show_run(run: RunFacts, head: int, fresh: int, ways: Sequence[str] = ()) -> None:
     """The run's own note: its name, where it works, and where its things are.
 
-    head: its last committed step. fresh: rows that had not been seen and are drawn first.
+    head: its last committed step. fresh: rows that had not been seen and are drawn first. ways: lines
+    on how to go on with it, should it be stopped.
     """
     lines = [
         f"### {escaped(run.name)}",
@@ -303,6 +318,8 @@ def show_run(run: RunFacts, head: int, fresh: int) -> None:
         lines.append(f"- {fresh} rows had not been seen; they are drawn first")
     if head:
         lines.append(f"- Goes on after its step {head}")
+    if ways:
+        lines += ["", "Should it be stopped:", "", *ways]
     create_markdown_artifact(
         key=key(run.name, "run"),
         markdown="\n".join(lines),

@@ -187,6 +187,13 @@ class RunFinished(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RunStopped(Event):
+    """The flow run leaves the run before it is finished: a person stopped it, or it failed."""
+
+    step: int  # the last one that is committed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunEnded(Event):
     """The flow run leaves the run, whether it is finished or not."""
 

@@ -67,7 +67,6 @@ def _closed(value: Any) -> Any:
 class RunOptions(TypedDict):
     """Of the flow of a run."""
 
-    flow_run_name: str
     persist_result: bool
     task_runner: TaskThreads
 
@@ -76,13 +75,17 @@ class StepOptions(TypedDict):
     """Of the flow of a step."""
 
     flow_run_name: str
+    retries: int
     validate_parameters: bool
     task_runner: TaskThreads
 
 
-RUN = RunOptions(flow_run_name="{config.name}", persist_result=False, task_runner=TaskThreads())
+# Its flow run is named by tasks/run/flow_run_names.py.
+RUN = RunOptions(persist_result=False, task_runner=TaskThreads())
+# What is tried again is a task, or the whole run from its last commit: never a step, whatever
+# PREFECT_FLOWS_DEFAULT_RETRIES says.
 STEP = StepOptions(
-    flow_run_name="step {step}", validate_parameters=False, task_runner=TaskThreads()
+    flow_run_name="step {step}", retries=0, validate_parameters=False, task_runner=TaskThreads()
 )
 
 

@@ -25,16 +25,18 @@ from tasks.run.events import (
     RunClosing,
     RunEnded,
     RunFinished,
+    RunStopped,
     StepsEnded,
 )
 from tasks.run.features import tidy
 from tasks.run.flow_options import one_client
 from tasks.run.flow_run import flow_run_id, flow_run_url
+from tasks.run.flow_run_names import name_after
 from tasks.run.interruption import dashboard_ends, set_closes, signals_end
 from tasks.run.meaning_changes import meaning_sentence
 from tasks.run.metrics import cost_at_end
 from tasks.run.opened_run import OpenedRun, Position
-from tasks.run.opening import begin, take_over
+from tasks.run.opening import begin, open_run, take_over
 from tasks.run.pictures import curves_key, draw_curves, draw_timeline
 from tasks.run.reports import Reporting
 from tasks.run.roles.scoring import SCORER
@@ -58,17 +60,18 @@ def started(
     reporting: Reporting,
     last_words: Callable[[], object] = lambda: None,
     cluster: Cluster | None = None,
+    patience: float = 0.0,
 ) -> Iterator[Run]:
     """Take a run over, begin it, and start its engines in the background; all ends with the body.
 
     `reporting`: who is told of it. `last_words` are said before a process that cannot be stopped in
-    order ends itself. `cluster`: workers on which the engines start; None: on new ones. Raises
-    LeaseHeld while another process writes the run.
+    order ends itself. `cluster`: workers on which the engines start; None: on new ones. `patience`:
+    seconds in which another process has to have ended its writing. Raises LeaseHeld.
     """
     with contextlib.ExitStack() as failed:
         if cluster is not None:
             failed.callback(cluster.close)
-        lease, position = take_over(opened)
+        lease, position = take_over(opened, patience)
         failed.callback(lease.release)
         begin(opened, position)
         run = Run(opened, lease, position, reporting)
@@ -101,7 +104,13 @@ def _before(opened: OpenedRun, position: Position) -> str | None:
 
 
 def close(run: Run, error: BaseException | None) -> None:
-    """End engines, workers and the hold on the run; whatever fails, the rest is ended too."""
+    """End engines, workers and the hold on the run; whatever fails, the rest is ended too.
+
+    It may be done again.
+    """
+    if run.closed:
+        return
+    run.closed = True
     run.stopped = run.cancelled.is_set() and not run.gate.given_up
     with contextlib.ExitStack() as stack:
         stack.callback(run.lease.release)
@@ -114,8 +123,25 @@ def close(run: Run, error: BaseException | None) -> None:
 
 
 @contextlib.contextmanager
+def begun_anew(run: Run) -> Iterator[Run]:
+    """The run as it goes on from its last commit, for a body; `run`, which failed, is ended before.
+
+    It was started outside its flow, which Prefect now tries again.
+    """
+    close(run, None)
+    opened = open_run(run.flow, run.config, resume=run.name)
+    again: Run | None = None
+    try:
+        with started(opened, run.reporting) as again:
+            yield again
+    finally:
+        run.stopped = again is not None and again.stopped
+
+
+@contextlib.contextmanager
 def shown(run: Run) -> Iterator[None]:
     """During the body the run is seen on the dashboard, and a cancel there ends it."""
+    name_after(run.name)
     with contextlib.ExitStack() as stack:
         stack.enter_context(one_client())
         stack.enter_context(dashboard_ends(run.cancelled, flow_run_id()))
@@ -129,7 +155,11 @@ def shown(run: Run) -> Iterator[None]:
                 drawn_tokens=run.engines.drawn_tokens,
             )
         )
-        yield
+        try:
+            yield
+        except BaseException:
+            run.tell(RunStopped(step=run.head))
+            raise
 
 
 def finish(run: Run, data_over: bool) -> RunSummary:

@@ -51,10 +51,10 @@ class Run:
     """
 
     __slots__ = (
-        "_probe", "attempts", "cancelled", "clock", "code_files", "config", "device_time", "engines",
-        "episodes", "epoch", "evaluated", "features", "files", "flow", "fresh", "history", "lease",
-        "listeners", "measured", "name", "origin", "reporting", "shards", "source", "start",
-        "stopped", "store", "tracking",
+        "_probe", "attempts", "cancelled", "clock", "closed", "code_files", "config",
+        "device_time", "engines", "episodes", "epoch", "evaluated", "features", "files", "flow",
+        "fresh", "history", "lease", "listeners", "measured", "name", "origin", "reporting",
+        "shards", "source", "start", "stopped", "store", "tracking",
     )  # fmt: skip
 
     def __init__(
@@ -78,6 +78,7 @@ class Run:
         self.measured: dict[str, float] = {}
         self.evaluated: set[int] = set()  # versions that wait for no evaluation any more
         self.stopped = False  # by a person: Ctrl-C, SIGTERM or the dashboard; known once it ended
+        self.closed = False  # its engines are ended, and its hold on the store
         self.attempts = AttemptLog()
         self.device_time = DeviceTime()  # which attempts hold which workers
         self.history = StepHistory(opened.files, opened.start, position.head)

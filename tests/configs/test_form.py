@@ -69,8 +69,7 @@ def test_a_form_offers_the_estimators_that_its_flow_takes(flow: type[GRPOConfig]
         if schema["properties"]["algorithm"]["$ref"].endswith(f"/{name}")
     )
     choice = algorithm["properties"]["advantage"]
-    named = choice["description"].partition("kind: one of ")[2].rstrip(".").split(", ")
-    assert set(named) == taken
+    assert set(choice["properties"]["kind"]["enum"]) == taken
     text = json.dumps(choice)
     for kind in ADVANTAGE_KINDS:
         assert (f'"const": "{kind}"' in text) == (f'"{kind}"' in text) == (kind in taken), kind
@@ -113,8 +112,97 @@ def test_a_refusal_names_the_setting(
 
 
 def test_the_form_asks_for_settings_and_never_for_a_run(schema: dict[str, Any]) -> None:
-    assert list(schema["properties"]) == ["config", "resume", "fork"]
+    assert list(schema["properties"]) == ["resume", "fork", "config"]
     assert schema["required"] == ["config"]
+
+
+def groups(schema: Any) -> Iterator[dict[str, Any]]:
+    """All groups of fields, on whatever level."""
+    if isinstance(schema, dict):
+        if "properties" in schema and "if" not in schema.get("properties", {}):
+            yield schema["properties"]
+        for inner in schema.values():
+            yield from groups(inner)
+    elif isinstance(schema, list):
+        for inner in schema:
+            yield from groups(inner)
+
+
+def in_order(fields: dict[str, Any]) -> list[str]:
+    """As Prefect's form sorts them."""
+    return sorted(fields, key=lambda name: fields[name]["position"])
+
+
+def test_every_field_has_a_place_among_those_of_its_group(schema: dict[str, Any]) -> None:
+    shown = {"properties": schema["properties"], "definitions": schema["definitions"]}
+    checked = 0
+    for fields in groups(shown):
+        if set(fields) == {"kind"} and set(fields["kind"]) <= {"const", "enum"}:
+            continue  # a condition of the rules
+        assert sorted(field["position"] for field in fields.values()) == [*range(len(fields))]
+        checked += 1
+    assert checked > 100
+
+
+def test_what_most_runs_set_comes_first(schema: dict[str, Any]) -> None:
+    groups = {
+        name: found["properties"]
+        for name, found in schema["definitions"].items()
+        if "properties" in found
+    }
+    assert in_order(schema["properties"]) == ["resume", "fork", "config"]
+    assert in_order(groups["GRPOConfig"])[:5] == ["model", "data", "rewards", "steps", "train"]
+    assert in_order(groups["TrainConfig"])[0] == "learning_rate"
+    assert in_order(groups["RewardsConfig"])[0] == "functions"
+
+
+# What a person fills in below `kind`, all else left empty.
+@pytest.mark.parametrize(
+    ("place", "given", "said"),
+    [
+        ("rewards", {"kind": "math"}, None),
+        ("rewards", {"kind": "math", "answer_column": "solution", "weight": 0.5}, None),
+        ("rewards", {"kind": "unit_tests", "sandbox": {"kind": "processes", "timeout": 9}}, None),
+        ("rewards", {"kind": "function"}, "'path' is a required property"),
+        ("rewards", {"kind": "math", "votes": 3}, r"'votes' was unexpected"),
+        ("rewards", {"kind": "mathh"}, "'mathh' is not one of"),
+        ("loss", {"kind": "gspo", "clip_low": 0.1}, None),
+        ("loss", {"kind": "cispo", "clip_low": None}, None),
+        ("loss", {"kind": "gspo", "beta": 0.1}, r"'beta' was unexpected"),
+        ("loss", {"kind": "gspo", "clip_low": -1}, "clip_low.*less than"),
+        ("advantage", {"kind": "grpo", "leave_one_out": True, "normalize": "batch"}, None),
+        ("advantage", {"kind": "grpo_passk", "normalize": "batch"}, "normalize"),
+    ],
+)
+def test_a_choice_of_many_is_one_group_that_its_kind_rules(
+    schema: dict[str, Any], place: str, given: dict[str, Any], said: str | None
+) -> None:
+    config = load_recipe(GRPOConfig, "tiny").model_dump(mode="json")
+    if place == "rewards":
+        config["rewards"] = {"functions": [given]}
+    else:
+        config["algorithm"][place] = given
+    if said is None:
+        validate({"config": config}, schema, raise_on_error=True)
+        GRPOConfig.model_validate(config)
+    else:
+        with pytest.raises(ValidationError, match=said):
+            validate({"config": config}, schema, raise_on_error=True)
+
+
+def test_a_choice_of_many_has_no_default_that_other_kinds_would_be_sent(
+    schema: dict[str, Any],
+) -> None:
+    """Nor what Prefect's form fills in by itself: booleans, groups with defaults."""
+    groups = schema["definitions"]
+    algorithm = groups["AlgorithmConfig"]["properties"]
+    items = groups["RewardsConfig"]["properties"]["functions"]["items"]
+    for choice in (items, algorithm["loss"], algorithm["advantage"]):
+        assert choice["type"] == "object"
+        for name, field in choice["properties"].items():
+            assert "default" not in field and "$ref" not in field, name
+            assert field.get("type") not in ("boolean", "object"), name
+            assert field["title"] and field["description"], name
 
 
 def test_a_run_handed_to_a_flow_is_not_spread_out_on_the_dashboard() -> None:

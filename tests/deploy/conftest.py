@@ -96,7 +96,7 @@ class Platform:
             settings["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = self.database
         words = ["server", "start", "--host", "127.0.0.1", "--port", str(self.port)]
         server = self.start(words, "server.log", {**self.variables, **settings})
-        until = time.monotonic() + 120
+        until = time.monotonic() + 300
         while time.monotonic() < until:
             assert server.poll() is None, self.log("server.log")
             with contextlib.suppress(httpx.HTTPError):
@@ -154,9 +154,9 @@ class Platform:
             place[last] = value
         return config
 
-    def submit(self, name: str, config: dict[str, Any]) -> httpx.Response:
-        """Start a run as the form does."""
-        body = {"parameters": {"config": config}, "state": {"type": "SCHEDULED"}}
+    def submit(self, name: str, config: dict[str, Any], **more: str) -> httpx.Response:
+        """Start a run as the form does; more: `name`, of the flow run."""
+        body = {"parameters": {"config": config}, "state": {"type": "SCHEDULED"}, **more}
         return API.post(
             f"{self.api}/deployments/{self.deployment(name)['id']}/create_flow_run", json=body
         )
@@ -172,6 +172,16 @@ class Platform:
             if found["state_type"] in states:
                 return found
             assert found["state_type"] not in OVER, (found["state"], self.log("worker.log"))
+            time.sleep(0.3)
+        raise AssertionError(f"{found['state']}\n{self.log('worker.log')}")
+
+    def wait_until(self, identity: str, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """The flow run, once `holds` is true of it."""
+        until = time.monotonic() + 240
+        while time.monotonic() < until:
+            found = self.flow_run(identity)
+            if holds(found):
+                return found
             time.sleep(0.3)
         raise AssertionError(f"{found['state']}\n{self.log('worker.log')}")
 

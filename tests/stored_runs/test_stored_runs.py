@@ -135,7 +135,7 @@ def test_runs_are_listed(
     broken.mkdir()
     (broken / "run.json").write_text("{")
 
-    code, out, _ = listed(tmp_path / "store", capsys, monkeypatch, "--json", "--sizes")
+    code, out, _ = listed(tmp_path / "store", capsys, monkeypatch, "--json")
     record = json.loads(out)
     found = {one["run"]: one for one in record["listed"]}
     assert (code, record["runs"], len(found)) == (0, 4, 4)
@@ -160,6 +160,10 @@ def test_runs_are_listed(
     code, out, _ = listed(tmp_path / "store", capsys, monkeypatch, "--last", "1")
     assert code == 0
     assert "4 runs in" in out and "1 of them here" in out and killed.run not in out
+    for column in ("state", "steps", "reward", "age", "last step", "size", "where", "from"):
+        assert column in out
+    code, out, _ = listed(tmp_path / "store", capsys, monkeypatch, "--json", "--no-sizes")
+    assert {one["bytes"] for one in json.loads(out)["listed"]} == {None}
     assert listed(tmp_path / "none", capsys, monkeypatch)[1].startswith("There is no run in")
     code, _, err = listed(tmp_path / "store", capsys, monkeypatch, "--last", "-1")
     assert (code, err) == (2, "--last -1 is no number of runs. 0 is all.\n")

@@ -1,4 +1,4 @@
-"""Which run an earlier attempt of a flow run began."""
+"""Which attempt of a flow run this is, and which run an earlier one began."""
 
 from __future__ import annotations
 
@@ -8,12 +8,21 @@ from pathlib import Path
 from uuid import UUID, uuid4
 
 import pytest
-from prefect.states import AwaitingRetry, Cancelled, Pending, Running, State
+from prefect.states import (
+    AwaitingRetry,
+    Cancelled,
+    Crashed,
+    Pending,
+    Retrying,
+    Running,
+    Scheduled,
+    State,
+)
 
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
 from tasks.run import flow_run
-from tasks.run.flow_run import FIELD, begun_before
+from tasks.run.flow_run import FIELD, attempt, begun_before
 
 THIS = uuid4()
 FIRST: list[State] = [Pending(), Running()]
@@ -47,29 +56,40 @@ def store(tmp_path: Path) -> Store:
     return made
 
 
-def asked(
-    monkeypatch: pytest.MonkeyPatch, store: Store, states: list[State], of: UUID | None = THIS
-) -> str | None:
+def attempts(monkeypatch: pytest.MonkeyPatch, states: list[State], of: UUID | None = THIS) -> int:
     @contextmanager
     def client(sync_client: bool) -> Iterator[Server]:
         yield Server(states)
 
     monkeypatch.setattr(flow_run, "get_client", client)
     monkeypatch.setattr(flow_run, "flow_run_id", lambda: of)
-    return begun_before(store, "tiny")
+    return attempt()
+
+
+def test_attempts_are_counted_by_the_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert attempts(monkeypatch, FIRST) == 1
+    assert attempts(monkeypatch, AGAIN) == 2
+    assert attempts(monkeypatch, [*FIRST, Crashed(), Scheduled(), *FIRST]) == 2
+    assert (
+        attempts(monkeypatch, [*FIRST, AwaitingRetry(), Retrying(), AwaitingRetry(), Retrying()])
+        == 3
+    )
+    assert attempts(monkeypatch, [], of=None) == 1
+
+
+def begun(monkeypatch: pytest.MonkeyPatch, store: Store, of: UUID | None = THIS) -> str | None:
+    monkeypatch.setattr(flow_run, "flow_run_id", lambda: of)
+    found = begun_before(store, "tiny")
+    return None if found is None else found.run
 
 
 def test_another_attempt_finds_its_run(monkeypatch: pytest.MonkeyPatch, store: Store) -> None:
-    assert asked(monkeypatch, store, AGAIN) == "tiny-3"
+    assert begun(monkeypatch, store) == "tiny-3"
 
 
-def test_a_first_attempt_begins_a_run(monkeypatch: pytest.MonkeyPatch, store: Store) -> None:
-    """Of another flow run in the same store nothing is taken, whatever it is called."""
-    assert asked(monkeypatch, store, FIRST) is None
-    assert asked(monkeypatch, store, AGAIN, of=None) is None
-
-
-def test_an_attempt_that_ended_before_a_run_began(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_of_another_flow_run_in_the_same_store_nothing_is_taken(
+    monkeypatch: pytest.MonkeyPatch, store: Store, tmp_path: Path
 ) -> None:
-    assert asked(monkeypatch, Store(f"file://{tmp_path}/new"), AGAIN) is None
+    assert begun(monkeypatch, store, of=uuid4()) is None
+    assert begun(monkeypatch, store, of=None) is None
+    assert begun(monkeypatch, Store(f"file://{tmp_path}/new")) is None

@@ -1,0 +1,37 @@
+"""Going on with a stored run inside a flow that is not its own: by the flow that made it."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from prefect.context import FlowRunContext
+from prefect.states import State
+
+from configs.grpo import GRPOConfig
+from configs.overrides import change, validate
+from configs.process import begin_process
+from configs.resume import ResumeConfig
+from storage.objects.store import Store
+from storage.runs.run_store import RunStore
+from tasks.commands.command import find_run
+from tasks.results import RunSummary
+from tasks.run.recorded_flow import flow_of, load_flow, settings_class, stored_settings
+
+
+def go_on(asked: ResumeConfig) -> RunSummary | State[None]:
+    """Make the steps that are left, as this flow run. Raises ConfigError where it may not go on."""
+    begin_process()
+    files = find_run(Store(asked.store.uri, asked.store.options), asked.run)
+    flow = load_flow(flow_of(files))
+    config = settings_for(files, settings_class(flow), asked)
+    context = FlowRunContext.get()
+    assert context is not None, "go_on() is the body of a flow"
+    with context.model_copy(update={"flow": flow}):  # whose run it is from here on
+        return cast("RunSummary | State[None]", flow.fn(config=config, resume=asked.run))
+
+
+def settings_for(files: RunStore, model: type[GRPOConfig], asked: ResumeConfig) -> GRPOConfig:
+    """The settings that the run began with, and what changes; it may have been moved meanwhile."""
+    stored: dict[str, Any] = validate(model, stored_settings(files)).model_dump(mode="json")
+    stored["store"] |= {"uri": asked.store.uri, "options": asked.store.options}
+    return change(model, stored, asked.words)
