@@ -17,7 +17,7 @@ from engines.rewards.runner import code_digest
 from storage.runs.commit_log import Commit, Ledger
 from storage.runs.commit_log import commit as write_commit
 from storage.runs.curves import are_due, write_curves
-from storage.runs.retention import sweep
+from storage.runs.retention import removed_versions, sweep
 from tasks.results import (
     LeftOver,
     Prompts,
@@ -226,7 +226,8 @@ def tidy(run: Run, step: int) -> None:
         keep_steps=keep.keep_steps,
         keep_snapshots=keep.keep_snapshots,
         rebuilt_from=max(run.start, run.head - run.config.rollback_steps),
-        tagged={*run.tracking.registered, *run.to_be_evaluated()},
+        tagged={*run.tracking.retained(), *run.to_be_evaluated()},
     )
     if removed:
+        run.tracking.removed(removed_versions(run.files, removed))
         get_run_logger().info("Removed by store.keep_*: %s", ", ".join(removed))

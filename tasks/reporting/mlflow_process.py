@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import traceback
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from operator import methodcaller
@@ -25,6 +25,7 @@ from engines.processes.child_messages import Packed, by_name, packed, unpacked
 from engines.processes.child_process import CallLost, ChildProcess, NotStarted, Program
 from engines.processes.user_code import answer_calls, begin
 from storage.tracking.connection import TrackingAddress, TrackingError
+from storage.tracking.registered_versions import RegisteredVersion
 from storage.tracking.tracked_run import TrackedRun
 from storage.tracking.tracker import Tracker
 
@@ -176,6 +177,15 @@ class PageWriter:
         """As Tracker.registered."""
         found: dict[int, str] = self._call("registered")
         return found
+
+    def registered_versions(self) -> list[RegisteredVersion]:
+        """As Tracker.registered_versions."""
+        found: list[RegisteredVersion] = self._call("registered_versions")
+        return found
+
+    def tag_removed(self, versions: Collection[int]) -> None:
+        """As Tracker.tag_removed."""
+        self._call("tag_removed", versions)
 
     def tag(self, name: str, value: str) -> None:
         """As Tracker.tag."""
