@@ -43,7 +43,7 @@ def versions_of(client: MlflowClient, run_id: str) -> list[RegisteredVersion]:
             number=str(one.version),
             at=one.creation_timestamp / 1000,
             aliases=tuple(
-                alias for alias, number in aliases[one.name].items() if str(number) == one.version
+                alias for alias, number in aliases[one.name].items() if str(number) == str(one.version)
             ),
             removed=REMOVED_TAG in one.tags,
         )
