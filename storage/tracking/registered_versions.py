@@ -36,20 +36,22 @@ def versions_of(client: MlflowClient, run_id: str) -> list[RegisteredVersion]:
     found = list(client.search_model_versions(f"run_id = '{run_id}'"))
     # A search says nothing of aliases; the model has them all.
     aliases = {name: client.get_registered_model(name).aliases for name in {v.name for v in found}}
-    versions = [
-        RegisteredVersion(
-            version=int(one.tags["refrain.version"]),
-            model=one.name,
-            number=str(one.version),
-            at=one.creation_timestamp / 1000,
-            aliases=tuple(
-                alias for alias, number in aliases[one.name].items() if str(number) == str(one.version)
-            ),
-            removed=REMOVED_TAG in one.tags,
+    versions = []
+    for one in found:
+        if "refrain.version" not in one.tags:
+            continue
+        number = str(one.version)
+        own = [alias for alias, of in aliases[one.name].items() if str(of) == number]
+        versions.append(
+            RegisteredVersion(
+                version=int(one.tags["refrain.version"]),
+                model=one.name,
+                number=number,
+                at=one.creation_timestamp / 1000,
+                aliases=tuple(own),
+                removed=REMOVED_TAG in one.tags,
+            )
         )
-        for one in found
-        if "refrain.version" in one.tags
-    ]
     return sorted(versions, key=lambda one: (one.version, one.at))
 
 

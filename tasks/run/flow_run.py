@@ -5,7 +5,7 @@ from __future__ import annotations
 from uuid import UUID
 
 from prefect.client.orchestration import get_client
-from prefect.runtime import flow_run
+from prefect.runtime import deployment, flow_run
 from prefect.utilities.urls import url_for
 
 from storage.objects.store import Store
@@ -17,6 +17,11 @@ FIELD = "flow_run"  # of run.json: the id of the flow run that began the run
 def flow_run_id() -> UUID | None:
     """Id of the flow run that this is called in; None outside one."""
     return UUID(flow_run.id) if flow_run.id else None
+
+
+def deployment_name() -> str | None:
+    """The deployment whose run this is; None of a run that a command began."""
+    return deployment.name
 
 
 def flow_run_url() -> str | None:
