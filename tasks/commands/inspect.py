@@ -30,7 +30,8 @@ from tasks.run.recorded_flow import flow_of, settings_of
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-SUFFIX = re.compile(r"-[0-9a-f]{3}$")  # that Prefect gives a task run without a name of its own
+# What Prefect gives a task run without a name of its own.
+SUFFIX = re.compile(r"-[0-9a-f]{3}(?=$| \()")
 HTTP_TIMEOUT = 5.0  # seconds
 
 
