@@ -25,7 +25,13 @@ from tasks.run.recorded_flow import load_flow, settings_class
 RECIPE = "tasks.launch.registration.recipe"  # the build step that loads one
 OURS = "flows."
 SHARED = ("tracking", "store", "cluster")  # settings that are of a team, whatever is trained
-SQLITE, LOCAL = "sqlite:", ("file:", "local:")
+SQLITE = "sqlite:"  # how the address of curves in a local file begins
+ENQUEUE = "ENQUEUE"
+# Prefect 3.7 has each that waits ask again after half a minute.
+WAITING = (
+    "Runs at once: {limit}. Others wait, and not in a queue: a place goes to the first that asks "
+    "once it is free, which may be the newest."
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +96,7 @@ def deployments(
         uri = _set(entry, [*everywhere, *own.get(name, ()), *words])
         if uri is not None:
             curves[name] = uri
-        entries.append(entry)
+        entries.append(_with_limit_told(entry))
     return Deployments(file={**file, "deployments": entries}, curves=curves)
 
 
@@ -119,6 +125,15 @@ def _entry(
         if isinstance(own.get(key), dict):
             own[key] = {**made.get(key, {}), **own[key]}
     return {**made, **own}
+
+
+def _with_limit_told(entry: dict[str, Any]) -> dict[str, Any]:
+    """What a run that finds others at work does, in the description that the page shows."""
+    limit = entry.get("concurrency_limit")
+    if isinstance(limit, dict) and limit.get("collision_strategy", ENQUEUE) == ENQUEUE:
+        said = WAITING.format(limit=limit["limit"])
+        entry["description"] = f"{entry.get('description', '')} {said}".strip()
+    return entry
 
 
 def own_flow_variables() -> dict[str, Any]:

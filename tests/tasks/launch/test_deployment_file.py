@@ -111,3 +111,9 @@ def test_a_name_that_no_deployment_has_is_refused() -> None:
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"There is no file .*none\.yaml"):
         read_deployments(tmp_path / "none.yaml")
+
+
+def test_a_page_says_that_those_who_wait_are_in_no_queue() -> None:
+    found = deployments(PREFECT_FILE, ["tiny", "nightly"], [], None)
+    assert "Runs at once: 1. Others wait, and not in a queue" in entry(found, "tiny")["description"]
+    assert "queue" not in entry(found, "nightly")["description"], "a second one is left out"
