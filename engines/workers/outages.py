@@ -8,10 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-FIRST = (
-    10.0  # seconds of a wait before it is told: a worker that is started again takes about these
-)
-EVERY = 30.0  # seconds between two lines
+EVERY = 30.0  # seconds between two lines, and before the first: workers take these to start
 GAP = 30.0  # seconds without anybody who waits, after which another outage begins
 
 
@@ -54,8 +51,7 @@ class Outages:
         with self._lock:
             outage = self._pools.get(pool)
             if outage is None or now - outage.looked > GAP:
-                first = now + FIRST - EVERY
-                outage = self._pools[pool] = _Outage(since=now, looked=now, told=first)
+                outage = self._pools[pool] = _Outage(since=now, looked=now, told=now)
             outage.looked = now
             if now - outage.told < EVERY:
                 return

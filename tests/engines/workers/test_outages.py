@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from engines.workers.outages import EVERY, FIRST, GAP, Outages, Wait
+from engines.workers.outages import EVERY, GAP, Outages, Wait
 
 
 class Clock:
@@ -37,7 +37,7 @@ def test_one_line_every_half_minute_for_all_who_wait(clock: Clock) -> None:
     outages, told = Outages(), list[tuple[float, Wait]]()
     outages.say = lambda wait: told.append((clock.now, wait))
     wait_for(outages, clock, 100, until=1300.0)
-    assert [when - 1000.0 for when, _ in told] == [FIRST, FIRST + EVERY, FIRST + 2 * EVERY]
+    assert [when - 1000.0 for when, _ in told] == [EVERY, 2 * EVERY, 3 * EVERY]
     assert {(one.since, one.until, one.there, one.needed) for _, one in told} == {
         (1000.0, 1300.0, 0, 1)
     }
@@ -47,17 +47,17 @@ def test_one_line_every_half_minute_for_all_who_wait(clock: Clock) -> None:
 def test_an_outage_that_is_over_is_another_one(clock: Clock) -> None:
     outages, told = Outages(), list[Wait]()
     outages.say = told.append
-    wait_for(outages, clock, int(FIRST) + 1, until=1300.0)
+    wait_for(outages, clock, int(EVERY) + 1, until=1300.0)
     outages.over("a")
-    wait_for(outages, clock, int(FIRST) + 1, until=1300.0)
+    wait_for(outages, clock, int(EVERY) + 1, until=1300.0)
     clock.now += GAP + 1.0  # nobody waited, and nobody saw its end
-    wait_for(outages, clock, int(FIRST) + 1, until=1400.0)
+    wait_for(outages, clock, int(EVERY) + 1, until=1400.0)
     since = [one.since for one in told]
-    assert since == [1000.0, 1000.0 + FIRST + 1, 1000.0 + 2 * (FIRST + 1) + GAP + 1.0]
+    assert since == [1000.0, 1000.0 + EVERY + 1, 1000.0 + 2 * (EVERY + 1) + GAP + 1.0]
 
 
 def test_a_short_wait_is_not_told(clock: Clock) -> None:
     outages, told = Outages(), list[Wait]()
     outages.say = told.append
-    wait_for(outages, clock, int(FIRST) - 1, until=1300.0)
+    wait_for(outages, clock, int(EVERY) - 1, until=1300.0)
     assert told == []
