@@ -30,7 +30,18 @@ class StoreConfig(Settings):
     keep_versions: int = Field(
         3,
         ge=1,
-        description="Policy versions kept besides the first, those at snapshots and tagged ones.",
+        description="Policy versions kept besides the first, those at snapshots and registered ones.",
+    )
+    keep_registered: int | None = Field(
+        10,
+        ge=0,
+        description="Versions of the model registry whose weights are kept, the newest. One that has "
+        "an alias stays besides, whatever its age, for as long as it has it; null keeps all.",
+    )
+    keep_registered_days: float = Field(
+        0.0,
+        ge=0,
+        description="Registered versions that are younger, in days, are kept besides, however many.",
     )
     whole_every: int = Field(
         1,

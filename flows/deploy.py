@@ -1,18 +1,22 @@
 """Register the deployments of infra/prefect.yaml on the server that PREFECT_API_URL names.
 
-    refrain deploy [NAME …] [--notify TYPE/BLOCK]
+    refrain deploy [NAME …] [key=value …] [--file deployment.yaml] [--notify TYPE/BLOCK]
     refrain deploy --flow package.module:function --recipe RECIPE [key=value …]
 
 With them come their work pool and the automations of infra/automations.yaml. Doing it again brings
-them up to date. Runs will work in the folder that this is called in. The second form registers one
-deployment, of a flow of your own.
+them up to date. Runs will work in the folder that this is called in. Settings are of all of them, as
+tracking.uri=http://… of a team. Where the folder has a deployment.yaml, or --file names one, its
+deployments are registered instead, with its settings, schedules, tags and limits. The second form
+registers one deployment, of a flow of your own.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
+from configs.deployments import DEFAULT_FILE, DeploymentFile, read_deployments
 from configs.overrides import ConfigError
 from configs.recipe import DEMO
 from configs.terminal_text import print_text
@@ -31,7 +35,10 @@ def main() -> int:
         "names",
         nargs="*",
         metavar="NAME",
-        help="deployments; without: all. With --flow: settings key=value",
+        help="deployments; without: all. And settings key=value of them",
+    )
+    parser.add_argument(
+        "--file", metavar="YAML", help=f"a team's deployments [{DEFAULT_FILE}, if it is there]"
     )
     parser.add_argument(
         "--flow", metavar="FLOW", help="package.module:function; or grpo, ppo, dapo"
@@ -40,22 +47,35 @@ def main() -> int:
     parser.add_argument(
         "--notify", metavar="TYPE/BLOCK", help="notification block that the automations use"
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
+    words = [word for word in arguments.names if "=" in word]
+    names = [word for word in arguments.names if word not in words]
     from prefect.client.orchestration import get_client  # late, so that --help answers at once
     from prefect.settings import PREFECT_API_URL
 
     from tasks.launch import registration
+    from tasks.launch.deployment_file import deployments
     from tasks.launch.server import ServerError
 
     try:
+        found, wanted = None, [registration.POOL]
+        if arguments.flow is None:
+            team = _team(arguments.file)
+            found = deployments(registration.PREFECT_FILE, names, words, team)
+            wanted = found.pools
+        elif arguments.file is not None:
+            raise ConfigError("--file and --flow exclude each other: name the flow in the file.")
         api = registration.check_server(PREFECT_API_URL.value())
         with get_client(sync_client=True) as client:
-            pools = registration.patiently(lambda: registration.ensure_pools(client))
-        if arguments.flow is not None:
+            pools = registration.patiently(lambda: registration.ensure_pools(client, wanted))
+        if found is None:
             name = registration.register_flow(arguments.flow, arguments.recipe, arguments.names)
             print_text(f"Deployment   {name}")
         else:
-            registration.register_deployments(arguments.names)
+            registration.register_deployments(found)
+            print_text(f"Registered   {', '.join(found.names)}")
+            for sentence in found.warnings():
+                print_text(f"Warning      {sentence}")
         automations = registration.patiently(
             lambda: registration.register_automations(arguments.notify)
         )
@@ -67,6 +87,15 @@ def main() -> int:
     for pool in pools:
         print_text(f"Start a worker:  prefect worker start --pool {pool} --type process")
     return 0
+
+
+def _team(named: str | None) -> DeploymentFile | None:
+    """The team's file: the one that is named, or the working folder's; None where it has none."""
+    path = Path(named or DEFAULT_FILE)
+    if named is None and not path.exists():
+        return None
+    print_text(f"By           {path}")
+    return read_deployments(path)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from engines.rewards.runner import code_digest
 from storage.runs.commit_log import Commit, Ledger
 from storage.runs.commit_log import commit as write_commit
 from storage.runs.curves import are_due, write_curves
-from storage.runs.retention import sweep
+from storage.runs.retention import removed_versions, sweep
 from tasks.results import (
     LeftOver,
     Prompts,
@@ -32,7 +32,7 @@ from tasks.results import (
 from tasks.reward import samples_of
 from tasks.run.code_changes import code_metrics
 from tasks.run.decay import decay_steps
-from tasks.run.events import StepCommitted
+from tasks.run.events import Note, StepCommitted
 from tasks.run.features import judged
 from tasks.run.features import tidy as tidied
 from tasks.run.flow_options import result_of
@@ -167,7 +167,8 @@ def commit(
         attempts=attempts,
         snapshot=run.clock.snapshot_after(record),
     )
-    run.tell(told, last=lambda: tidy(run, step))
+    written = metrics.get("store/bytes_written", 0.0)
+    run.tell(told, last=lambda: tidy(run, step, written))
     return StepSummary(
         step=step, version=updated.version, seconds=metrics["time/step"], metrics=metrics
     )
@@ -211,9 +212,10 @@ def ledger_after(
     )
 
 
-def tidy(run: Run, step: int) -> None:
+def tidy(run: Run, step: int, written: float) -> None:
     """Keep the curves, if they are due, and remove what the settings do not keep.
 
+    `written`: bytes that the step wrote to the store.
     Once everybody has heard of the step: which versions are registered is known then.
     """
     if are_due(step):
@@ -226,7 +228,10 @@ def tidy(run: Run, step: int) -> None:
         keep_steps=keep.keep_steps,
         keep_snapshots=keep.keep_snapshots,
         rebuilt_from=max(run.start, run.head - run.config.rollback_steps),
-        tagged={*run.tracking.registered, *run.to_be_evaluated()},
+        tagged={*run.tracking.retained(), *run.to_be_evaluated()},
     )
     if removed:
+        run.tracking.removed(removed_versions(run.files, removed))
         get_run_logger().info("Removed by store.keep_*: %s", ", ".join(removed))
+    if said := run.disk.after(step, written):
+        run.tell(Note(text=said, warning=True))

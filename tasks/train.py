@@ -33,9 +33,9 @@ from tasks.reporting.terminal import Terminal
 from tasks.results import RunSummary, Updated
 from tasks.run.continue_from import NothingNew
 from tasks.run.events import Note, SnapshotStored, StepBegan
-from tasks.run.findings import slow_here
+from tasks.run.findings import curves_of_one_machine, slow_here
 from tasks.run.flow_options import forget_results, result_of
-from tasks.run.flow_run import attempt, begun_before, part_from_earlier_attempts
+from tasks.run.flow_run import attempt, begun_before, deployment_name, part_from_earlier_attempts
 from tasks.run.flow_run_names import name_before
 from tasks.run.life_cycle import BranchEnded, begun_anew, finish, shown, started
 from tasks.run.opening import open_run
@@ -77,6 +77,7 @@ def train(
                     return Completed(message=f"Run {last.run} was finished by an earlier attempt.")
             findings = check(config, resumed=resume is not None)
             findings += slow_here(config)  # a deployment was made on another machine
+            findings += curves_of_one_machine(config, deployment_name())
             try:
                 opened = open_run(_this_flow(), config, resume, fork)
             except NothingNew as nothing:

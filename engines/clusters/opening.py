@@ -23,6 +23,7 @@ from engines.workers.cluster import ASK_TIMEOUT, Cluster, RemoteWorkers
 from engines.workers.host import HOST, EngineHost
 from engines.workers.membership import TellsOfWorkers, allowed_failures
 from engines.workers.on_worker import examine
+from engines.workers.outages import Say
 from engines.workers.placement import check_placed, place_local, this_node
 
 if TYPE_CHECKING:
@@ -58,13 +59,14 @@ def open_cluster(
     cancel: threading.Event | None = None,
     preload: Sequence[str] = (),
     output: Path | None = None,
+    say: Say | None = None,
 ) -> Cluster:
     """Start or join the cluster and wait until every pool has its workers.
 
     Use it as a context manager. `worker_env`: environment variables of the workers by pool; the
     pools' own `env` goes before it. `cancel` ends the wait. `preload`: modules that workers on this
     machine are forked with (NodePlan.preloaded says when). `output`: a file that gets what workers
-    on this machine print, beside this process's standard error.
+    on this machine print, beside this process's standard error. `say`: told of waits for workers.
     Raises ValueError for a plan that cannot fit, NoWorkers when workers are missing after
     cluster.start_timeout.
     """
@@ -84,6 +86,8 @@ def open_cluster(
     else:
         start: Start = imported(f"{KINDS[config.kind]}:start")
         cluster = _connected(config, certificates, start(config, env, certificates))
+    if say is not None:
+        cluster.outages.say = say
     try:
         cluster.ask(cluster.client.register_plugin, TellsOfWorkers(), name=TellsOfWorkers.name)
         cluster.ask(cluster.client.register_plugin, plugin, name=HOST)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from engines.failures import CallDeadline, InfrastructureError, WorkerLost
 from engines.workers import on_worker
 from engines.workers.call_watch import SLICE
-from engines.workers.calls import GONE, GRACE, STATUS, value_of
+from engines.workers.calls import GRACE, STATUS, value_of
 from engines.workers.cluster import Cluster, raise_if_set
 from engines.workers.engine import Call
 from engines.workers.messages import CallResult
@@ -67,7 +67,7 @@ def submit_to_all(
             return answer
         why = str(answer)
         if isinstance(answer, OSError):  # of the scheduler's connection, which says no more
-            why = GONE
+            why = cluster.why_gone(address)
         return WorkerLost(name, f"{why}; {call.label} was under way{cluster.log_hint(name)}")
 
     return {name: outcome(name, address) for name, address in workers.items()}

@@ -34,7 +34,6 @@ GRACE = 30.0  # seconds after the deadline at which a worker without a flow proc
 FETCH = 30.0  # seconds that fetching a finished call's result may take
 LOOK = 1.0  # seconds between looks at the worker meanwhile
 STATUS = 3.0  # seconds in which a healthy worker reports its status
-GONE = "its process ended or its host cannot be reached"
 STOP = 30.0  # seconds in which an engine closes
 
 
@@ -121,7 +120,7 @@ class PendingCall(Generic[R]):
             return True
         self.cluster.check()
         if self.cluster.pool_of(self.address) is None and not self._is_done():
-            raise self._lost(GONE)
+            raise self._lost(self.cluster.why_gone(self.address))
         now = time.monotonic()
         if now >= max(self.began + deadline, self._extended):
             self._extended = self._until = now + self._overtime(deadline)
@@ -180,7 +179,7 @@ class PendingCall(Generic[R]):
         try:
             found = self._fetch()
         except KilledWorker:
-            raise self._lost("its process ended (killed, out of memory, or crashed)") from None
+            raise self._lost(self.cluster.why_gone(self.address)) from None
         except NoValidWorkerError:
             raise self._lost("it left before the call began") from None
         except CancelledError:
@@ -208,7 +207,8 @@ class PendingCall(Generic[R]):
                 self.cluster.check()
                 gone = self.cluster.pool_of(self.address) is None
                 if gone or time.monotonic() >= until:
-                    raise self._lost("its process ended before the result was fetched") from None
+                    why = self.cluster.why_gone(self.address)
+                    raise self._lost(f"{why} before the result was fetched") from None
             except OSError as error:  # the result comes by way of the scheduler
                 self.cluster.check()
                 raise self.cluster.why_lost(

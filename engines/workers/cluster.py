@@ -35,6 +35,7 @@ from engines.workers.membership import (
     list_workers,
 )
 from engines.workers.messages import CallResult
+from engines.workers.outages import Outages
 from engines.workers.pushed import PushedResults
 from engines.workers.sending import Sender
 from engines.workers.spent import Spent
@@ -43,6 +44,8 @@ from storage.objects.usage import Usage
 ASK_TIMEOUT = 30.0  # seconds that the scheduler or a nanny may take to answer
 KILL_TIMEOUT = 5.0  # seconds until the scheduler must have noticed that a worker was killed
 CLOSE_TIMEOUT = 1.0  # seconds for the client's farewell
+WORD = 1.0  # seconds in which the scheduler's word of a lost worker follows its loss
+GONE = "its process ended or its host cannot be reached"
 AFTERMATH = 2.0  # seconds in which the end of a process becomes known once its sockets have closed
 
 Found = TypeVar("Found", Member, str)
@@ -87,6 +90,7 @@ class Cluster:
         self._node = node
         self._remote = remote
         self.table = WorkerTable(config.pools, self._list)
+        self.outages = Outages()
         self.watch = CallWatch(self._look)
         self.sender = Sender(client)
         self.pushed = PushedResults(client)
@@ -211,6 +215,13 @@ class Cluster:
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return f"; see {path}" + (f", which ends: {last[:300]}" if last else "")
 
+    def why_gone(self, address: str) -> str:
+        """What became of a lost worker; the scheduler's word of it may come a moment later."""
+        until = time.monotonic() + WORD
+        while (cause := self.table.cause_of(address)) is None and time.monotonic() < until:
+            time.sleep(0.02)
+        return cause or GONE
+
     def pool_of(self, address: str, max_age: float = SCAN_AGE) -> str | None:
         """Pool of a live worker; None when there is none at this address (any more)."""
         found = self.table.look(max_age).at.get(address)
@@ -234,7 +245,10 @@ class Cluster:
             if waited >= limit:
                 raise NoWorkers(pool, waited, len(found), n)
             raise_if_set(cancel)
+            cause = self.table.last_loss(pool)
+            self.outages.waiting(pool, len(found), n, limit - waited, limit, cause)
             time.sleep(0.05 if waited < 2 else 0.25)
+        self.outages.over(pool)
         return found
 
     def kill(self, addresses: Iterable[str]) -> list[str]:

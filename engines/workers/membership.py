@@ -16,6 +16,7 @@ from distributed import Nanny, Scheduler, SchedulerPlugin
 from engines.processes.process_tree import kill_tree
 
 SCAN_AGE = 10.0  # seconds for which a look at the workers is good enough while nothing is heard
+SILENT = 20.0  # seconds; workers are heard of several times as often, by their heartbeats
 JOINING = 3.0  # seconds that a worker may take from its first word to its first call
 JOINING_AGE = 0.2  # seconds for which a look is good enough meanwhile
 
@@ -56,17 +57,38 @@ class TellsOfWorkers(SchedulerPlugin):
     topic = "refrain-workers"
     idempotent = True  # a second flow that joins the cluster hears the first one's
 
+    async def start(self, scheduler: Scheduler) -> None:
+        """Called by Dask, perhaps when there are workers already."""
+        self._workers = dict(scheduler.workers)
+
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """Called by Dask; the worker may not take calls yet."""
+        self._workers[worker] = scheduler.workers[worker]
         self._tell(scheduler, "add-worker", worker)
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: object) -> None:
-        """Called by Dask."""
-        self._tell(scheduler, "remove-worker", worker)
+        """Called by Dask, which has forgotten the worker by then."""
+        state = self._workers.pop(worker, None)
+        silence = 0.0 if state is None else max(0.0, time.time() - state.last_seen)
+        self._tell(scheduler, "remove-worker", worker, silence=silence)
 
-    def _tell(self, scheduler: Scheduler, action: str, worker: str) -> None:
+    def _tell(self, scheduler: Scheduler, action: str, worker: str, **more: float) -> None:
         if not all(comm.closed() for comm in scheduler.client_comms.values()):
-            scheduler.log_event(self.topic, {"action": action, "worker": worker})
+            scheduler.log_event(self.topic, {"action": action, "worker": worker, **more})
+
+
+def why_gone(silence: float) -> str:
+    """What became of a worker, by the seconds in which nothing was heard of it before.
+
+    The kernel of a process that ends closes its connection at once; nobody does on a host that is
+    cut off, and the scheduler gives it up half a minute later (`distributed.comm.timeouts.tcp`).
+    """
+    if silence < SILENT:
+        return "its process ended (killed, out of memory, or crashed)"
+    return (
+        f"nothing was heard of it for {silence:.0f} s: its host or the link to it is down, or its "
+        "process hung"
+    )
 
 
 def list_workers(dask_scheduler: Scheduler) -> list[ListedWorker]:
@@ -128,6 +150,8 @@ class WorkerTable:
         self.changes = 0  # heard of so far
         self._joining_until = -JOINING
         self._names: dict[str, str] = {}  # of every address ever seen
+        self._causes: dict[str, str] = {}  # address -> what became of the worker
+        self._last_loss: dict[str, str] = {}  # by pool
         self._seen = Seen(when=-SCAN_AGE, changes=-1, members={})
 
     def heard(self, event: tuple[float, Mapping[str, object]]) -> None:
@@ -137,7 +161,23 @@ class WorkerTable:
                 self._joining_until = time.monotonic() + JOINING
                 self.outdate()
             case "remove-worker":
+                address, silence = event[1].get("worker"), event[1].get("silence")
+                if isinstance(address, str) and isinstance(silence, int | float):
+                    self._lost(address, float(silence))
                 self.outdate()
+
+    def _lost(self, address: str, silence: float) -> None:
+        self._causes[address] = cause = why_gone(silence)
+        if (pool := self._seen.at.get(address)) is not None:
+            self._last_loss[pool] = f"{self.name_of(address)}: {cause}"
+
+    def cause_of(self, address: str) -> str | None:
+        """What became of a worker; None where the scheduler has not said that it is gone."""
+        return self._causes.get(address)
+
+    def last_loss(self, pool: str) -> str:
+        """Name of the pool's worker that was lost last, and what became of it; empty: none was."""
+        return self._last_loss.get(pool, "")
 
     def outdate(self) -> None:
         """Have the next reader look anew."""

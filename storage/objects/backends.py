@@ -49,6 +49,7 @@ class Backend(Protocol):
     def size(self, key: str) -> int: ...
     def sizes(self, folder: str, keys: Sequence[str]) -> Mapping[str, int]: ...  # of those there
     def list(self, prefix: str) -> Keys: ...
+    def sizes_below(self, prefix: str) -> Mapping[str, int]: ...
     def children(self, prefix: str) -> Keys: ...
     def delete(self, keys: Sequence[str]) -> None: ...
     def delete_unfinished(self, prefix: str) -> None: ...
@@ -201,6 +202,9 @@ class LocalBackend:
 
     def sizes(self, folder: str, keys: Sequence[str]) -> Mapping[str, int]:
         return _one_by_one(self, keys)
+
+    def sizes_below(self, prefix: str) -> Mapping[str, int]:
+        return _one_by_one(self, self.list(prefix))  # one that goes meanwhile is left out
 
     def list(self, prefix: str) -> Keys:
         found = []
@@ -357,6 +361,11 @@ class FsspecBackend:
         return {
             entry["name"][cut:]: int(entry["size"]) for entry in entries if entry["type"] == "file"
         }
+
+    def sizes_below(self, prefix: str) -> Mapping[str, int]:
+        cut = len(self.root) + 1
+        entries = self.fs.find(self._path(prefix), detail=True)
+        return {path[cut:]: int(entry["size"]) for path, entry in entries.items()}
 
     def list(self, prefix: str) -> Keys:
         cut = len(self.root) + 1

@@ -12,6 +12,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeVar, cast
 
 from configs.optional_packages import pip_install
@@ -297,6 +298,17 @@ class Store:
         """Every key below the folder `prefix`, sorted; objects being written are not listed."""
         found = self._try("list", prefix, lambda _: self.backend.list(clean_key(prefix, True)))
         return sorted(found)
+
+    def sizes_below(self, prefix: str = "") -> dict[str, int]:
+        """Bytes of every object below the folder `prefix`, by key, as one listing has them."""
+        ask = self.backend.sizes_below
+        found = self._try("list", prefix, lambda _: ask(clean_key(prefix, True)))
+        return dict(sorted(found.items()))
+
+    @property
+    def local_folder(self) -> Path | None:
+        """The folder of a local store; None of any other."""
+        return self.backend.root if isinstance(self.backend, LocalBackend) else None
 
     def children(self, prefix: str = "") -> Keys:
         """Names right below the folder `prefix`, objects and folders, sorted."""

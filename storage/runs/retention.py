@@ -121,6 +121,16 @@ def _sweep_versions(
     return removed
 
 
+def removed_versions(run: RunStore, keys: Collection[str]) -> list[int]:
+    """The policy versions that are gone with these keys, ascending."""
+    folder, found = f"{run.run}/weights/v", []
+    for key in keys:
+        place, _, name = key.rpartition("/")
+        if name == MANIFEST and place.startswith(folder):
+            found.append(int(place.removeprefix(folder)))
+    return sorted(found)
+
+
 def _bases(run: RunStore, index: RunIndex, versions: Collection[int]) -> set[int]:
     """The run's versions without which some of these cannot be read, bases of bases among them."""
     number = {run.weights_key(version): version for version in index.versions}

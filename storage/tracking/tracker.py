@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
@@ -26,6 +26,7 @@ from storage.tracking.connection import (
     has_pages,
 )
 from storage.tracking.mlflow_entities import logged_model, shown_metrics, watched_machine
+from storage.tracking.registered_versions import RegisteredVersion, tag_removed, versions_of
 from storage.tracking.tracked_run import (
     RUN_TAG,
     STORE_TAG,
@@ -224,6 +225,16 @@ class Tracker:
                 f"name = '{self.model_name}' and run_id = '{self.run_id}'"
             )
         return {int(one.tags["refrain.version"]): str(one.version) for one in found}
+
+    def registered_versions(self) -> list[RegisteredVersion]:
+        """What the registry says of the policy versions of this run, aliases included."""
+        with as_tracking_errors(self._place.uri):
+            return versions_of(self._started, self.run_id)
+
+    def tag_removed(self, versions: Collection[int]) -> None:
+        """Have the registry say that these policy versions are no longer in the store."""
+        with as_tracking_errors(self._place.uri):
+            tag_removed(self._started, versions_of(self._started, self.run_id), versions)
 
     @property
     def model_name(self) -> str:

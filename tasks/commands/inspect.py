@@ -22,6 +22,7 @@ from storage.runs.live import Live, RolledBack, is_done, read_end, read_live
 from storage.runs.origins import origin_of, start_of
 from storage.runs.run_lease import holder_of
 from storage.runs.run_store import RunStore
+from storage.runs.size import RunSize, size_of
 from tasks.commands.command import Answer, Request, bytes_text, heading, table, text
 from tasks.launch.prefect_login import headers_for
 from tasks.run.recorded_flow import flow_of, settings_of
@@ -29,7 +30,8 @@ from tasks.run.recorded_flow import flow_of, settings_of
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-SUFFIX = re.compile(r"-[0-9a-f]{3}$")  # that Prefect gives a task run without a name of its own
+# What Prefect gives a task run without a name of its own.
+SUFFIX = re.compile(r"-[0-9a-f]{3}(?=$| \()")
 HTTP_TIMEOUT = 5.0  # seconds
 
 
@@ -86,6 +88,11 @@ def answer(request: Request) -> Answer:
         "committed": [asdict(one) for one in steps],
     }
     shown = [*_headline(record), *_cost(cost, config.cluster.currency)]
+    if request.arguments.size:
+        size = size_of(files, done)
+        at_end = size.at_end(config.store, done, max(config.steps, done))
+        record["size"] = {**asdict(size), "at_end": at_end}
+        shown += _size(size, at_end, max(config.steps, done))
     good = True
     if holder is not None and live is not None and live.epoch == holder.epoch:
         tasks = task_views(live)
@@ -222,6 +229,25 @@ def _cost(cost: RunCost | None, currency: str) -> list[RenderableType]:
     said = ", ".join(f"{part.device_hours:.4g} {where}" for where, part in parts)
     money = "" if cost.money is None else f" {currency} {cost.money:.4g}."
     return [text(f"Device-hours: {cost.device_hours:.4g}, {said}.{money}")]
+
+
+def _size(size: RunSize, at_end: int, steps: int) -> list[RenderableType]:
+    parts = (
+        (size.weights, f"{size.versions} policy versions"),
+        (size.state, f"{size.snapshots} snapshots"),
+        (size.batches, f"batches of {size.steps} steps"),
+        (size.records, "commits"),
+        (size.others, "others"),
+    )
+    said = ", ".join(f"{bytes_text(nbytes)} {what}" for nbytes, what in parts)
+    return [
+        text(f"Size in the store: {bytes_text(size.total)}: {said}."),
+        text(
+            f"Each step adds {bytes_text(size.batches_per_step)} of batches and "
+            f"{bytes_text(size.records_per_step)} of commits. By store.keep_* it has about "
+            f"{bytes_text(at_end)} after step {steps}."
+        ),
+    ]
 
 
 def _workers(workers: list[WorkerView]) -> list[RenderableType]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -22,11 +23,12 @@ from prefect.exceptions import ObjectNotFound
 from pydantic import TypeAdapter
 
 from configs.credentials import credential_sentence
+from configs.deployments import words_of
 from configs.environment import import_from_working_folder
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from configs.recipe import load_recipe
-from engines.processes.node_process import python_path
+from tasks.launch.deployment_file import Deployments, own_flow_variables
 from tasks.launch.server import ServerError
 from tasks.run.recorded_flow import load_flow, settings_class
 
@@ -77,10 +79,8 @@ def patiently(register: Callable[[], list[str]]) -> list[str]:
     raise AssertionError("not reached")
 
 
-def ensure_pools(client: SyncPrefectClient) -> list[str]:
-    """The work pools that the deployments name, made as process pools where they are missing."""
-    declared = yaml.safe_load(PREFECT_FILE.read_text())["deployments"]
-    names = sorted({deployment["work_pool"]["name"] for deployment in declared})
+def ensure_pools(client: SyncPrefectClient, names: list[str]) -> list[str]:
+    """These work pools, made as process pools where they are missing."""
     for name in names:
         try:
             client.read_work_pool(name)
@@ -89,16 +89,18 @@ def ensure_pools(client: SyncPrefectClient) -> list[str]:
     return names
 
 
-def register_deployments(names: list[str]) -> None:
-    """Deployments of infra/prefect.yaml, all or those named, by Prefect's own command."""
-    chosen = [word for name in names for word in ("--name", name)] or ["--all"]
-    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", *chosen]
-    done = subprocess.run(
-        [*command, "--prefect-file", str(PREFECT_FILE)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def register_deployments(found: Deployments) -> None:
+    """All of these, by Prefect's own command."""
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "prefect.yaml"
+        file.write_text(yaml.safe_dump(found.file, sort_keys=False))
+        done = subprocess.run(
+            [*command, "--prefect-file", str(file)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
     if done.returncode:
         raise NotDeployed(f"prefect deploy failed:\n{done.stdout.strip()}")
 
@@ -119,11 +121,7 @@ def register_flow(path: str, recipe: str, words: Sequence[str]) -> str:
         tags=[flow.name],
         concurrency_limit=limit,
         work_pool_name=POOL,
-        job_variables={
-            "working_dir": os.getcwd(),
-            # The second: a user's own modules in the folder must not hide ours.
-            "env": {"PYTHONPATH": python_path(), "PYTHONSAFEPATH": "1"},
-        },
+        job_variables=own_flow_variables(),
         entrypoint_type=EntrypointType.MODULE_PATH,
     )
     deployment.apply()
@@ -177,7 +175,7 @@ def recipe(name: str, settings: dict[str, Any] | None = None, flow: str = "grpo"
     Complete, so that the form shows every value of the run, and a later change of a default needs
     a new `make deploy` to take effect. Runs work in the folder that is deployed from, `directory`.
     """
-    words = [f"{key}={value}" for key, value in (settings or {}).items()]
+    words = words_of(settings or {})
     config = _without_credentials(load_recipe(settings_class(load_flow(flow)), name, words))
     return {"config": config.model_dump(mode="json"), "directory": str(Path.cwd())}
 

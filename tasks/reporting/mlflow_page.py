@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from configs.storage import TrackingConfig
@@ -14,6 +14,7 @@ from storage.runs.run_store import RunStore
 from storage.runs.working_tree import working_tree
 from storage.tracking.connection import TrackingError
 from storage.tracking.cost import DEVICE_HOURS_SO_FAR, MONEY_SO_FAR, SO_FAR
+from storage.tracking.registered_versions import that_stay
 from storage.tracking.tracked_run import TrackedData, TrackedRun
 from storage.tracking.tracker import Tracker
 from tasks.evaluation.summary import evaluation_metrics
@@ -58,7 +59,9 @@ class RunTracker:
         self._started = threading.Event()
         self._error: Exception | None = None
         self._finished = False
-        self.registered: dict[int, str] = {}  # policy version -> its number in the registry; kept
+        self.registered: dict[int, str] = {}  # policy version -> its number in the registry
+        # Of the registered versions when MLflow was asked last: which those were, and which stay.
+        self._asked: tuple[frozenset[int], frozenset[int]] = frozenset(), frozenset()
 
     def listen(self, listeners: Listeners) -> None:
         """Hear what the run says."""
@@ -131,6 +134,28 @@ class RunTracker:
         )
         self.registered[weights.version] = number
         return number
+
+    def retained(self) -> Collection[int]:
+        """The registered policy versions that retention leaves, by the settings and the aliases.
+
+        MLflow is asked once for each version that is registered: one that it then lets go is removed
+        at once, and one that gets an alias later is among those that stay.
+        """
+        store, registered = self._facts.config.store, frozenset(self.registered)
+        if store.keep_registered is None or len(registered) <= store.keep_registered:
+            return registered
+        if self._asked[0] != registered:
+            versions = self._ready().registered_versions()
+            stay = that_stay(
+                versions, store.keep_registered, store.keep_registered_days, time.time()
+            )
+            self._asked = registered, frozenset(stay)
+        return self._asked[1]
+
+    def removed(self, versions: Collection[int]) -> None:
+        """Have the registry say that the files of these policy versions are gone."""
+        if gone := [version for version in versions if version in self.registered]:
+            self._ready().tag_removed(gone)
 
     def version_evaluated(self, event: VersionEvaluated) -> None:
         """Record what a suite says of a policy version."""

@@ -10,14 +10,17 @@ and the call is made again; what is recorded twice MLflow keeps once.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
+import time
 import traceback
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from operator import methodcaller
-from threading import Lock, Timer
+from threading import Event, Lock
 from typing import Any
 
 from configs.storage import TrackingConfig
@@ -25,12 +28,15 @@ from engines.processes.child_messages import Packed, by_name, packed, unpacked
 from engines.processes.child_process import CallLost, ChildProcess, NotStarted, Program
 from engines.processes.user_code import answer_calls, begin
 from storage.tracking.connection import TrackingAddress, TrackingError
+from storage.tracking.registered_versions import RegisteredVersion
 from storage.tracking.tracked_run import TrackedRun
 from storage.tracking.tracker import Tracker
 
 PROGRAM = Program(main="tasks.reporting.mlflow_process:main")
 TOLD_AFTER = 15.0  # seconds of a call, after which people are told what is waited for
+EVERY = 30.0  # seconds between further lines
 DEADLINE = 600.0  # seconds of a call; MLflow itself tries a server for minutes
+MOST = 2 * DEADLINE  # seconds; a call that ended by its deadline is made once more
 START = "start"
 
 
@@ -177,6 +183,15 @@ class PageWriter:
         found: dict[int, str] = self._call("registered")
         return found
 
+    def registered_versions(self) -> list[RegisteredVersion]:
+        """As Tracker.registered_versions."""
+        found: list[RegisteredVersion] = self._call("registered_versions")
+        return found
+
+    def tag_removed(self, versions: Collection[int]) -> None:
+        """As Tracker.tag_removed."""
+        self._call("tag_removed", versions)
+
     def tag(self, name: str, value: str) -> None:
         """As Tracker.tag."""
         self._call("tag", name, value)
@@ -186,6 +201,10 @@ class PageWriter:
         self._call("finish", status)
 
     def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        with self._waits_told(method):
+            return self._called(method, arguments, named)
+
+    def _called(self, method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         try:
             answer = self._asked(method, arguments, named)
         except CallLost:  # killed from outside, perhaps: one more try tells
@@ -207,18 +226,30 @@ class PageWriter:
         asked = PageCall(
             page=self._page, config=self._config, method=method, arguments=arguments, named=named
         )
-        timer = Timer(TOLD_AFTER, self._tell, (self._waiting(method),))
-        timer.daemon = True
-        timer.start()
-        try:
-            return SHARED.process().call(asked, DEADLINE)
-        finally:
-            timer.cancel()
+        return SHARED.process().call(asked, DEADLINE)
 
-    def _waiting(self, method: str) -> str:
+    @contextlib.contextmanager
+    def _waits_told(self, method: str) -> Iterator[None]:
+        """During the body, if it lasts, a line every half minute says what is waited for."""
+        over, began = Event(), time.time()
+
+        def tell() -> None:
+            left = TOLD_AFTER
+            while not over.wait(left):
+                self._tell(self._waiting(method, began))
+                left = EVERY
+
+        threading.Thread(target=tell, name="mlflow-waits", daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
+
+    def _waiting(self, method: str, began: float) -> str:
+        since, until = (time.strftime("%H:%M:%S", time.localtime(began + s)) for s in (0, MOST))
         return (
-            f"MLflow at {self._config.uri} has not answered for {TOLD_AFTER:g} s ({method}). It is "
-            f"waited for, {DEADLINE / 60:g} minutes at most."
+            f"MLflow at {self._config.uri} has not answered since {since} ({method}). It is waited "
+            f"for until {until}."
         )
 
     def _checked(self, answer: PageAnswer) -> PageAnswer:

@@ -20,6 +20,7 @@ from storage.objects.usage import COUNTER, Usage
 from tasks.results import Metrics
 from tasks.run.events import EngineStarted, WorkersAsked
 from tasks.run.features import features_of
+from tasks.run.outage_lines import outage_lines
 from tasks.run.role_table import roles_of, variables_of
 from tasks.run.roles.role import C, Clients, EngineRole
 from tasks.run.roles.sampling import ROLLOUT
@@ -244,5 +245,8 @@ def _open(run: RunView, roles: list[EngineRole[Any]], cluster: Cluster | None) -
             cancel=run.cancelled,
             preload=ENGINE_MODULES,
             output=folder_of(run.name) / WORKERS,
+            say=outage_lines(run.tell),
         )
+    else:  # of the run that this one goes on with
+        cluster.outages.say = outage_lines(run.tell)
     return Opened(cluster, Clients({role: role.client(run, cluster) for role in roles}))

@@ -26,3 +26,14 @@ def slow_here(config: RunConfig) -> list[Finding]:
     """Of settings that were stored or deployed: what was decided elsewhere and is slow here."""
     said = slow_formats(config, this_machine())
     return [Finding(check="warning", found=sentence, warning=True) for sentence in said]
+
+
+def curves_of_one_machine(config: RunConfig, deployment: str | None) -> list[Finding]:
+    """That nobody else sees the curves of a deployment's run, which MLflow keeps in a local file."""
+    if deployment is None or not config.tracking.uri.startswith("sqlite:"):
+        return []
+    said = (
+        f"The curves of this run go to {config.tracking.uri}, a file on the machine that runs it. "
+        f"For others to see them: refrain deploy {deployment} tracking.uri=http://…"
+    )
+    return [Finding(check="warning", found=said, warning=True)]

@@ -15,7 +15,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import StateType
 from prefect.context import FlowRunContext
-from prefect.runtime import flow_run
+from prefect.runtime import deployment, flow_run
 from prefect.states import Crashed, State
 from prefect.utilities.urls import url_for
 
@@ -30,6 +30,11 @@ NUMBERS = 1_000_000  # of the flow runs below one, for each of its attempts
 def flow_run_id() -> UUID | None:
     """Id of the flow run that this is called in; None outside one."""
     return UUID(flow_run.id) if flow_run.id else None
+
+
+def deployment_name() -> str | None:
+    """The deployment whose run this is; None of a run that a command began."""
+    return deployment.name
 
 
 def flow_run_url() -> str | None:

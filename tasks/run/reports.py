@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -16,7 +16,13 @@ class Tracking(Protocol):
 
     @property
     def registered(self) -> Mapping[int, str]:
-        """Policy version -> its number in the registry; retention keeps these."""
+        """Policy version -> its number in the registry."""
+
+    def retained(self) -> Collection[int]:
+        """The registered policy versions that retention leaves."""
+
+    def removed(self, versions: Collection[int]) -> None:
+        """Have the registry say that the files of these policy versions are gone."""
 
     @property
     def model_name(self) -> str:

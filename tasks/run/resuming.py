@@ -26,6 +26,8 @@ MAY_CHANGE = (
     "store.options",
     "store.snapshot_every",
     "store.keep_versions",
+    "store.keep_registered",
+    "store.keep_registered_days",
     "store.keep_steps",
     "store.keep_snapshots",
     "store.cache_mib",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -13,7 +14,6 @@ from prefect.client.schemas.objects import TaskRun
 from prefect.context import TaskRunContext
 from prefect.logging import get_run_logger
 from prefect.states import State
-from prefect.tasks import exponential_backoff
 
 from engines.failures import InfrastructureError
 from engines.workers.pool import Assignment
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tasks.run.run_view import AttemptsView
 
 ATTEMPTS = 4
+AGAIN = re.compile(r" \(attempt \d+\)$")  # in the name of a task run that was tried again
 RETRYABLE = (InfrastructureError, StoreUnavailable)
 
 
@@ -44,16 +45,23 @@ def infrastructure_only(task: Task[..., Any], task_run: TaskRun, state: State[An
     again = isinstance(cause, RETRYABLE)
     logger = get_run_logger()
     if again and task_run.run_count < ATTEMPTS:
+        # The dashboard's bars have names alone; the server takes this one with the next state.
+        task_run.name = f"{AGAIN.sub('', task_run.name)} (attempt {task_run.run_count + 1})"
         logger.warning("Attempt %d failed and is tried again: %s", task_run.run_count, cause)
     elif again:
         logger.error("Attempt %d failed, and it was the last: %s", task_run.run_count, cause)
     return again
 
 
+def backoff(attempt: int) -> float:
+    """Seconds between a failed attempt, counted from 1, and the next."""
+    return float(2 ** (attempt - 1))
+
+
 # Reuse of finished work is the store's (markers), so Prefect keeps neither cache nor results.
 OPTIONS = TaskOptions(
     retries=ATTEMPTS - 1,
-    retry_delay_seconds=exponential_backoff(backoff_factor=1),
+    retry_delay_seconds=[backoff(attempt) for attempt in range(1, ATTEMPTS)],
     retry_condition_fn=infrastructure_only,
     cache_policy=NO_CACHE,
     persist_result=False,

@@ -95,6 +95,14 @@ def test_sizes_of_many(store: Store) -> None:
         store.sizes([f"none/{number}.bin" for number in range(1, 5)])
 
 
+def test_sizes_below_a_folder(store: Store) -> None:
+    store.write("a/b/1", b"one")
+    store.write("a/2", b"twelve")
+    store.write("ab/3", b"x")
+    assert store.sizes_below("a") == {"a/2": 6, "a/b/1": 3}
+    assert store.sizes_below("none") == {}
+
+
 def test_a_stream_appears_at_its_end(store: Store) -> None:
     with store.write_stream("big") as out:
         out.write(b"one")

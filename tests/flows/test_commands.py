@@ -117,7 +117,10 @@ def world(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> World:
 def looked_at(run: RunStore) -> dict[str, Any]:
     """What `inspect --json` would print, without the seconds that a process takes to start."""
     request = Request(
-        files=run, store=StoreConfig(), cluster=(), arguments=argparse.Namespace(steps=10)
+        files=run,
+        store=StoreConfig(),
+        cluster=(),
+        arguments=argparse.Namespace(steps=10, size=True),
     )
     answered = commands_inspect.answer(request)
     return dict(answered.record, good=answered.good)

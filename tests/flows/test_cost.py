@@ -76,7 +76,10 @@ def test_what_followed_the_last_step_is_counted_too(undisturbed: RunStore) -> No
             metrics[f"{SECONDS}/{pool}/idle"], rel=0.5
         ), "nothing was left to do but to show it"
     asked = Request(
-        files=undisturbed, store=StoreConfig(), cluster=(), arguments=argparse.Namespace(steps=1)
+        files=undisturbed,
+        store=StoreConfig(),
+        cluster=(),
+        arguments=argparse.Namespace(steps=1, size=True),
     )
     told = inspect.answer(asked).record["cost"]
     assert told["steps"]["device_hours"] == so_far

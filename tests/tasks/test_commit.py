@@ -17,12 +17,13 @@ def test_curves_are_written_and_what_is_registered_stays(
     run: Any = Mock(start=0, head=step)
     run.config.rollback_steps = 2
     run.config.features = ()
-    run.tracking.registered = {3: "1"}
+    run.tracking.retained.return_value = {3}
+    run.disk.after.return_value = None
     run.to_be_evaluated.return_value = {7}
     sweep, write = Mock(return_value=[]), Mock()
     monkeypatch.setattr(commit, "sweep", sweep)
     monkeypatch.setattr(commit, "write_curves", write)
-    commit.tidy(run, step)
+    commit.tidy(run, step, written=0.0)
     assert write.called is due
     assert sweep.call_args.kwargs["tagged"] == {3, 7}
     assert sweep.call_args.kwargs["rebuilt_from"] == step - 2

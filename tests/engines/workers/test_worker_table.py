@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from engines.workers.membership import ListedWorker, WorkerTable
+from engines.workers.membership import ListedWorker, WorkerTable, why_gone
 
 
 class Scheduler:
@@ -67,3 +67,18 @@ def test_a_change_during_a_look_is_not_missed() -> None:
     looking.join(10)
     assert table.known() is None, "what was being listed may be from before"
     assert table.look().members == {}
+
+
+def test_how_a_worker_was_lost_goes_by_its_silence() -> None:
+    table = WorkerTable(["rollout"], Scheduler("rollout-0", "rollout-1").list)
+    table.look()
+    assert table.cause_of("tcp://rollout-0") is None and table.last_loss("rollout") == ""
+    gone = {"action": "remove-worker", "worker": "tcp://rollout-0", "silence": 0.4}
+    table.heard((0.0, gone))
+    assert table.cause_of("tcp://rollout-0") == why_gone(0.4)
+    assert "its process ended" in why_gone(0.4)
+    table.heard((0.0, {**gone, "worker": "tcp://rollout-1", "silence": 31.2}))
+    assert table.last_loss("rollout") == (
+        "rollout-1: nothing was heard of it for 31 s: its host or the link to it is down, or its "
+        "process hung"
+    )

@@ -19,6 +19,7 @@ from configs.storage import TrackingConfig
 from storage.objects.json_values import JsonValue
 from storage.tracking.connection import TrackingAddress, TrackingError
 from storage.tracking.plots import progress_png
+from storage.tracking.registered_versions import DAY, that_stay
 from storage.tracking.registry import Registry
 from storage.tracking.tracked_run import TrackedData, TrackedRun
 from storage.tracking.tracker import Tracker, flatten
@@ -366,3 +367,25 @@ def test_a_drawing_changes_with_its_numbers() -> None:
     once = progress_png(steps, [record(1), record(2)])
     assert once == progress_png(steps, [record(1), record(2)])
     assert once != progress_png(steps, [record(1), record(9)])
+
+
+def test_retention_goes_by_alias_number_and_age(tracker: Tracker, config: TrackingConfig) -> None:
+    for version in range(1, 7):
+        tracker.register_version(
+            version, uri=f"file:///v{version}", digest=f"d{version}", step=version, store_uri="s"
+        )
+    numbers = tracker.registered()
+    Registry(config).give(tracker.model_name, "champion", numbers[2])
+    known = tracker.registered_versions()
+    assert [(one.version, one.number) for one in known] == sorted(numbers.items())
+    assert {one.version: one.aliases for one in known if one.aliases} == {2: ("champion",)}
+    now = known[-1].at + 10 * DAY
+    assert that_stay(known, 2, 0.0, now) == {2, 5, 6}
+    assert that_stay(known, 0, 0.0, now) == {2}, "an alias keeps a version, whatever the number"
+    assert that_stay(known, 2, 11.0, now) == {1, 2, 3, 4, 5, 6}, "all are younger"
+    assert that_stay(known, None, 0.0, now) == {1, 2, 3, 4, 5, 6}
+    assert that_stay([], 2, 0.0, now) == set()
+    tracker.tag_removed([1, 3])
+    assert [one.version for one in tracker.registered_versions() if one.removed] == [1, 3]
+    tags = client(config).get_model_version(tracker.model_name, numbers[3]).tags
+    assert tags["refrain.removed"].endswith("by store.keep_registered of its run")

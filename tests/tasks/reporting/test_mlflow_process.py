@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -146,11 +148,18 @@ def test_people_are_told_what_is_waited_for(
     config: TrackingConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mlflow_process, "TOLD_AFTER", 0.1)  # MLflow's import takes longer
+    monkeypatch.setattr(mlflow_process, "EVERY", 0.1)
     told: list[str] = []
     PageWriter(config, told.append).start(page("slow"))
-    assert told[0] == (
-        f"MLflow at {config.uri} has not answered for 0.1 s (start). It is waited for, 10 minutes at most."
-    )
+    assert len(told) > 1 and len({*told}) == 1, "again and again, as long as it lasts"
+    clock = r"\d\d:\d\d:\d\d"
+    since, until = re.fullmatch(
+        rf"MLflow at {config.uri} has not answered since ({clock}) \(start\)\. It is waited for until "
+        rf"({clock})\.",
+        told[0],
+    ).groups()  # type: ignore[union-attr]
+    began, ends = (datetime.datetime.strptime(one, "%H:%M:%S") for one in (since, until))
+    assert (ends - began).total_seconds() % 86400 == mlflow_process.MOST
     monkeypatch.setattr(mlflow_process, "TOLD_AFTER", 60.0)
     quick: list[str] = []
     PageWriter(config, quick.append).start(page("quick"))
