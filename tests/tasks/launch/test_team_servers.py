@@ -79,4 +79,6 @@ def test_mlflow_answers_by_the_names_that_others_use(
     assert "*" not in environment[team_servers.MLFLOW_HOSTS]
     assert mlflow.url in environment[team_servers.MLFLOW_ORIGINS].split(",")
     # The dashboard asks the address that it came from.
-    assert team_servers.prefect_server(prefect, tmp_path)._environment["PREFECT_UI_API_URL"] == "/api"
+    assert (
+        team_servers.prefect_server(prefect, tmp_path)._environment["PREFECT_UI_API_URL"] == "/api"
+    )
