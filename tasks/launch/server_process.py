@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -22,6 +23,7 @@ LONGEST_WAIT = 60.0  # seconds; each wait is twice the one before
 STEADY = 60.0  # seconds after which a server that has run counts as well again
 ASK_EVERY = 10.0  # seconds between questions to a server that runs
 SILENCE = 180.0  # seconds without an answer after which it counts as hung
+LARGEST_LOG = 20 * 2**20  # bytes, above which a log begins anew; the last one stays beside it
 
 
 class ServerError(RuntimeError):
@@ -138,6 +140,7 @@ class KeptServer:
         if now - self._asked < (0.0 if self._away else ASK_EVERY):
             return None
         self._asked = now
+        self._rotate()
         if self.server.answers():
             self._heard = time.monotonic()
             away, self._away = self._away, False
@@ -145,6 +148,13 @@ class KeptServer:
         if now - self._heard > SILENCE:
             return self._ended(f"has not answered for {SILENCE:g} s and was killed", now)
         return None
+
+    def _rotate(self) -> None:
+        """Begin the log anew where it is large; the server writes at its end, wherever that is."""
+        log = self.server.log
+        if log.stat().st_size > LARGEST_LOG:
+            shutil.copyfile(log, log.with_name(f"{log.name}.1"))
+            os.truncate(log, 0)
 
     def _ended(self, what: str, now: float) -> str:
         self.server.stop(0.0)  # what it had started, too

@@ -73,3 +73,18 @@ def test_a_hung_server_is_killed_and_started_again(
     assert not psutil.pid_exists(first)
     monkeypatch.setattr(server_process, "SILENCE", 20.0)
     assert news(kept) == "The file server answers again."
+
+
+def test_a_large_log_begins_anew_and_the_last_one_stays(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_process, "ASK_EVERY", 0.0)
+    monkeypatch.setattr(server_process, "LARGEST_LOG", 2000)
+    kept, last = KeptServer(server), server.log.with_name("server.log.1")
+    until = time.monotonic() + 20
+    while not last.exists():  # the server writes a line for each question
+        assert kept.look() is None and time.monotonic() < until
+    assert last.stat().st_size > 2000
+    assert server.answers()
+    assert 0 < server.log.stat().st_size < 2000
+    assert "GET /" in server.log.read_text()
