@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -34,6 +33,7 @@ from tasks.launch.own_workers import hold
 from tests.engines.conftest import left_after, one_pool_roles
 from tests.engines.workers.dummies import dummy, request
 from tests.ports import free_port
+from tests.second_machine import second_machine
 
 ROOT = Path(__file__).parents[3]
 CUT = 45  # seconds; Dask gives a connection up after 30
@@ -132,36 +132,12 @@ def test_workers_are_as_the_settings_say_and_come_back(tmp_path: Path) -> None:
         assert "it is started again in 2 s" in (tmp_path / "workers.txt").read_text()
 
 
-@contextlib.contextmanager
-def second_machine() -> Iterator[tuple[str, str, str]]:
-    """A network namespace; yields its name, our link to it, and our address there."""
-    if os.getuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces want root and ip (apt install iproute2)")
-    name, number = f"rf{os.getpid()}", os.getpid() % 250
-    link, net = f"{name}a", f"10.231.{number}"
-    commands = [
-        f"netns add {name}",
-        f"link add {link} type veth peer name {name}b netns {name}",
-        f"addr add {net}.1/24 dev {link}",
-        f"link set {link} up",
-        f"-n {name} addr add {net}.2/24 dev {name}b",
-        f"-n {name} link set {name}b up",
-        f"-n {name} link set lo up",
-    ]
-    try:
-        for command in commands:
-            subprocess.run(["ip", *command.split()], check=True)
-        yield name, link, f"{net}.1"
-    finally:
-        subprocess.run(["ip", "netns", "delete", name], check=False)
-
-
 @pytest.mark.slow
 @pytest.mark.cluster
 def test_workers_come_back_after_a_cut_of_the_network(tmp_path: Path) -> None:
     """Ours, and one that somebody started by Dask's own command."""
-    with second_machine() as (namespace, link, own):
-        address = f"tcp://{own}:{free_port()}"
+    with second_machine() as machine:
+        address = f"tcp://{machine.own}:{free_port()}"
         words = ["tiny", f"store.uri=file://{tmp_path}/store", "cluster.kind=address"]
         words += [f"cluster.address={address}", "cluster.pools.pair.slots=2"]
         plain = ["dask", "worker", address, "--name=plain", "--resources=pair=2", "--nthreads=3"]
@@ -175,15 +151,15 @@ def test_workers_come_back_after_a_cut_of_the_network(tmp_path: Path) -> None:
         ours = ["flows.worker", "pair", "--name=ours", *words]
         with (
             scheduler(tmp_path, address),
-            started(tmp_path, "ours", *ours, namespace=namespace),
-            started(tmp_path, "plain", *plain, namespace=namespace),
+            started(tmp_path, "ours", *ours, namespace=machine.name),
+            started(tmp_path, "plain", *plain, namespace=machine.name),
             open_cluster(config) as cluster,
         ):
             before = dict(cluster.workers("pair"))
             assert list(before) == ["pair-ours-0", "plain"]
-            subprocess.run(["ip", "link", "set", link, "down"], check=True)
+            machine.link("down")
             time.sleep(CUT)
-            subprocess.run(["ip", "link", "set", link, "up"], check=True)
+            machine.link("up")
             until_back(cluster, before, 60)
 
 
