@@ -207,8 +207,8 @@ def test_a_run_through_the_proxy_goes_on_while_the_servers_are_killed(
         while not any(Path(tmp_path, ".refrain/store").glob("*/HEAD")):
             assert run.process.poll() is None and time.monotonic() < end
             time.sleep(0.1)
-        for name in ("prefect", "mlflow"):
-            team.child(name).kill()
+        for process in [team.child(name) for name in ("prefect", "mlflow")]:
+            process.kill()
         team.wait_for("The Prefect server answers again.")
         team.wait_for("The MLflow server answers again.")
         code, out = run.end(timeout=600)
