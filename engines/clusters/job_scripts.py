@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from configs.cluster.cluster import ClusterConfig
+from configs.cluster.cluster import ClusterConfig, PoolConfig
 from engines.processes.certificates import Certificates
 from engines.processes.process_setup import C_LIBRARIES
 
@@ -83,9 +83,14 @@ def worker_command(asked: Wanted, pool: str) -> list[str]:
         module = ["engines.clusters.job_workers", shlex.quote(asked.logs)]
         module += [str(per_job), str(wanted.gpus)]
     words = ["exec", slurm.python or sys.executable, "-P", "-m", *module, asked.scheduler]
-    words += ["--name", f"{pool}-{first}"]
-    words += ["--death-timeout", str(DEATH_TIMEOUT), "--local-directory", '"${TMPDIR:-/tmp}"']
-    words += ["--nthreads", str(wanted.slots + 1), "--resources", f"'{pool}={wanted.slots}'"]
+    words += ["--name", f"{pool}-{first}", "--local-directory", '"${TMPDIR:-/tmp}"']
+    return [*words, *map(shlex.quote, worker_options(pool, wanted.slots, certificates))]
+
+
+def worker_options(pool: str, slots: int, certificates: Certificates | None) -> list[str]:
+    """Options of engines.clusters.worker for a pool's workers, in a job or not."""
+    words = ["--death-timeout", str(DEATH_TIMEOUT)]
+    words += ["--nthreads", str(slots + 1), "--resources", f"{pool}={slots}"]
     if certificates is not None:
         words += ["--protocol", "tls", "--tls-ca-file", certificates.ca]
         words += ["--tls-cert", certificates.cert, "--tls-key", certificates.key]
@@ -95,12 +100,19 @@ def worker_command(asked: Wanted, pool: str) -> list[str]:
 def variables(asked: Wanted, pool: str) -> dict[str, str]:
     """Environment variables of a pool's workers."""
     wanted = asked.config.pools[pool]
-    threads = str(wanted.threads)
     return {
         **({"PYTHONPATH": asked.python_path} if asked.config.slurm.python is None else {}),
+        **worker_variables(wanted, asked.environment[pool]),
+    }
+
+
+def worker_variables(wanted: PoolConfig, own: Mapping[str, str]) -> dict[str, str]:
+    """Those of a pool's workers, in a job or not; `own`: what the pool's engines and settings add."""
+    threads = str(wanted.threads)
+    return {
         **C_LIBRARIES,
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
-        **asked.environment[pool],
+        **own,
         **({} if wanted.gpus else {"CUDA_VISIBLE_DEVICES": ""}),
     }

@@ -107,7 +107,7 @@ def tend(workers: Sequence[JobWorker], scheduler: str, told: Sequence[int]) -> i
     while not told:
         time.sleep(LOOK_EVERY)
         ended = [one for one in workers if one.ended()]
-        _kill_orphans({one.process.pid for one in workers if one not in ended})
+        kill_orphans({one.process.pid for one in workers if one not in ended})
         if not ended:
             continue
         if answers(scheduler):
@@ -136,7 +136,7 @@ def _started_again(ended: Sequence[JobWorker], told: Sequence[int]) -> bool:
     return True
 
 
-def _kill_orphans(known: set[int]) -> None:
+def kill_orphans(known: set[int]) -> None:
     """End what workers that died have left behind: on its devices, too."""
     orphans = [child for child in psutil.Process().children() if child.pid not in known]
     below = [one for orphan in orphans for one in descendants(orphan.pid)]
@@ -146,7 +146,8 @@ def _kill_orphans(known: set[int]) -> None:
             os.waitpid(orphan.pid, os.WNOHANG)
 
 
-def _end_all() -> None:
+def end_all() -> None:
+    """End whatever runs below this process."""
     until = time.monotonic() + KILL_TIMEOUT
     while kill_all(descendants(os.getpid())) and time.monotonic() < until:
         time.sleep(0.02)
@@ -178,7 +179,7 @@ def main() -> int:
         ]
         return tend(workers, scheduler, told)
     finally:
-        _end_all()
+        end_all()
 
 
 if __name__ == "__main__":

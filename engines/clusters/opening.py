@@ -25,6 +25,7 @@ from engines.workers.membership import TellsOfWorkers, allowed_failures
 from engines.workers.on_worker import examine
 from engines.workers.outages import Say
 from engines.workers.placement import check_placed, place_local, this_node
+from engines.workers.reconnecting import ComesBack
 
 if TYPE_CHECKING:
     from tornado.ioloop import IOLoop, PeriodicCallback
@@ -91,6 +92,8 @@ def open_cluster(
     try:
         cluster.ask(cluster.client.register_plugin, TellsOfWorkers(), name=TellsOfWorkers.name)
         cluster.ask(cluster.client.register_plugin, plugin, name=HOST)
+        if config.kind == "address":  # of others nobody but their nanny starts them again
+            cluster.ask(cluster.client.register_plugin, ComesBack(), name=ComesBack.name)
         for pool, wanted in config.pools.items():
             cluster.wait(pool, wanted.workers, config.start_timeout, cancel)
         if config.kind != "local":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -112,7 +113,8 @@ def _make_tables(database: Path) -> None:
 def _check_answers(uri: str) -> None:
     """A short, clear refusal; MLflow itself would try for minutes."""
     try:
-        with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=10):
+        health = f"{uri.rstrip('/')}/health"
+        with urllib.request.urlopen(health, timeout=10, context=_trusted()):
             pass
     except urllib.error.HTTPError:
         pass  # it answers, if only to refuse: credentials are MLflow's affair
@@ -121,3 +123,17 @@ def _check_answers(uri: str) -> None:
             f"The MLflow server at {uri} does not answer ({error}). Start it, or set tracking.uri "
             "to a file such as sqlite:///.refrain/mlflow.db."
         ) from None
+
+
+def _trusted() -> ssl.SSLContext:
+    """What MLflow's own client trusts, by its variables."""
+    from mlflow.environment_variables import (
+        MLFLOW_TRACKING_INSECURE_TLS,
+        MLFLOW_TRACKING_SERVER_CERT_PATH,
+    )
+
+    context = ssl.create_default_context(cafile=MLFLOW_TRACKING_SERVER_CERT_PATH.get())
+    if MLFLOW_TRACKING_INSECURE_TLS.get():
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -17,6 +18,12 @@ from engines.processes.parent_death import die_with_parent
 from engines.processes.process_tree import kill_all, session
 
 HEALTH_TIMEOUT = 5.0  # seconds for a server to say that it is well
+FIRST_WAIT = 1.0  # seconds until a server that ended is started again
+LONGEST_WAIT = 60.0  # seconds; each wait is twice the one before
+STEADY = 60.0  # seconds after which a server that has run counts as well again
+ASK_EVERY = 10.0  # seconds between questions to a server that runs
+SILENCE = 180.0  # seconds without an answer after which it counts as hung
+LARGEST_LOG = 20 * 2**20  # bytes, above which a log begins anew; the last one stays beside it
 
 
 class ServerError(RuntimeError):
@@ -106,3 +113,56 @@ class ServerProcess:
                 break
         kill_all(session(self._process.pid))  # children that did not end with it
         return self._process.wait()
+
+
+class KeptServer:
+    """A server that is started again whenever it ends or hangs, after a longer wait each time."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        """`server`: one that runs and answers."""
+        self.server = server
+        self._wait = FIRST_WAIT
+        self._began = self._heard = self._asked = time.monotonic()
+        self._due: float | None = None  # when it is started again
+        self._away = False  # it has ended, and has not answered since
+
+    def look(self) -> str | None:
+        """Do what is due; returns a sentence where there is news, such as that it ended."""
+        now = time.monotonic()
+        if self._due is not None:
+            if now >= self._due:
+                self._due = None
+                self._began = self._heard = now
+                self.server.start()
+            return None
+        if self.server.exit_code is not None:
+            return self._ended(f"ended with code {self.server.exit_code}", now)
+        if now - self._asked < (0.0 if self._away else ASK_EVERY):
+            return None
+        self._asked = now
+        self._rotate()
+        if self.server.answers():
+            self._heard = time.monotonic()
+            away, self._away = self._away, False
+            return f"The {self.server.name} server answers again." if away else None
+        if now - self._heard > SILENCE:
+            return self._ended(f"has not answered for {SILENCE:g} s and was killed", now)
+        return None
+
+    def _rotate(self) -> None:
+        """Begin the log anew where it is large; the server writes at its end, wherever that is."""
+        log = self.server.log
+        if log.stat().st_size > LARGEST_LOG:
+            shutil.copyfile(log, log.with_name(f"{log.name}.1"))
+            os.truncate(log, 0)
+
+    def _ended(self, what: str, now: float) -> str:
+        self.server.stop(0.0)  # what it had started, too
+        if now - self._began > STEADY:
+            self._wait = FIRST_WAIT
+        wait, self._wait = self._wait, min(2 * self._wait, LONGEST_WAIT)
+        self._due, self._away = now + wait, True
+        return (
+            f"The {self.server.name} server {what}; it is started again in {wait:g} s. "
+            f"Its log is {self.server.log}."
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -14,9 +15,12 @@ from pathlib import Path
 import pytest
 
 from storage.runs.commit_log import Commit, head
+from tests.engines.clusters.test_own_workers import CUT, started
 from tests.faults.conftest import WORDS
 from tests.faults.ledger import committed, story
 from tests.flows.conftest import ROOT, Launch, Launched
+from tests.ports import free_port
+from tests.second_machine import second_machine
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -119,6 +123,45 @@ def test_workers_come_and_go(launch: Launch, workers: Workers, tmp_path: Path) -
     code, out = launch("--resume", run.files.run, f"steps={last + 2}", *place, store).end()
     assert code == 0, out
     assert len(committed(run.files)) == last + 2
+
+
+def test_a_run_goes_on_after_its_workers_were_cut_off(launch: Launch, tmp_path: Path) -> None:
+    """All workers are on another machine, by `refrain worker`; the network is away for a while."""
+    with second_machine() as machine:
+        address = f"tcp://{machine.own}:{free_port()}"
+        place = (
+            "cluster.kind=address",
+            f"cluster.address={address}",
+            f"store.uri=file://{tmp_path}/.refrain/store",
+        )
+        words = (
+            *WORDS,
+            "steps=60",
+            "cluster.no_workers_timeout=180",
+            "rollout.deadline=120",
+            "train.deadline=120",
+            *place,
+        )
+        own = ["--host", machine.own, "--port", address.rpartition(":")[2]]
+        with contextlib.ExitStack() as stack:
+            own += ["--dashboard-address", "127.0.0.1:0"]
+            folder = tmp_path / "workers"
+            folder.mkdir()
+            stack.enter_context(started(folder, "scheduler", "engines.clusters.scheduler", *own))
+            for pool in ("train", "rollout", "cpu"):
+                command = ("flows.worker", pool, *words)
+                stack.enter_context(started(folder, pool, *command, namespace=machine.name))
+            run = launch(*words)
+            wait_for_step(run, 2)
+            machine.link("down")
+            time.sleep(CUT)
+            assert run.process.poll() is None, run.end()[1]
+            before = head(run.files) or 0
+            machine.link("up")
+            wait_for_step(run, before + 2)
+            code, out = run.end(timeout=400)
+            assert code == 0, out
+            assert len(run.commits()) == 60
 
 
 def by_train_workers(commit: Commit) -> set[str]:

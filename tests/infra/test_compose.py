@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 from importlib.resources import files
 from pathlib import Path
 
@@ -22,19 +23,30 @@ def test_it_fits_the_compose_specification() -> None:
 
 def test_every_port_is_on_loopback_by_default() -> None:
     ports = [port for one in COMPOSE["services"].values() for port in one.get("ports", [])]
-    assert len(ports) == 3
-    assert all(port.startswith("${REFRAIN_BIND:-127.0.0.1}:") for port in ports)
+    proxy = COMPOSE["services"]["proxy"]["ports"]
+    assert len(ports) == 3 + len(proxy) == 5
+    assert all(
+        port.startswith("${REFRAIN_BIND:-127.0.0.1}:") for port in ports if port not in proxy
+    )
+    assert COMPOSE["services"]["proxy"]["profiles"] == ["proxy"]
 
 
 def test_credentials_come_from_the_environment_and_are_demanded() -> None:
     for service in COMPOSE["services"].values():
         for name, value in service.get("environment", {}).items():
             if re.search(
-                "PASSWORD|SECRET|AUTH_STRING|ACCESS_KEY|_USER|CONNECTION_URL|STORE_URI", name
+                "PASSWORD|SECRET|AUTH_STRING|ACCESS_KEY|_USER$|CONNECTION_URL|STORE_URI", name
             ):
-                assert "${" in value or value == "refrain", name
+                assert "${" in value or value in ("refrain", "mlflow"), name
     asked = set(re.findall(r"\$\{(\w+):\?", TEXT))
-    assert asked == {"POSTGRES_PASSWORD", "PREFECT_AUTH_STRING", "S3_ACCESS_KEY", "S3_SECRET_KEY"}
+    assert asked == {
+        "POSTGRES_PASSWORD",
+        "PREFECT_AUTH_STRING",
+        "S3_ACCESS_KEY",
+        "S3_SECRET_KEY",
+        "S3_REFRAIN_KEY",
+        "S3_MLFLOW_KEY",
+    }
     example = (INFRA / "compose.env.example").read_text()
     for name in asked:
         assert re.search(rf"^{name}=$", example, re.MULTILINE)
@@ -49,3 +61,39 @@ def test_services_wait_for_services_that_exist() -> None:
             assert other in services, name
             if how["condition"] == "service_healthy":
                 assert "healthcheck" in services[other], name
+
+
+def test_every_service_is_bounded_and_says_whether_it_is_well() -> None:
+    """Limits, rotation of logs, no more rights than needed, a health check, a restart."""
+    once = {"buckets", "backup-folder"}
+    for name, one in COMPOSE["services"].items():
+        assert one["cap_drop"] == ["ALL"], name
+        assert one["security_opt"] == ["no-new-privileges:true"], name
+        assert one["logging"]["options"] == {"max-size": "20m", "max-file": "5"}, name
+        assert one["pids_limit"] > 0, name
+        assert ("mem_limit" in one) == (name not in {*once, "worker"}), name
+        assert ("healthcheck" in one) == (name not in once), name
+        assert one["restart"] == ("no" if name in once else "unless-stopped"), name
+
+
+def test_scripts_of_services_are_ones_that_shells_take(tmp_path: Path) -> None:
+    shells = {"backup": "bash", "buckets": "sh"}
+    for name, shell in shells.items():
+        text = COMPOSE["configs"][name]["content"].replace("$$", "$")
+        assert not re.search(
+            r"(?<!\$)\$(?!\$)", COMPOSE["configs"][name]["content"].replace("$$", "")
+        )
+        script = tmp_path / name
+        script.write_text(text)
+        subprocess.run([shell, "-n", str(script)], check=True)
+
+
+def test_a_proxy_is_the_only_door_and_names_agree() -> None:
+    """What the proxy is told of the servers is where they are, and MLflow answers its worker."""
+    services = COMPOSE["services"]
+    site = services["proxy"]["environment"]
+    assert (site["PREFECT_AT"], site["MLFLOW_AT"]) == ("prefect:4200", "mlflow:5000")
+    hosts = services["mlflow"]["environment"]["MLFLOW_SERVER_ALLOWED_HOSTS"]
+    assert "mlflow:5000" in hosts.split(",")
+    assert services["prefect"]["environment"]["PREFECT_UI_API_URL"] == "/api"
+    assert (INFRA / "Caddyfile").is_file() and (INFRA / "s3-policy.json").is_file()
