@@ -118,7 +118,7 @@ def shown(run: Run) -> Iterator[None]:
     """During the body the run is seen on the dashboard, and a cancel there ends it."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(one_client())
-        stack.enter_context(dashboard_ends(run.cancelled, flow_run_id()))
+        stack.enter_context(dashboard_ends(run.cancelled, flow_run_id(), run.cancelled_there))
         stack.callback(lambda: run.tell(RunEnded(step=run.head)))
         run.tell(
             RunBegan(
