@@ -1,6 +1,6 @@
 """How each kind of cluster is reached: Slurm jobs, Kubernetes pods, machines behind SSH; TLS."""
 
-import ipaddress
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, field_validator
@@ -9,7 +9,7 @@ from configs.base import LocalFile, Settings
 from configs.environment import refuse_password
 
 # Where clouds tell a machine's programs its credentials.
-METADATA = (ipaddress.ip_network("169.254.0.0/16"), ipaddress.ip_network("fd00:ec2::/32"))
+METADATA = (IPv4Network("169.254.0.0/16"), IPv6Network("fd00:ec2::/32"))
 
 
 class NoTls(Settings):
@@ -287,6 +287,15 @@ class KubernetesFlow(KubernetesPods):
         return url
 
 
+def lies_in(one: IPv4Network | IPv6Network, other: IPv4Network | IPv6Network) -> bool:
+    """Whether all addresses of a network are of another one."""
+    if isinstance(one, IPv4Network) and isinstance(other, IPv4Network):
+        return one.subnet_of(other)
+    if isinstance(one, IPv6Network) and isinstance(other, IPv6Network):
+        return one.subnet_of(other)
+    return False
+
+
 class NetworkDestination(Settings):
     """A place outside the cluster that workers may reach."""
 
@@ -299,10 +308,10 @@ class NetworkDestination(Settings):
     @classmethod
     def _no_metadata(cls, cidr: str) -> str:
         try:
-            network = ipaddress.ip_network(cidr)
+            network = ip_network(cidr)
         except ValueError as error:
             raise ValueError(f"{cidr} is no network: {error}. Write such as 10.1.0.0/16.") from None
-        if any(one.version == network.version and network.subnet_of(one) for one in METADATA):
+        if any(lies_in(network, one) for one in METADATA):
             raise ValueError(
                 f"{cidr} is where clouds hand out credentials, and programs that a model wrote run "
                 "in these pods. Leave it out; give credentials by cluster.kubernetes.secret."

@@ -7,18 +7,18 @@ engines/clusters/kubernetes.py, once the flow runs.
 from __future__ import annotations
 
 import functools
-import ipaddress
 import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from importlib.resources import files
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from configs.cluster.kinds import METADATA, KubernetesConfig, NetworkDestination
+from configs.cluster.kinds import METADATA, KubernetesConfig, NetworkDestination, lies_in
 from configs.flows import program
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
@@ -169,16 +169,12 @@ def _network(config: GRPOConfig) -> list[Resource]:
 
 
 def _egress(place: NetworkDestination) -> Resource:
-    network = ipaddress.ip_network(place.cidr)
+    network = ip_network(place.cidr)
     block: Resource = {"cidr": place.cidr}
-    if kept := [str(one) for one in METADATA if _within(one, network)]:
+    if kept := [str(one) for one in METADATA if lies_in(one, network)]:
         block["except"] = kept
     ports = [{"protocol": "TCP", "port": port} for port in place.ports]
     return {"to": [{"ipBlock": block}], "ports": ports}
-
-
-def _within(one: Any, network: Any) -> bool:
-    return bool(one.version == network.version and one.subnet_of(network))
 
 
 def _settings(config: GRPOConfig, name: str) -> Resource:
