@@ -47,6 +47,7 @@ ARG UV_INDEX_URL
 ARG UV_FIND_LINKS
 COPY infra/locks/${DEVICE}.txt /tmp/lock.txt
 # Debug symbols and the libraries' own tests are four hundred MB that no run reads.
+# hadolint ignore=DL3003
 RUN if [ "${DEVICE}" = cpu ] && [ -n "${TORCH_BACKEND}" ]; then set -- --torch-backend "${TORCH_BACKEND}"; fi \
     && uv venv --python "$(command -v python3)" /opt/refrain \
     && uv pip install --python /opt/refrain --no-deps --require-hashes --build-constraints /tmp/lock.txt \
