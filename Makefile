@@ -17,7 +17,7 @@ TEST_PROCESSES ?= 3
 # environments of their own. python3.12-torch2.11.0 is one with the oldest torch.
 PYTHONS ?= python3.12 python3.13
 
-.PHONY: demo test without lint check check-pythons pythons deploy lock clean
+.PHONY: demo test without lint check check-pythons pythons deploy image lock clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m flows.grpo $(RECIPE) $(SET)
@@ -67,6 +67,14 @@ $(VENV)-%/.test: pyproject.toml | $(BIN)/uv
 deploy: $(VENV)/.demo
 	$(BIN)/python -m flows.deploy $(NAMES) $(if $(NOTIFY),--notify $(NOTIFY))
 
+# The image of flow, scheduler and workers, refrain:cpu or refrain:gpu, with labels that say of which commit.
+DEVICE ?= cpu
+image:
+	docker build --tag refrain:$(DEVICE) --build-arg DEVICE=$(DEVICE) \
+		--build-arg VERSION=$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) \
+		--build-arg REVISION=$(shell git rev-parse HEAD) \
+		--build-arg CREATED=$(shell git log -1 --format=%cI) $(IMAGE_ARGS) .
+
 # What the images of Dockerfile install, to the version and digest (docs/decisions/lock-file.md). A version
 # that is locked stays while it fits pyproject.toml; UPGRADE=1 takes the newest. torch for a CPU comes from
 # PyTorch's own index, or from the wheel folder; the others' torch from the package index.
@@ -75,10 +83,11 @@ LOCK = $(BIN)/uv pip compile --quiet --generate-hashes --no-annotate --python-ve
 
 lock: | $(BIN)/uv
 	$(LOCK) pyproject.toml --group build --extra cpu --extra demo --extra s3 --extra hub --extra kubernetes \
-		$(if $(UV_FIND_LINKS),,--torch-backend cpu) -o infra/locks/cpu.txt
+		--extra dashboard $(if $(UV_FIND_LINKS),,--torch-backend cpu) -o infra/locks/cpu.txt
 	UV_FIND_LINKS= UV_OVERRIDE= $(LOCK) --no-config pyproject.toml --group build --extra gpu --extra s3 --extra hub \
-		--extra kubernetes -o infra/locks/gpu.txt
+		--extra kubernetes --extra dashboard -o infra/locks/gpu.txt
 	UV_FIND_LINKS= UV_OVERRIDE= $(LOCK) --group mlflow-server -o infra/locks/mlflow.txt
+	UV_FIND_LINKS= UV_OVERRIDE= $(LOCK) --group tools -o infra/locks/tools.txt
 
 $(BIN)/uv:
 	$(PYTHON) -m venv $(VENV)

@@ -75,6 +75,11 @@ def own_pod() -> dict[str, str] | None:
     return {"name": name, "uid": uid} if name and uid else None
 
 
+def health_pages() -> list[str]:
+    """REFRAIN_HEALTH_URL: addresses, by spaces, that answer while what runs here is well."""
+    return os.environ.get("REFRAIN_HEALTH_URL", "").split()
+
+
 def mlflow_database() -> str | None:
     """MLFLOW_BACKEND_STORE_URI: the database of a team's MLflow server, password included."""
     return os.environ.get("MLFLOW_BACKEND_STORE_URI")

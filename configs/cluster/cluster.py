@@ -220,6 +220,8 @@ class ClusterConfig(Settings):
             raise ValueError(f"cluster.kind = {self.kind} needs {needed}")
         if self.kind == "slurm":
             self._whole_jobs()
+        if self.kind == "kubernetes":
+            self._pools_of_pods()
         if self.dashboard is not None and self.kind in ("address", "kubernetes"):
             raise ValueError(
                 f"cluster.dashboard = {self.dashboard} is of a scheduler that this run starts, and "
@@ -240,6 +242,21 @@ class ClusterConfig(Settings):
                 raise ValueError(
                     f"cluster.slurm.pools.{pool}.workers_per_job = {per_job} does not divide "
                     f"cluster.pools.{pool}.workers. Set it to a divisor of {wanted.workers}."
+                )
+
+    def _pools_of_pods(self) -> None:
+        for name, own in self.kubernetes.pools.items():
+            if name not in self.pools:
+                raise ValueError(
+                    f"cluster.kubernetes.pools.{name} is of no pool. Name it as one of "
+                    f"{sorted(self.pools)}, or add cluster.pools.{name}."
+                )
+            memory = self.pools[name].memory_gib
+            if memory is not None and own.shared_memory_gib >= memory:
+                raise ValueError(
+                    f"cluster.kubernetes.pools.{name}.shared_memory_gib = {own.shared_memory_gib:g} "
+                    f"counts to cluster.pools.{name}.memory_gib = {memory:g}, and leaves nothing of "
+                    "it. Set one lower or the other higher."
                 )
 
     def _missing(self) -> str | None:

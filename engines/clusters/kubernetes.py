@@ -7,15 +7,32 @@ DaskCluster, so that nothing outlives a flow that was killed.
 
 from __future__ import annotations
 
+import functools
+import math
 import posixpath
 import uuid
 from collections.abc import Mapping
 from typing import Any
 
 from configs.cluster.cluster import ClusterConfig, PoolConfig
-from configs.cluster.kinds import KubernetesPool, TlsFiles
+from configs.cluster.kinds import (
+    CoschedulingGang,
+    KubernetesPods,
+    KubernetesPool,
+    KueueGang,
+    TlsFiles,
+)
 from configs.environment import own_pod
 from engines.clusters.opening import Environments, StartedCluster
+from engines.clusters.pods import (
+    Resource,
+    both,
+    gibibytes,
+    grace_seconds,
+    merge_patch,
+    metadata,
+    pod_spec,
+)
 from engines.processes.certificates import Certificates
 from engines.processes.process_setup import C_LIBRARIES
 from engines.workers.cluster import Cluster
@@ -25,9 +42,15 @@ PORT = 8786  # of the scheduler
 HTTP_PORT = 8787  # of its health page
 IDLE_TIMEOUT = 3600  # seconds without a call after which the operator removes a forgotten cluster
 DEATH_TIMEOUT = 300  # seconds that a worker looks for the scheduler
-Resource = dict[str, Any]  # as Kubernetes' API takes it
+PROBE = ("python", "-P", "-m", "engines.clusters.pod_probe")
+PROBE_SECONDS = 25  # for an answer: Python's start and that of the page
+ENDING_SECONDS = 30  # of the grace period, for the worker to end once no call holds it
 
-KINDS = {"DaskCluster": "daskclusters", "DaskWorkerGroup": "daskworkergroups"}
+KINDS = {
+    "DaskCluster": "daskclusters",
+    "DaskWorkerGroup": "daskworkergroups",
+    "PodGroup": "podgroups",
+}
 
 
 def start(
@@ -37,7 +60,10 @@ def start(
     name = f"refrain-{uuid.uuid4().hex[:8]}"
     pods = Pods()
     try:
-        pods.create(dask_cluster(config, name, own_pod()))
+        owner = own_pod()
+        pods.create(dask_cluster(config, name, owner))
+        if isinstance(config.kubernetes.gang, CoschedulingGang):
+            pods.create(pod_group(config, config.kubernetes.gang, name, owner))
         for pool in config.pools:
             pods.create(worker_group(config, name, pool, env[pool]))
     except BaseException:
@@ -58,14 +84,17 @@ class Pods:
         from kr8s.objects import new_class
 
         kind = resource["kind"]
-        cls = new_class(kind=kind, version=API, namespaced=True, plural=KINDS[kind])
+        cls = new_class(
+            kind=kind, version=resource["apiVersion"], namespaced=True, plural=KINDS[kind]
+        )
         made = cls(resource, namespace=resource["metadata"]["namespace"])
         try:
             made.create()
         except (kr8s.ServerError, kr8s.NotFoundError) as error:
             raise ValueError(
-                f"Kubernetes refused {kind} {made.name}: {error}. Is Dask's operator installed, "
-                "and may this service account create its resources (infra/kubernetes/)?"
+                f"Kubernetes refused {kind} {made.name}: {error}. Is what defines it installed "
+                "(Dask's operator; scheduler-plugins for a PodGroup), and may this service account "
+                "create it (refrain kubernetes render)?"
             ) from error
         self._created.append(made)
 
@@ -124,7 +153,13 @@ def dask_cluster(config: ClusterConfig, name: str, owner: Mapping[str, str] | No
             {"name": "http-dashboard", "containerPort": HTTP_PORT, "protocol": "TCP"},
         ],
         "readinessProbe": {"httpGet": {"port": "http-dashboard", "path": "/health"}},
-        "volumeMounts": _tls_mounts(config),
+        "livenessProbe": {
+            "httpGet": {"port": "http-dashboard", "path": "/health"},
+            "periodSeconds": 30,
+            "timeoutSeconds": 10,
+            "failureThreshold": 20,
+        },
+        "volumeMounts": tls_mounts(config),
     }  # fmt: skip
     service = {
         "type": "ClusterIP",
@@ -139,25 +174,17 @@ def dask_cluster(config: ClusterConfig, name: str, owner: Mapping[str, str] | No
             },
         ],
     }
-    metadata: Resource = {
-        "name": name,
-        "namespace": config.kubernetes.namespace,
-        "labels": {"app.kubernetes.io/name": "refrain"},
-    }
-    if owner is not None:
-        metadata["ownerReferences"] = [
-            {"apiVersion": "v1", "kind": "Pod", "name": owner["name"], "uid": owner["uid"]}
-        ]
     empty = {"name": "worker", "image": config.kubernetes.image, "args": ["true"]}
     return {
         "apiVersion": API,
         "kind": "DaskCluster",
-        "metadata": metadata,
+        "metadata": _owned(config, name, owner),
         "spec": {
             "idleTimeout": IDLE_TIMEOUT,
             "worker": {"replicas": 0, "spec": {"containers": [empty]}},
             "scheduler": {
-                "spec": _pod(config, container, volumes=_tls_volumes(config), node_selector={}),
+                **_metadata(metadata(config.kubernetes)),
+                "spec": _pod(config, config.kubernetes, container, tls_volumes(config)),
                 "service": service,
             },
         },
@@ -167,7 +194,7 @@ def dask_cluster(config: ClusterConfig, name: str, owner: Mapping[str, str] | No
 def worker_group(config: ClusterConfig, name: str, pool: str, env: Mapping[str, str]) -> Resource:
     """The DaskWorkerGroup of a pool."""
     wanted = config.pools[pool]
-    own = config.kubernetes.pools.get(pool, KubernetesPool())
+    own = both(config.kubernetes, config.kubernetes.pools.get(pool, KubernetesPool()))
     variables = {
         **C_LIBRARIES,
         "OMP_NUM_THREADS": str(wanted.threads),
@@ -181,24 +208,28 @@ def worker_group(config: ClusterConfig, name: str, pool: str, env: Mapping[str, 
             "python", "-P", "-m", "engines.clusters.worker", scheduler_address(config, name),
             "--name", "$(DASK_WORKER_NAME)", "--nthreads", str(wanted.slots + 1),
             "--resources", f"{pool}={wanted.slots}", "--death-timeout", str(DEATH_TIMEOUT),
-            "--local-directory", "/tmp", *_tls_options(config),
+            "--local-directory", "/tmp", "--preload", PROBE[-1], *_tls_options(config),
         ],
         "env": [{"name": key, "value": value} for key, value in variables.items()],
         "resources": _resources(config, wanted),
-        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}, *_tls_mounts(config)],
+        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}, *tls_mounts(config)],
+        **_probes(config),
     }  # fmt: skip
+    if (patience := grace_seconds(own) - ENDING_SECONDS) > 0:
+        words = [*PROBE, "idle", str(patience)]
+        container["lifecycle"] = {"preStop": {"exec": {"command": words}}}
     if config.kubernetes.secret is not None:
         container["envFrom"] = [{"secretRef": {"name": config.kubernetes.secret}}]
     shm = {
         "name": "shm",  # the default of 64 MiB is too small for engines of several processes
-        "emptyDir": {"medium": "Memory", "sizeLimit": f"{own.shared_memory_gib:g}Gi"},
+        "emptyDir": {"medium": "Memory", "sizeLimit": gibibytes(own.shared_memory_gib)},
     }
-    volumes = [shm, *_tls_volumes(config)]
+    group = f"{name}-{pool}"
     return {
         "apiVersion": API,
         "kind": "DaskWorkerGroup",
         "metadata": {
-            "name": f"{name}-{pool}",
+            "name": group,
             "namespace": config.kubernetes.namespace,
             "labels": {"app.kubernetes.io/name": "refrain", "dask.org/cluster-name": name},
         },
@@ -206,28 +237,103 @@ def worker_group(config: ClusterConfig, name: str, pool: str, env: Mapping[str, 
             "cluster": name,
             "worker": {
                 "replicas": wanted.workers,
-                "spec": _pod(config, container, volumes, own.node_selector),
+                **_metadata(merge_patch(metadata(own), _gang_metadata(config, name))),
+                "spec": _pod(
+                    config,
+                    own,
+                    container,
+                    [shm, *tls_volumes(config)],
+                    {"dask.org/workergroup-name": group},
+                ),
             },
+        },
+    }
+
+
+def pod_group(
+    config: ClusterConfig, gang: CoschedulingGang, name: str, owner: Mapping[str, str] | None
+) -> Resource:
+    """The PodGroup of all workers, by which the plugin Coscheduling starts them together."""
+    return {
+        "apiVersion": "scheduling.x-k8s.io/v1alpha1",
+        "kind": "PodGroup",
+        "metadata": _owned(config, name, owner),
+        "spec": {"minMember": _workers(config), "scheduleTimeoutSeconds": gang.timeout},
+    }
+
+
+def _gang_metadata(config: ClusterConfig, name: str) -> Resource:
+    """Labels and annotations by which a worker's pod belongs to the others of its cluster."""
+    match config.kubernetes.gang:
+        case KueueGang(queue=queue):
+            return {
+                "labels": {
+                    "kueue.x-k8s.io/queue-name": queue,
+                    "kueue.x-k8s.io/pod-group-name": name,
+                },
+                "annotations": {"kueue.x-k8s.io/pod-group-total-count": str(_workers(config))},
+            }
+        case CoschedulingGang():
+            return {"labels": {"scheduling.x-k8s.io/pod-group": name}}
+    return {}
+
+
+def _workers(config: ClusterConfig) -> int:
+    return sum(pool.workers for pool in config.pools.values())
+
+
+def _owned(config: ClusterConfig, name: str, owner: Mapping[str, str] | None) -> Resource:
+    """Metadata of a resource that goes with the pod `owner`, if there is one."""
+    found: Resource = {
+        "name": name,
+        "namespace": config.kubernetes.namespace,
+        "labels": {"app.kubernetes.io/name": "refrain"},
+    }
+    if owner is not None:
+        found["ownerReferences"] = [
+            {"apiVersion": "v1", "kind": "Pod", "name": owner["name"], "uid": owner["uid"]}
+        ]
+    return found
+
+
+def _metadata(found: Resource) -> Resource:
+    return {"metadata": found} if found else {}
+
+
+def _probes(config: ClusterConfig) -> Resource:
+    """A worker that does not answer is started again: after its time to start, or a long while."""
+    seconds = config.kubernetes.liveness_seconds
+    if not seconds:
+        return {}
+    asks = {"exec": {"command": [*PROBE, "health"]}, "timeoutSeconds": PROBE_SECONDS}
+    return {
+        "startupProbe": {
+            **asks,
+            "periodSeconds": 10,
+            "failureThreshold": math.ceil(config.start_timeout / 10),
+        },
+        "livenessProbe": {
+            **asks,
+            "periodSeconds": 60,
+            "failureThreshold": math.ceil(seconds / 60),
         },
     }
 
 
 def _pod(
     config: ClusterConfig,
+    pods: KubernetesPods,
     container: Resource,
     volumes: list[Resource],
-    node_selector: Mapping[str, str],
+    same_pods: Mapping[str, str] | None = None,
 ) -> Resource:
-    pod: Resource = {
-        "containers": [container],
-        "volumes": volumes,
-        "automountServiceAccountToken": False,  # model text and reward code run here
-    }
-    if node_selector:
-        pod["nodeSelector"] = dict(node_selector)
+    pod, more = pod_spec(pods, container, volumes, same_pods), Resource()
     if config.kubernetes.service_account is not None:
-        pod["serviceAccountName"] = config.kubernetes.service_account
-    return pod
+        more["serviceAccountName"] = config.kubernetes.service_account
+    if same_pods and isinstance(config.kubernetes.gang, CoschedulingGang):
+        more["schedulerName"] = config.kubernetes.gang.scheduler
+    patches = [config.kubernetes.patch, *([pods.patch] if pods is not config.kubernetes else [])]
+    return functools.reduce(merge_patch, patches, more | pod)
 
 
 def _resources(config: ClusterConfig, wanted: PoolConfig) -> Resource:
@@ -247,14 +353,16 @@ def _tls_options(config: ClusterConfig) -> list[str]:
     return ["--protocol", "tls", *files]
 
 
-def _tls_mounts(config: ClusterConfig) -> list[Resource]:
+def tls_mounts(config: ClusterConfig) -> list[Resource]:
+    """Where the certificates are in a container, where there are any."""
     tls = config.encryption
     if not isinstance(tls, TlsFiles):
         return []
     return [{"name": "tls", "mountPath": posixpath.dirname(tls.ca_file), "readOnly": True}]
 
 
-def _tls_volumes(config: ClusterConfig) -> list[Resource]:
+def tls_volumes(config: ClusterConfig) -> list[Resource]:
+    """The volume of the certificates, where there are any."""
     if not isinstance(config.encryption, TlsFiles):
         return []
     return [{"name": "tls", "secret": {"secretName": config.kubernetes.tls_secret}}]

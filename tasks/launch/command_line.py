@@ -71,6 +71,14 @@ def _begin(flow: str, resolved: Resolved[GRPOConfig], arguments: argparse.Namesp
     from tasks.run.preflight_models import models_tested
 
     config, resume, fork = resolved.settings, arguments.resume, arguments.fork
+    if arguments.name is not None:
+        from tasks.run.named_run import begun, finished
+
+        if begun(config, arguments.name):
+            resume, fork = arguments.name, None
+            if said := finished(config, resume):
+                print_text(said)
+                return 0
     findings = [Finding(check="settings", found=str(one)) for one in resolved.decisions]
     with imports_uncollected():
         findings += check_settings(config, resumed=resume is not None)
@@ -86,7 +94,7 @@ def _begin(flow: str, resolved: Resolved[GRPOConfig], arguments: argparse.Namesp
     from tasks.run.opening import open_run
 
     try:
-        opened = open_run(flow, config, resume, fork)
+        opened = open_run(flow, config, resume, fork, arguments.name)
     except NothingNew as nothing:
         print_text(nothing)
         return 0
@@ -101,6 +109,10 @@ def _begin(flow: str, resolved: Resolved[GRPOConfig], arguments: argparse.Namesp
     for finding in findings:
         if finding.warning:
             print_text(finding.found, error=True)
+    if arguments.name is not None and resume is not None:
+        from tasks.run.named_run import await_writer
+
+        await_writer(opened.files, print_text)
     from tasks.run.recorded_flow import load_flow
 
     call = load_flow(flow)
@@ -133,7 +145,7 @@ def _run(call: Callable[[Run], Any], opened: OpenedRun) -> int:
         return _stopped(terminal, again if run is not None else "")
     except (RuntimeError, OSError, PrefectException, httpx.HTTPError) as error:
         if run is not None and run.stopped:  # the error is a wait that was ended
-            return _stopped(terminal, again)
+            return _stopped(terminal, again, by_dashboard=run.cancelled_there.is_set())
         what = f"{type(error).__name__}: {error}"
         if isinstance(error, httpx.HTTPError):
             what = f"The Prefect server does not answer ({what})."
@@ -171,12 +183,12 @@ def _failed(terminal: Terminal, opened: OpenedRun, what: str, again: str) -> Non
         terminal.say(f"To go on from the last step: {again}")
 
 
-def _stopped(terminal: Terminal, again: str) -> int:
-    """A person ended the run, which goes on by the command `again`."""
-    from tasks.run.interruption import INTERRUPTED
+def _stopped(terminal: Terminal, again: str, by_dashboard: bool = False) -> int:
+    """A person ended the run, which goes on by the command `again`; returns the exit code."""
+    from tasks.run.interruption import CANCELLED, INTERRUPTED
 
     terminal.say("Stopped." + (again and f" To go on: {again}"), style="yellow")
-    return INTERRUPTED
+    return CANCELLED if by_dashboard else INTERRUPTED
 
 
 def _data_of(run: Run) -> str:
@@ -219,6 +231,10 @@ def _settings(flow: str, model: type[GRPOConfig], arguments: argparse.Namespace)
         raise ConfigError(
             "--resume goes on with a run and --fork begins a new one. Give one of them."
         )
+    if arguments.resume is not None and arguments.name is not None:
+        raise ConfigError(
+            "--resume names a run that there is, and --name one that may begin. Give one of them."
+        )
     earlier = arguments.resume or (arguments.fork or "").partition("@")[0]
     if not earlier or recipe is not None:
         return read_recipe(model, recipe or DEMO, words)
@@ -247,7 +263,8 @@ class _Stored(Settings):
 def _parser(flow: str, model: type[GRPOConfig]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program(flow.partition(":")[0]),
-        usage="%(prog)s [RECIPE] [key=value …] [--resume RUN | --fork RUN@STEP] [--check]",
+        usage="%(prog)s [RECIPE] [key=value …] [--resume RUN | --fork RUN@STEP] [--name RUN] "
+        "[--check]",
         description="Post-train a language model by reinforcement learning, as a Prefect flow.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=settings_help(model),
@@ -265,6 +282,12 @@ def _parser(flow: str, model: type[GRPOConfig]) -> argparse.ArgumentParser:
         metavar="RUN@STEP",
         help="begin a new run at a committed step of another one, whose settings it takes over "
         "with those changes that are given",
+    )
+    parser.add_argument(
+        "--name",
+        metavar="RUN",
+        help="begin the run under this name; where the store has one of it, go on with that from "
+        "its last commit, or do nothing if it is finished. The same command starts a run again",
     )
     parser.add_argument("--check", action="store_true", help="check everything, start nothing")
     return parser

@@ -19,7 +19,8 @@ from prefect.exceptions import PrefectException
 LOOK_EVERY = 5.0  # seconds between looks at whether there is still something to close
 ASK_EVERY = 5.0  # seconds between questions to the dashboard, of 2 ms each
 PATIENCE = 4.0  # seconds in which the body must have ended after a signal
-INTERRUPTED = 130  # exit code
+INTERRUPTED = 130  # exit codes: by a signal,
+CANCELLED = 3  # by a person on the dashboard, so that nothing starts the run again
 ENDING = (int(signal.SIGINT), int(signal.SIGTERM))
 
 
@@ -121,8 +122,10 @@ def set_closes(waits: threading.Event, close: Callable[[], object]) -> Iterator[
 
 
 @contextlib.contextmanager
-def dashboard_ends(waits: threading.Event, flow_run_id: UUID | None) -> Iterator[None]:
-    """During the body, cancelling the flow run on the dashboard sets `waits`."""
+def dashboard_ends(
+    waits: threading.Event, flow_run_id: UUID | None, cancelled: threading.Event | None = None
+) -> Iterator[None]:
+    """During the body, cancelling the flow run on the dashboard sets `cancelled` and `waits`."""
     if flow_run_id is None:
         yield
         return
@@ -134,6 +137,8 @@ def dashboard_ends(waits: threading.Event, flow_run_id: UUID | None) -> Iterator
                 with contextlib.suppress(PrefectException, httpx.HTTPError):
                     state = client.read_flow_run(flow_run_id).state
                     if state is not None and (state.is_cancelling() or state.is_cancelled()):
+                        if cancelled is not None:
+                            cancelled.set()
                         waits.set()
                         return
 

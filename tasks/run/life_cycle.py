@@ -144,7 +144,7 @@ def shown(run: Run) -> Iterator[None]:
     name_after(run.name)
     with contextlib.ExitStack() as stack:
         stack.enter_context(one_client())
-        stack.enter_context(dashboard_ends(run.cancelled, flow_run_id()))
+        stack.enter_context(dashboard_ends(run.cancelled, flow_run_id(), run.cancelled_there))
         stack.callback(lambda: run.tell(RunEnded(step=run.head)))
         run.tell(
             RunBegan(

@@ -5,6 +5,7 @@ How a run comes about is in opening.py, and how it starts and ends in life_cycle
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated
@@ -52,10 +53,10 @@ class Run:
     """
 
     __slots__ = (
-        "_probe", "attempts", "cancelled", "clock", "closed", "code_files", "config",
-        "device_time", "disk", "engines", "episodes", "epoch", "evaluated", "features", "files",
-        "flow", "fresh", "history", "lease", "listeners", "measured", "name", "origin", "reporting",
-        "shards", "source", "start", "stopped", "store", "tracking",
+        "_probe", "attempts", "cancelled", "cancelled_there", "clock", "closed", "code_files",
+        "config", "device_time", "disk", "engines", "episodes", "epoch", "evaluated", "features",
+        "files", "flow", "fresh", "history", "lease", "listeners", "measured", "name", "origin",
+        "reporting", "shards", "source", "start", "stopped", "store", "tracking",
     )  # fmt: skip
 
     def __init__(
@@ -72,6 +73,7 @@ class Run:
         trackers = (feature.rows(opened, position) for feature in self.features)
         self.clock = Clock(opened, position, next(filter(None, trackers), RowTracker()))
         self.cancelled = self.clock.gate.cancelled  # ends every wait
+        self.cancelled_there = threading.Event()  # on the dashboard, by a person
         # The unseen rows that come first, in their order in the data.
         self.fresh = fresh_rows(position.cursor, opened.source, opened.seen)
         # Metrics of versions that were measured after their step's commit, such as evaluations: they

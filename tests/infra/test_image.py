@@ -16,7 +16,9 @@ STAGES = re.findall(r"^FROM \S+ AS (\w+)$", TEXT, re.MULTILINE)
 
 
 def copied() -> set[str]:
-    words = [line.split()[1:-1] for line in TEXT.splitlines() if line.startswith("COPY ")]
+    """What comes from the checkout, not from another stage."""
+    lines = [line for line in TEXT.splitlines() if line.startswith("COPY ")]
+    words = [line.split()[1:-1] for line in lines if "--from=" not in line]
     return {word for line in words for word in line}
 
 
@@ -49,10 +51,8 @@ def test_the_manifests_use_its_stages_and_arguments() -> None:
     assert STAGES[-1] == "refrain"  # what a build makes that names no stage
 
 
-def test_the_pods_command_is_one_of_the_image() -> None:
-    (job,) = yaml.safe_load_all((INFRA / "kubernetes/run.yaml").read_text())
-    (flow,) = job["spec"]["template"]["spec"]["containers"]
-    command, name, *_ = flow["args"]
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert command in scripts
-    assert (ROOT / f"flows/{name}.py").exists()
+def test_what_a_stage_takes_from_another_is_a_stage_before() -> None:
+    for line in TEXT.splitlines():
+        for name in re.findall(r"--from=(\w+)|^FROM (?!\$)(\w+)", line):
+            (source,) = filter(None, name)
+            assert f"AS {source}\n" in TEXT[: TEXT.index(line)], line

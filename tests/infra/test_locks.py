@@ -14,11 +14,15 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
-IMAGE = [*PROJECT["project"]["dependencies"], *EXTRAS["s3"], *EXTRAS["hub"], *EXTRAS["kubernetes"]]
+IMAGE = [
+    *PROJECT["project"]["dependencies"],
+    *(line for extra in ("s3", "hub", "kubernetes", "dashboard") for line in EXTRAS[extra]),
+]
 ASKED = {
     "cpu": [*IMAGE, *EXTRAS["cpu"], *EXTRAS["demo"]],
     "gpu": [*IMAGE, *EXTRAS["gpu"]],
     "mlflow": PROJECT["dependency-groups"]["mlflow-server"],
+    "tools": PROJECT["dependency-groups"]["tools"],
 }
 PIN = re.compile(
     r"^([a-zA-Z0-9._-]+)==(\S+) \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", re.M

@@ -1,0 +1,53 @@
+"""A run whose name is given, as by the Job of a Kubernetes cluster: begun once, then gone on with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from configs.grpo import GRPOConfig
+from configs.overrides import ConfigError
+from storage.objects.store import Store
+from storage.runs.commit_log import head
+from storage.runs.live import goes_on_as, is_done
+from storage.runs.run_lease import GRACE, holder_of
+from storage.runs.run_store import RUN_NAME, RunStore
+
+
+def begun(config: GRPOConfig, name: str) -> bool:
+    """Whether the store has the run. ConfigError for what cannot be a run's name."""
+    if not RUN_NAME.fullmatch(name):
+        raise ConfigError(
+            f"--name {name} is no name for a run. Use letters, digits, '.', '_' and '-', first a "
+            "letter or a digit."
+        )
+    return _files(config, name).read_run() is not None
+
+
+def finished(config: GRPOConfig, name: str) -> str:
+    """What to say of a run of which all that is asked for is done; empty for another one."""
+    files = goes_on_as(_files(config, name))
+    step = head(files) or 0
+    if step < config.steps or not is_done(files, step):
+        return ""
+    return f"Run {name} is finished: {step} of {config.steps} steps are committed."
+
+
+def await_writer(files: RunStore, say: Callable[[str], object]) -> None:
+    """Wait for the end of the lease of a process that may have been killed, as it says now.
+
+    One that lives renews its lease meanwhile, and is found when the run is taken over.
+    """
+    holder = holder_of(files)
+    if holder is None:
+        return
+    seconds = holder.expires + GRACE * holder.ttl - time.time()
+    say(
+        f"Run {files.run} may still be written by {holder.owner} on {holder.host}: waiting "
+        f"{max(0.0, seconds):.0f} s for it to say so again."
+    )
+    time.sleep(max(0.0, seconds) + 1.0)
+
+
+def _files(config: GRPOConfig, name: str) -> RunStore:
+    return RunStore(Store(config.store.uri, config.store.options), name)
