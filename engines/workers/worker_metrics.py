@@ -39,7 +39,7 @@ class WorkerMetrics:
     host: str  # name of its machine
     process: str  # HOST:PID
     calls: int  # that it is running
-    cpu_seconds: float  # of the process and those that it started, since it began
+    cpu_seconds: float  # of a worker and those that it started, since it began; of a flow alone
     memory: int  # bytes of theirs in memory now; shared pages count in each
     usage: Usage  # of the store, since it began
     latencies: Mapping[str, Latency]  # of the store, by operation, since it began
@@ -49,14 +49,27 @@ class WorkerMetrics:
 
 
 def measured(calls: int, engines: Mapping[str, Sequence[Metric]]) -> WorkerMetrics:
-    """What this process measures; `calls` that it runs, `engines` as WorkerMetrics has them."""
+    """What this worker measures; `calls` that it runs, `engines` as WorkerMetrics has them."""
+    return _measured(calls, engines, METER.spent().cpu_seconds, _memory())
+
+
+def measured_flow() -> WorkerMetrics:
+    """What a flow's process measures of itself alone: its children are workers, or vLLM's."""
+    process = psutil.Process()
+    times = process.cpu_times()
+    return _measured(0, {}, times.user + times.system, process.memory_info().rss)
+
+
+def _measured(
+    calls: int, engines: Mapping[str, Sequence[Metric]], cpu_seconds: float, memory: int
+) -> WorkerMetrics:
     host = socket.gethostname()
     return WorkerMetrics(
         host=host,
         process=f"{host}:{os.getpid()}",
         calls=calls,
-        cpu_seconds=METER.spent().cpu_seconds,
-        memory=_memory(),
+        cpu_seconds=cpu_seconds,
+        memory=memory,
         usage=COUNTER.total(),
         latencies=LATENCIES.total(),
         gpus=gpu_states(),

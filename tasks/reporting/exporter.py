@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from configs.terminal_text import print_text
-from tasks.reporting.prometheus import SUFFIX
 
+SUFFIX = ".prom"  # of files, as the textfile collector of Prometheus's node exporter has it
 LARGEST = 64 * 2**20  # bytes of a file; a run with a hundred engines leaves about two million
 
 

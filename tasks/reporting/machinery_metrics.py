@@ -109,7 +109,7 @@ class MachineryMetrics(Collector):
             queue.add_metric([one.pool, one.role], one.load.waiting)
         cpu = CounterMetricFamily(
             "refrain_cpu_seconds",
-            "Processor seconds of workers (and of the flow) and of what they started.",
+            "Processor seconds of workers and of what they started, and of the flow alone.",
             labels=["pool", "host"],
         )
         for place, seconds in self._cpu_seconds.items():

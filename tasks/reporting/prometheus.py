@@ -27,13 +27,13 @@ from configs.environment import push_gateway_login
 from configs.overrides import ConfigError
 from configs.storage import TrackingConfig
 from engines.failures import ClusterLost
+from tasks.reporting.exporter import SUFFIX
 from tasks.reporting.machinery_metrics import MachineryMetrics
 from tasks.reporting.run_metrics import RunMetrics, WithLabels, labels_of
 from tasks.run.events import Event, Listeners, Note, RunBegan, RunEnded
 from tasks.run.facts import RunFacts
 from tasks.run.machinery import Machinery
 
-SUFFIX = ".prom"  # of files, as the textfile collector of Prometheus's node exporter has it
 KEPT = 7 * 24 * 3600.0  # seconds for which the file of a run that is over stays
 PUSH_TIMEOUT = 10.0  # seconds
 JOB = "refrain"  # of what is pushed
@@ -168,17 +168,14 @@ def push(gateway: str, run: str, registry: CollectorRegistry) -> None:
     login = push_gateway_login()
 
     def handler(
-        url: str, method: str, timeout: float | None, headers: object, data: bytes
-    ) -> object:
+        url: str,
+        method: str,
+        timeout: float | None,
+        headers: list[tuple[str, str]],
+        data: bytes,
+    ) -> Callable[[], None]:
         if login is None:
-            return default_handler(url, method, timeout, headers, data)  # type: ignore[arg-type]
-        return basic_auth_handler(url, method, timeout, headers, data, *login)  # type: ignore[arg-type]
+            return default_handler(url, method, timeout, headers, data)
+        return basic_auth_handler(url, method, timeout, headers, data, *login)
 
-    push_to_gateway(
-        gateway,
-        JOB,
-        registry,
-        {"run": run},
-        timeout=PUSH_TIMEOUT,
-        handler=handler,  # type: ignore[arg-type]
-    )
+    push_to_gateway(gateway, JOB, registry, {"run": run}, PUSH_TIMEOUT, handler)

@@ -70,7 +70,7 @@ class StepTraces:
 
     def step_began(self, event: StepBegan) -> None:
         """A trace begins."""
-        attributes = {**self._run, "refrain.step": event.step}
+        attributes: dict[str, str | int] = {**self._run, "refrain.step": event.step}
         span = self._tracer.start_span("step", Context(), attributes=attributes)
         with self._lock:
             self._steps[event.step] = span

@@ -16,7 +16,7 @@ from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster
 from engines.workers.pool import Assignment, EnginePool
 from engines.workers.spent import SpentOfPool, SpentSince
-from engines.workers.worker_metrics import DiskSpace, measured
+from engines.workers.worker_metrics import DiskSpace, measured_flow
 from storage.objects.usage import COUNTER, Usage
 from tasks.results import Metrics
 from tasks.run.events import EngineStarted, WorkersAsked
@@ -150,7 +150,7 @@ class Engines:
             pools=pools,
             loads=loads,
             workers=self._looks.look(cluster),
-            flow=measured(0, {}),
+            flow=measured_flow(),
             disks=disks,
         )
 

@@ -66,7 +66,7 @@ def worker(process: str = "a:1", **fields: Any) -> WorkerMetrics:
         "cpu_seconds": 5.0,
         "memory": 1000,
         "usage": Usage(requests=3, bytes_read=10, bytes_written=4),
-        "latencies": {"read": Latency(counts=(2, *[0] * 14, 1), seconds=70.5, failures=1)},
+        "latencies": {"read": Latency(counts=(2, *[0] * 9, 1), seconds=70.5, failures=1)},
         "gpus": (),
         "temporary": DiskSpace(free=1, size=4),
     }
