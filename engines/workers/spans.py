@@ -22,8 +22,6 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.trace import Span, SpanKind, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from engines.workers.trace_context import TraceContext
-
 PATH = "/v1/traces"  # of a collector's address
 EVERY = 1000  # milliseconds between sendings: a worker may be ended soon after its last call
 QUEUE = 16_384  # spans that wait to be sent; more of them are dropped
@@ -104,11 +102,14 @@ def _tracer_of_worker(endpoint: str) -> Tracer:
 
 @contextlib.contextmanager
 def call_span(
-    parent: TraceContext, name: str, attributes: Mapping[str, str | int]
+    endpoint: str, parent: str, name: str, attributes: Mapping[str, str | int]
 ) -> Iterator[None]:
-    """The body is a span of a worker's, below one of the flow's; an error that it raises is in it."""
-    context = TraceContextTextMapPropagator().extract({HEADER: parent.parent}, Context())
-    with _tracer_of_worker(parent.endpoint).start_as_current_span(
+    """The body is a span of a worker's, below one of the flow's; an error that it raises is in it.
+
+    `endpoint`, `parent` as in engines.workers.trace_context.TraceContext.
+    """
+    context = TraceContextTextMapPropagator().extract({HEADER: parent}, Context())
+    with _tracer_of_worker(endpoint).start_as_current_span(
         name, context, SpanKind.SERVER, attributes
     ):
         yield

@@ -47,5 +47,5 @@ def span_of(
     except ImportError:  # it is missing on this machine: the call matters, its span does not
         yield
         return
-    with call_span(trace, name, attributes):
+    with call_span(trace.endpoint, trace.parent, name, attributes):
         yield

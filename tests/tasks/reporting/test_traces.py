@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from engines.workers.engine import Call
-from engines.workers.spans import call_span
 from engines.workers.trace_context import TraceContext, current_trace, set_trace, span_of
 from tasks.reporting.traces import StepTraces
 from tasks.run.attempts import Attempt
@@ -66,7 +65,7 @@ def test_a_step_is_a_trace_of_stages_and_calls(tmp_path: Path) -> None:
         listeners.tell(AttemptBegan(attempt=rollout))
         call = Call.of("rollout", lambda self: work(), None)
         assert call.trace is not None and call.trace.endpoint == got.address
-        with call_span(call.trace, "rollout.generate", {"refrain.worker": "rollout-0"}):
+        with span_of(call.trace, "rollout.generate", {"refrain.worker": "rollout-0"}):
             pass
         listeners.tell(AttemptBegan(attempt=failed))
         listeners.tell(AttemptEnded(attempt=failed))
