@@ -27,7 +27,7 @@ from engines.workers.pool import PoolLoad
 from engines.workers.worker_metrics import DiskSpace, WorkerMetrics
 from storage.objects.latency import Latency
 from storage.objects.usage import Usage
-from tasks.reporting.prometheus import LiveMetrics, write_metrics
+from tasks.reporting.prometheus import LiveMetrics, push, write_metrics
 from tasks.reporting.run_metrics import MOST_METRICS
 from tasks.run.events import (
     AttemptBegan,
@@ -372,6 +372,41 @@ def test_a_push_gateway_gets_the_same_metrics(
     assert login == "Basic YW5uOng="
     assert samples(body.decode())["refrain_workers"][0][1] == 1
     assert told == []
+
+
+@pytest.mark.skipif(
+    shutil.which("prometheus-pushgateway") is None, reason="needs apt's prometheus-pushgateway"
+)
+@pytest.mark.slow
+def test_a_real_push_gateway_takes_and_tells_them(tmp_path: Path) -> None:
+    port, metrics = free_port(), with_everything(tmp_path)
+    address = f"http://127.0.0.1:{port}"
+    process = subprocess.Popen(
+        ["prometheus-pushgateway", f"--web.listen-address=127.0.0.1:{port}"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+    def pushed() -> bool:
+        try:
+            push(address, "r", metrics.registry)
+        except OSError:  # it starts
+            return False
+        return True
+
+    try:
+        wait_for(pushed, 60)
+        found = samples(httpx.get(f"{address}/metrics").raise_for_status().text)
+    finally:
+        process.terminate()
+        process.wait(20)
+    mine, theirs = (
+        shown(metrics),
+        {name: rows for name, rows in found.items() if name in shown(metrics)},
+    )
+    assert theirs.keys() == mine.keys()
+    (labels, value) = theirs["refrain_steps_total"][0]
+    assert COMMON.items() <= labels.items() and labels["job"] == "refrain" and value == 1
 
 
 def test_what_cannot_be_pushed_or_written_is_said_once(tmp_path: Path) -> None:
