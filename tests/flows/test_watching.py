@@ -78,14 +78,7 @@ def test_a_run_is_seen_while_it_lives_and_afterwards(launch: Launch, tmp_path: P
             "tracking.metrics_every=1",
             f"tracking.otlp_endpoint={got.address}",
         )
-        live: dict[str, list[tuple[dict[str, str], float]]] = {}
-        while run.process.poll() is None:
-            for name in ("refrain_workers", "refrain_slots", "refrain_worker_calls"):
-                live[name] = ask(name) or live.get(name, [])
-            if ask("refrain_run_active == 1 unless refrain_steps_total"):
-                live["before the first commit"] = ask("refrain_stage_calls_in_progress > 0")
-            time.sleep(0.5)
-        code, out = run.end()
+        code, out = run.end(800)
         assert code == 0, out
         time.sleep(3)  # a scrape
         name = run.files.run
@@ -103,11 +96,17 @@ def test_a_run_is_seen_while_it_lives_and_afterwards(launch: Launch, tmp_path: P
         assert {"read", "write", "create"} <= operations
         assert ask('refrain_metric{metric="reward/mean"}')
         assert ask("ALERTS") == []
-    assert all(live.values()), live
-    assert {labels["role"] for labels, _ in live["refrain_slots"]} >= {"rollout", "reward"}
-    assert {labels["worker"].rpartition("-")[0] for labels, _ in live["refrain_worker_calls"]} >= {
-        "train", "rollout",
-    }  # fmt: skip
+        # While it lived, as Prometheus remembers it.
+        before = ask(
+            "count_over_time((refrain_workers unless on (run) refrain_steps_total)[15m:1s])"
+        )
+        assert {labels["pool"] for labels, _ in before} == {"cpu", "rollout", "train"}
+        assert ask("max_over_time(refrain_run_active[15m])")[0][1] == 1
+        roles = {labels["role"] for labels, _ in ask("refrain_slots > 0")}
+        workers = {labels["worker"] for labels, _ in ask("refrain_worker_memory_bytes > 1e6")}
+        assert roles >= {"rollout", "reward"}
+        assert workers >= {"train-0", "rollout-0", "cpu-0"}
+        assert ask('rate(refrain_store_written_bytes_total{pool="rollout"}[15m]) > 0')
     check_traces(got.spans, STEPS)
 
 
