@@ -23,6 +23,12 @@ def user() -> str:
     return os.environ.get("USER") or os.environ.get("LOGNAME") or "unknown"
 
 
+def push_gateway_login() -> tuple[str, str] | None:
+    """User and password that a Prometheus push gateway asks for, or a proxy before it."""
+    user, password = (os.environ.get(f"REFRAIN_PUSH_GATEWAY_{one}") for one in ("USER", "PASSWORD"))
+    return None if user is None or password is None else (user, password)
+
+
 def import_from_working_folder() -> None:
     """Let modules of the working folder be imported, where `python -P` does not: a user's reward.
 

@@ -4,7 +4,7 @@ import sys
 from typing import Self
 
 import yaml
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from configs.base import Settings
 from configs.environment import refuse_password, refuse_secrets
@@ -137,6 +137,28 @@ class TrackingConfig(Settings):
         description="Address at which it does; with another than loopback whoever reaches the "
         "machine can read them.",
     )
+    metrics_every: float = Field(
+        15.0,
+        ge=0,
+        description="Seconds between looks at workers, queues, GPUs, vLLM and the store for "
+        "Prometheus (docs/monitoring.md). 0 looks at none of them.",
+    )
+    metrics_folder: str = Field(
+        ".refrain/metrics",
+        description="Folder in which a run leaves, after each look, the file that `refrain "
+        "exporter` reads. With one that all users of a machine share, one exporter tells of all "
+        "their runs.",
+    )
+    push_gateway: str | None = Field(
+        None,
+        description="Address of a Prometheus push gateway that is sent the metrics after each "
+        "look, where nobody can reach the flow's machine; none: no such.",
+    )
+    otlp_endpoint: str | None = Field(
+        None,
+        description="Address of an OpenTelemetry collector (OTLP over HTTP, such as "
+        "http://127.0.0.1:4318), which gets a trace of each step; none: no traces are made.",
+    )
     system_metrics: int = Field(
         10,
         ge=0,
@@ -151,8 +173,28 @@ class TrackingConfig(Settings):
         "dashboard. 0 shows none there; `refrain samples` shows any.",
     )
 
-    @field_validator("uri")
+    @field_validator("uri", "push_gateway", "otlp_endpoint")
     @classmethod
-    def _no_password(cls, uri: str) -> str:
-        refuse_password("tracking.uri", uri)
+    def _no_password(cls, uri: str | None, info: ValidationInfo) -> str | None:
+        if uri is not None:
+            refuse_password(f"tracking.{info.field_name}", uri)
         return uri
+
+    @field_validator("push_gateway", "otlp_endpoint")
+    @classmethod
+    def _over_http(cls, address: str | None, info: ValidationInfo) -> str | None:
+        if address is not None and not address.startswith(("http://", "https://")):
+            raise ValueError(
+                f"tracking.{info.field_name} = {address} is no address over HTTP. Set it to one such "
+                "as http://127.0.0.1:9091."
+            )
+        return address
+
+    @model_validator(mode="after")
+    def _pushes_something(self) -> Self:
+        if self.push_gateway is not None and not self.metrics_every:
+            raise ValueError(
+                "tracking.push_gateway is sent the metrics every tracking.metrics_every seconds, "
+                "which is 0. Set it to 15."
+            )
+        return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -55,10 +56,13 @@ def publish_and_sync(run: Run, version: int, step: int, whole: bool = True) -> S
         weights = shared or actor.export(version, dtype, whole)
         exported = time.monotonic()
         # What the trainer still has to do, one after the other, is done while the engines load.
-        scored = aside.submit(actor.score, version, tokens, lengths)
+        here = (
+            contextvars.copy_context
+        )  # the calls of the thread beside belong to this attempt's span
+        scored = aside.submit(here().run, actor.score, version, tokens, lengths)
         probe = Probe(tokens=tokens, prompt_lengths=lengths, expected=scored.result)
         stored = exported
-        settling = aside.submit(settle) if shared is None and goes_behind(run) else None
+        settling = aside.submit(here().run, settle) if shared is None and goes_behind(run) else None
         if run.config.cluster.share_devices:  # it would take the devices from engines that load
             wait([scored])
             wait([] if settling is None else [settling])

@@ -64,6 +64,7 @@ class RolloutSpec(Settings):
     routed_experts: bool = Field(
         False, description="Whether shards may ask for the experts of each token."
     )
+    measured: bool = Field(False, description="Whether vLLM counts what it does, for Prometheus.")
     sleeps: bool = Field(False, description="Whether the engine must be able to go to sleep.")
     max_model_len: int = Field(
         ge=2, description="Longest sequence, prompt and completion together, in tokens."

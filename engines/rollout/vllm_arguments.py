@@ -73,7 +73,7 @@ def engine_arguments(spec: RolloutSpec, directory: Path) -> AsyncEngineArgs:
         # Engines must not all draw the same noise; a sample's own seed comes with its request.
         seed=int.from_bytes(os.urandom(4), "big") >> 1,
         enable_return_routed_experts=spec.routed_experts,
-        disable_log_stats=True,
+        disable_log_stats=not spec.measured,
     )
     further: dict[str, Any] = dict(config.engine_args)
     return replace(found, **further) if further else found

@@ -6,10 +6,12 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+from prometheus_client import Metric
 
 from engines.failures import WeightMismatch
 from engines.models import checkpoints
@@ -145,6 +147,10 @@ class VllmEngine(RolloutEngine):
     def resume(self) -> None:
         """Go on decoding."""
         self._process.run(self._resume())
+
+    def metrics(self) -> Sequence[Metric]:
+        """vLLM's own, where the spec says so."""
+        return self._process.metrics()
 
     def close(self) -> None:
         """End vLLM and its processes; shards in flight end with RolloutCancelled."""

@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
+from prometheus_client import REGISTRY, Metric
+from prometheus_client.registry import Collector
 
 from engines.processes.process_setup import lasting_folder
 from engines.processes.process_tree import descendants, kill_all
@@ -65,6 +67,7 @@ class VllmProcess:
         self.cause = ""
         self.closed = False
         self._llm: AsyncLLM | None = None
+        self._collectors: list[Collector] = []
         self.log = Path(tempfile.mkdtemp(prefix="refrain-vllm-")) / f"{name}.log"
         self._children: list[psutil.Process] = []
         self._closing = threading.Lock()
@@ -96,6 +99,10 @@ class VllmProcess:
     def requests(self) -> Mapping[str, RequestState]:
         """Requests in flight, as vLLM's output side sees them."""
         return {} if self._llm is None else dict(self._llm.output_processor.request_states)
+
+    def metrics(self) -> list[Metric]:
+        """What vLLM counts and measures, under its own names; nothing without its log_stats."""
+        return [metric for one in self._collectors for metric in one.collect()]
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work` on the engine's loop; EngineDead if vLLM dies first."""
@@ -154,6 +161,7 @@ class VllmProcess:
         with _starting, _inherited({**environment, **owner}):
             try:
                 self._llm = AsyncLLM.from_engine_args(arguments())
+                self._collectors = _vllm_collectors() if self._llm.log_stats else []
             except RuntimeError as error:
                 self.cause = f"did not start: {self._last_error() or error}"
                 self._keep_log()
@@ -215,6 +223,12 @@ class VllmProcess:
         plain = [_LOG_PREFIX.sub("", line) for line in lines]
         errors = [line for line in plain if _ERROR_LINE.match(line)]
         return _root_cause(errors)
+
+
+def _vllm_collectors() -> list[Collector]:
+    """Of the engine that started last: vLLM takes those of another one out of the registry."""
+    registered = list(REGISTRY._collector_to_names.items())  # as vLLM finds its own (vLLM 0.32)
+    return [one for one, names in registered if any(name.startswith("vllm:") for name in names)]
 
 
 @contextlib.contextmanager

@@ -17,9 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 
+from prometheus_client import Metric
 from pydantic import BaseModel
 
 from engines.workers.messages import CallId, Moved
+from engines.workers.trace_context import TraceContext, current_trace
 
 Memory = Literal["device", "host"]  # a GPU's own, or that of the machine
 E = TypeVar("E", bound="Engine", covariant=True)  # the contract that an engine keeps
@@ -56,6 +58,10 @@ class Engine(ABC):  # noqa: B024 - contracts below it have the abstract methods
 
     def close(self) -> None:  # noqa: B027 - an engine may hold nothing
         """Give devices, child processes and memory back."""
+
+    def metrics(self) -> Sequence[Metric]:
+        """What the engine's library measures of itself, for Prometheus; quick, from any thread."""
+        return ()
 
     def memory_held(self, memory: Memory) -> Mapping[str, int]:
         """Bytes that the engine holds, by what; empty where it does not know."""
@@ -142,6 +148,7 @@ class Call(Generic[Result]):
     method: str
     arguments: Mapping[str, object]  # by name
     id: CallId | None = None  # None: it may be made several times
+    trace: TraceContext | None = None  # that it is a part of
 
     @classmethod
     def of(
@@ -155,7 +162,13 @@ class Call(Generic[Result]):
     ) -> Call[R]:
         """The call of a contract's method; its arguments are given by name."""
         assert not nothing, f"{method.__name__}: arguments are given by name"
-        return Call(role=role, method=method.__name__, arguments=arguments, id=call_id)
+        return Call(
+            role=role,
+            method=method.__name__,
+            arguments=arguments,
+            id=call_id,
+            trace=current_trace(),
+        )
 
     def at(self, incarnation: str) -> Call[Result]:
         """This call for one incarnation of a worker."""

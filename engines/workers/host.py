@@ -41,6 +41,8 @@ from engines.workers.messages import (
     RunningCall,
 )
 from engines.workers.out_of_memory import memory_watched
+from engines.workers.trace_context import span_of
+from engines.workers.worker_metrics import WorkerMetrics, measured
 from storage.objects.usage import COUNTER
 
 HOST = "refrain-engine-host"  # name of the plugin on every worker
@@ -161,7 +163,12 @@ class EngineHost(WorkerPlugin):
 
     def answer(self, call: Call[Returned], token: str, limit: float | None) -> Returned:
         """What an engine returns to a call that was sent here."""
-        value: Returned = self.call(call.role, call.method, call.arguments, call.id, token, limit)
+        name = "" if call.id is None else call.id.call
+        facts = {"refrain.worker": self.worker, "refrain.call": name}
+        with span_of(call.trace, call.label, facts):
+            value: Returned = self.call(
+                call.role, call.method, call.arguments, call.id, token, limit
+            )
         return value
 
     def call(
@@ -274,6 +281,13 @@ class EngineHost(WorkerPlugin):
             over.set()
             with self.lock:
                 del self.running[number]
+
+    def measure(self) -> WorkerMetrics:
+        """What this worker measures of itself; takes milliseconds."""
+        with self.lock:
+            engines = {role: hosted.engine for role, hosted in self.engines.items()}
+            calls = len(self.running)
+        return measured(calls, {role: tuple(one.metrics()) for role, one in engines.items()})
 
     def status(self) -> HostStatus:
         """What this worker holds and does; quick, runs on the worker's event loop."""

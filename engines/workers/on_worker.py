@@ -22,6 +22,7 @@ from engines.workers.messages import BuildReport, CallResult, HostStatus, Worker
 from engines.workers.placement import find_free_port, this_node
 from engines.workers.pushed import push
 from engines.workers.spent import METER
+from engines.workers.worker_metrics import WorkerMetrics
 from storage.objects.usage import COUNTER
 
 R = TypeVar("R")  # what a call returns
@@ -84,6 +85,12 @@ async def stop(role: str, dask_worker: Worker) -> CallResult[bool]:
 def status(dask_worker: Worker) -> HostStatus:
     """By client.run: `EngineHost.status`."""
     return host_of(dask_worker).status()
+
+
+async def measure(dask_worker: Worker) -> WorkerMetrics:
+    """By client.run: what the worker measures of itself, in a thread past its slots."""
+    host = host_of(dask_worker)
+    return await asyncio.get_running_loop().run_in_executor(host.control, host.measure)
 
 
 def examine(dask_worker: Worker) -> WorkerInfo:

@@ -39,6 +39,15 @@ class Assignment:
     held: HeldSeconds = field(default_factory=HeldSeconds)  # what the calls had of them
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolLoad:
+    """How busy the engines of one role are."""
+
+    slots: int  # calls that its live workers take at once
+    calls: int  # in flight
+    waiting: int  # for a slot
+
+
 class EnginePool(Generic[E]):
     """The engines of one role on one pool of workers, which keep the contract E."""
 
@@ -65,6 +74,12 @@ class EnginePool(Generic[E]):
         self._lock = threading.Lock()
         slots = cluster.config.pools[pool].slots
         self._slots = SlotQueue(slots, self.live, self._known, self._check)
+
+    def load(self) -> PoolLoad:
+        """How busy it is now; ClusterLost where the cluster has ended."""
+        workers = self.cluster.workers(self.pool, max_age=SCAN_AGE)
+        calls, waiting = self._slots.load(workers)
+        return PoolLoad(slots=self._slots.slots * len(workers), calls=calls, waiting=waiting)
 
     def start(self) -> list[str]:
         """Build the engines of all live workers at once; returns the workers' names."""

@@ -56,6 +56,11 @@ class SlotQueue:
         # Heap of (calls in flight, worker name); only those that `calls` still says count.
         self._by_calls: list[tuple[int, str]] = []
 
+    def load(self, workers: Workers) -> tuple[int, int]:
+        """Calls in flight on these workers, and calls that wait for a slot."""
+        with self._lock:
+            return sum(self.calls[name] for name in workers), len(self.waiting)
+
     def least_busy(self, rather: str = "") -> str:
         """Name of the worker with the fewest calls, or of `rather` if it lives; it gets one more."""
         workers = self._look()

@@ -27,6 +27,7 @@ from storage.objects.errors import (
     retry,
 )
 from storage.objects.keys import clean_key
+from storage.objects.latency import LATENCIES
 from storage.objects.usage import COUNTER
 
 if TYPE_CHECKING:
@@ -191,10 +192,12 @@ class Store:
                 "write",
                 key,
                 lambda _: stack.enter_context(self.backend.write_stream(clean_key(key))),
+                "open",
             )
             yield opened
             written = opened.tell()
-            self._try_once("write", key, stack.close)
+            with LATENCIES.timed("close"):
+                self._try_once("write", key, stack.close)
         COUNTER.add(bytes_written=written)
         self._forget(key)
 
@@ -210,10 +213,12 @@ class Store:
                 "write",
                 key,
                 lambda _: stack.enter_context(backend.write_unsynced(clean_key(key))),
+                "open",
             )
             yield opened
             written = opened.tell()
-            self._try_once("write", key, stack.close)
+            with LATENCIES.timed("close"):
+                self._try_once("write", key, stack.close)
         COUNTER.add(bytes_written=written)
 
     def sync(self, key: str) -> None:
@@ -356,13 +361,18 @@ class Store:
         if cache := self.cache:
             cache.forget(key)
 
-    def _try(self, what: str, key: str, attempt: Callable[[int], T]) -> T:
-        """Retry what may pass, and turn the rest into this module's errors."""
+    def _try(self, what: str, key: str, attempt: Callable[[int], T], timed_as: str = "") -> T:
+        """Retry what may pass, and turn the rest into this module's errors.
+
+        timed_as: name in LATENCIES, if it is not `what`.
+        """
+        operation = timed_as or what.replace(" ", "_")
 
         def counted(number: int) -> T:
             if not self.backend.counts_requests:
                 COUNTER.add(requests=1)
-            return attempt(number)
+            with LATENCIES.timed(operation):
+                return attempt(number)
 
         return self._try_once(
             what, key, lambda: retry(f"{what} {self.uri}/{key}", counted, self.backend.transient)

@@ -29,14 +29,18 @@ def reporting_on(terminal: Terminal) -> Reporting:
 
 def _reports(terminal: Terminal, facts: RunFacts) -> Reports:
     """In the order in which they hear of an event."""
-    listeners, tracking = Listeners(), facts.config.tracking
+    listeners = Listeners()
     ProgressLine(terminal, facts.config.steps).listen(listeners)
     tracker = RunTracker(facts, terminal.say)
     tracker.listen(listeners)
     Pages(facts).listen(listeners)
     EvaluationPages(facts.files, facts.config).listen(listeners)
     PrefectEvents(facts.name).listen(listeners)
-    LiveMetrics(facts.name, facts.config.steps).listen(listeners, tracking)
+    LiveMetrics(facts, listeners.tell).listen(listeners)
+    if facts.config.tracking.otlp_endpoint is not None:
+        from tasks.reporting.traces import StepTraces  # an extra's packages, by this setting alone
+
+        StepTraces(facts, facts.config.tracking.otlp_endpoint, listeners.tell).listen(listeners)
     reports = Reports(listeners=listeners, tracking=tracker)
     for feature in features_of(facts.config):
         feature.listen(facts, reports)

@@ -126,10 +126,11 @@ class ProgressLine:
 
     def attempt_began(self, event: AttemptBegan) -> None:
         """Calls of shards are told by what they have drawn."""
-        if event.shard is not None:
+        attempt = event.attempt
+        if attempt.shard is not None:
             return
-        text = STAGES.get(event.stage, event.stage)
-        if 0 < event.step == self._step:
+        text = STAGES.get(attempt.stage, attempt.stage)
+        if 0 < attempt.step == self._step:
             self.stage(text)
         else:  # the first weights, before any step
             self._terminal.doing(text)

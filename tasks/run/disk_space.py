@@ -12,8 +12,8 @@ SOON = 50  # steps in which the disk must be full for a warning
 GIB = 2**30
 
 
-class DiskSpace:
-    """How much of the disk is left after each step, and how it changes, whoever fills it."""
+class DiskWarnings:
+    """Warnings by how much of the disk is left after each step, whoever fills it."""
 
     def __init__(self, folder: Path | None, steps: int) -> None:
         """`folder`: of the store; None for one that is not local. `steps`: of the run."""

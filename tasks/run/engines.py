@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from configs.cluster.cluster import Role
 from configs.cluster.kinds import TemporaryTls
@@ -14,12 +14,14 @@ from engines.clusters.opening import open_cluster
 from engines.processes.certificates import Certificates
 from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster
-from engines.workers.pool import Assignment
+from engines.workers.pool import Assignment, EnginePool
 from engines.workers.spent import SpentOfPool, SpentSince
+from engines.workers.worker_metrics import DiskSpace, measured_flow
 from storage.objects.usage import COUNTER, Usage
 from tasks.results import Metrics
 from tasks.run.events import EngineStarted, WorkersAsked
 from tasks.run.features import features_of
+from tasks.run.machinery import Machinery, PoolState, RoleLoad, WorkerLooks
 from tasks.run.outage_lines import outage_lines
 from tasks.run.role_table import roles_of, variables_of
 from tasks.run.roles.role import C, Clients, EngineRole
@@ -80,6 +82,7 @@ class Engines:
         self._threads = ThreadPoolExecutor(8, thread_name_prefix="engines")
         self._opened: Future[Opened] | None = None
         self._started: dict[str, Future[None]] = {}
+        self._looks = WorkerLooks()
         self._usage, self._spent = StoreUsage(), SpentSince()
         self.launched = 0.0  # when workers were asked for, in seconds since 1970
         self.ended: float | None = None  # when they were told to end
@@ -118,6 +121,39 @@ class Engines:
         if opened is None or not opened.done() or opened.exception() is not None:
             return {}
         return opened.result().clients[ROLLOUT].tokens()
+
+    def look(self) -> Machinery | None:
+        """How workers, queues and the store are now; None while there are no workers to ask.
+
+        For one thread. Takes up to some seconds, where a worker does not answer. Raises as
+        Cluster.ask.
+        """
+        opened = self._opened
+        if opened is None or not opened.done() or opened.exception() is not None:
+            return None
+        cluster, clients = opened.result()
+        config, store = self.run.config, self.run.store
+        pools = []
+        for name in sorted(config.used_pools):
+            roles = [one for one in get_args(Role) if one in self._roles]
+            here = tuple(one for one in roles if config.cluster.roles.pool_of(one) == name)
+            wanted, live = config.cluster.pools[name].workers, len(cluster.workers(name))
+            pools.append(PoolState(name=name, roles=here, wanted=wanted, live=live))
+        loads = []
+        for role in self._roles.values():
+            client = clients[role]
+            if isinstance(client, EnginePool):
+                loads.append(RoleLoad(role=role.name, pool=client.pool, load=client.load()))
+        disks = {"logs": DiskSpace.of(str(folder_of(self.run.name).parent))}
+        if store.local_folder is not None:
+            disks["store"] = DiskSpace.of(str(store.local_folder))
+        return Machinery(
+            pools=pools,
+            loads=loads,
+            workers=self._looks.look(cluster),
+            flow=measured_flow(),
+            disks=disks,
+        )
 
     def wait(self, role: str) -> None:
         """Return when the role's engines stand; a failed start is tried again."""

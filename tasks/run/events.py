@@ -20,6 +20,7 @@ from storage.runs.curves import History
 from tasks.results import Metrics, Scored
 from tasks.run.attempts import Attempt
 from tasks.run.background import Background
+from tasks.run.machinery import Machinery
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +72,7 @@ class RunBegan(Event):
     fresh: int  # rows that had not been seen and are drawn first
     last: Commit | None  # of the step before the next one
     drawn_tokens: Callable[[], Mapping[str, int]]  # rollout worker -> tokens drawn so far, now
+    look: Callable[[], Machinery | None]  # how workers, queues and the store are now
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,16 +101,21 @@ class ShardSampled(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptBegan(Event):
-    """A stage's call goes out."""
+    """A stage's call goes out; told in the thread that makes it."""
 
-    step: int
-    stage: str
-    shard: int | None  # counted from 1; None where a stage is one call
+    attempt: Attempt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptFailed(Event):
     """A stage's call failed; it may be tried again."""
+
+    attempt: Attempt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptEnded(Event):
+    """A stage's call ended, well or badly; told in the thread that made it."""
 
     attempt: Attempt
 

@@ -153,6 +153,7 @@ def shown(run: Run) -> Iterator[None]:
                 fresh=run.cursor.fresh,
                 last=run.last,
                 drawn_tokens=run.engines.drawn_tokens,
+                look=run.engines.look,
             )
         )
         try:

@@ -38,6 +38,13 @@ def check_packages(config: GRPOConfig) -> str:
             f"cluster.dashboard = {config.cluster.dashboard} needs bokeh. Install it: "
             f"{pip_install('bokeh')}."
         )
+    endpoint = config.tracking.otlp_endpoint
+    needed = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
+    if endpoint is not None and None in map(installed, needed):
+        raise ConfigError(
+            f"tracking.otlp_endpoint = {endpoint} needs OpenTelemetry. Install it: "
+            f"{pip_install(*needed)}."
+        )
     if config.cluster.kind == "kubernetes" and installed("kr8s") is None:
         raise ConfigError(
             f"cluster.kind = kubernetes needs kr8s. Install it: {pip_install('kr8s')}."

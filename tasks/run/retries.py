@@ -19,7 +19,7 @@ from engines.failures import InfrastructureError
 from engines.workers.pool import Assignment
 from storage.objects.errors import StoreUnavailable
 from tasks.run.attempts import Attempt
-from tasks.run.events import AttemptBegan, AttemptFailed
+from tasks.run.events import AttemptBegan, AttemptEnded, AttemptFailed
 
 if TYPE_CHECKING:
     from tasks.run.run_view import AttemptsView
@@ -83,7 +83,7 @@ def attempted(
         started=time.time(),
         assignment=Assignment(time=run.device_time),
     )
-    run.tell(AttemptBegan(step=step, stage=stage, shard=shard))
+    run.tell(AttemptBegan(attempt=attempt))
     try:
         yield attempt
     except Exception as error:
@@ -92,5 +92,6 @@ def attempted(
         raise
     finally:
         attempt.ended = time.time()
+        run.tell(AttemptEnded(attempt=attempt))
         run.attempts.add(attempt)
         attempt.log()

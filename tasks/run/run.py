@@ -29,7 +29,7 @@ from tasks.run.attempts import Attempt
 from tasks.run.clock import Clock
 from tasks.run.code_changes import code_files
 from tasks.run.continue_from import fresh_rows
-from tasks.run.disk_space import DiskSpace
+from tasks.run.disk_space import DiskWarnings
 from tasks.run.engines import Engines
 from tasks.run.events import Event
 from tasks.run.facts import RunFacts
@@ -89,7 +89,7 @@ class Run:
         self.reporting = reporting  # a run that goes on with it has it too
         self.listeners, self.tracking = reports.listeners, reports.tracking
         self.shards = _shards_of(opened.config)
-        self.disk = DiskSpace(opened.files.store.local_folder, opened.config.steps)
+        self.disk = DiskWarnings(opened.files.store.local_folder, opened.config.steps)
         played = opened.config.episodes
         self.episodes = AtOnce(None if played is None else played.at_once, self.cancelled)
         self.engines = Engines(self)

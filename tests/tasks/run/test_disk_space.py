@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tasks.run.disk_space import FEWEST, GIB, DiskSpace
+from tasks.run.disk_space import FEWEST, GIB, DiskWarnings
 
 
 class Disk:
@@ -28,7 +28,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 def test_a_disk_that_fills_is_told_in_time_and_once(disk: Disk, tmp_path: Path) -> None:
-    watch, said = DiskSpace(tmp_path, steps=1000), {}
+    watch, said = DiskWarnings(tmp_path, steps=1000), {}
     for step in range(1, 100):
         disk.left = 100.0 - step
         if (sentence := watch.after(step, 0.1 * GIB)) is not None:
@@ -39,14 +39,14 @@ def test_a_disk_that_fills_is_told_in_time_and_once(disk: Disk, tmp_path: Path) 
 
 
 def test_a_disk_with_room_for_the_whole_run_is_no_warning(disk: Disk, tmp_path: Path) -> None:
-    watch = DiskSpace(tmp_path, steps=60)
+    watch = DiskWarnings(tmp_path, steps=60)
     for step in range(1, 61):
         disk.left = 100.0 - step
         assert watch.after(step, 0.1 * GIB) is None, step
 
 
 def test_room_for_less_than_two_steps_is_told_at_once(disk: Disk, tmp_path: Path) -> None:
-    watch = DiskSpace(tmp_path, steps=10)
+    watch = DiskWarnings(tmp_path, steps=10)
     disk.left = 3.0
     sentence = watch.after(1, 2.0 * GIB)
     assert sentence is not None and "a step of this run writes up to 2.0 GiB" in sentence
@@ -56,7 +56,7 @@ def test_room_for_less_than_two_steps_is_told_at_once(disk: Disk, tmp_path: Path
 
 
 def test_who_makes_room_is_warned_again(disk: Disk, tmp_path: Path) -> None:
-    watch = DiskSpace(tmp_path, steps=10)
+    watch = DiskWarnings(tmp_path, steps=10)
     disk.left = 3.0
     assert watch.after(1, 2.0 * GIB)
     disk.left = 300.0
@@ -66,8 +66,8 @@ def test_who_makes_room_is_warned_again(disk: Disk, tmp_path: Path) -> None:
 
 
 def test_a_store_elsewhere_has_no_disk_here() -> None:
-    assert DiskSpace(None, steps=10).after(FEWEST, 1.0) is None
+    assert DiskWarnings(None, steps=10).after(FEWEST, 1.0) is None
 
 
 def test_the_real_disk_of_a_folder_is_asked(tmp_path: Path) -> None:
-    assert DiskSpace(tmp_path, steps=9).after(1, 2.0 * shutil.disk_usage(tmp_path).free)
+    assert DiskWarnings(tmp_path, steps=9).after(1, 2.0 * shutil.disk_usage(tmp_path).free)

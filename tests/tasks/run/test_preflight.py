@@ -180,6 +180,12 @@ def test_dasks_dashboard_wants_bokeh(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "cluster.dashboard = 127.0.0.1:8787 needs bokeh. Install it" in said
 
 
+def test_traces_want_opentelemetry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "installed", lambda name: None if "otlp" in name else "1")
+    said = refused(tmp_path, "tracking.otlp_endpoint=http://127.0.0.1:4318")
+    assert "tracking.otlp_endpoint = http://127.0.0.1:4318 needs OpenTelemetry. Install it" in said
+
+
 def test_a_port_for_prometheus_is_free(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -1,0 +1,83 @@
+"""What a run works with, at one look: its pools, their queues, and what workers say of themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from engines.workers import on_worker
+from engines.workers.cluster import Cluster
+from engines.workers.pool import PoolLoad
+from engines.workers.worker_metrics import DiskSpace, WorkerMetrics
+
+ASKED_AT_ONCE = 32  # workers of a look; with more of them the others are asked at the next ones
+PATIENCE = 5.0  # seconds that a worker has to answer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolState:
+    """A pool of workers."""
+
+    name: str
+    roles: tuple[str, ...]  # that live on it
+    wanted: int  # workers that the settings ask for
+    live: int  # workers that there are
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoleLoad:
+    """The calls of a role whose engines take one each."""
+
+    role: str
+    pool: str
+    load: PoolLoad
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machinery:
+    """See the module's docstring."""
+
+    pools: Sequence[PoolState]
+    loads: Sequence[RoleLoad]
+    workers: Mapping[str, tuple[str, WorkerMetrics]]  # live ones by name: pool, the last answer
+    flow: WorkerMetrics  # of the flow's own process
+    disks: Mapping[str, DiskSpace]  # of the flow's machine, by what is there: store, logs
+
+
+class WorkerLooks:
+    """The last answer of each worker, for one thread that asks."""
+
+    def __init__(self) -> None:
+        self._answers: dict[str, WorkerMetrics] = {}  # by address
+        self._looks = 0
+
+    def look(self, cluster: Cluster) -> dict[str, tuple[str, WorkerMetrics]]:
+        """Ask some of the workers, in turn; one that does not answer keeps its last answer."""
+        members = cluster.members()
+        addresses = [one.address for one in members.values()]
+        first = self._looks * ASKED_AT_ONCE % max(1, len(addresses))
+        self._looks += 1
+        around = itertools.islice(itertools.cycle(addresses), first, first + len(addresses))
+        asked = itertools.islice(around, ASKED_AT_ONCE)
+        run = cluster.client.run
+
+        async def ask(address: str) -> dict[str, WorkerMetrics]:
+            try:
+                asking = run(on_worker.measure, workers=[address], on_error="ignore")
+                return dict(await asyncio.wait_for(asking, PATIENCE))
+            except (TimeoutError, OSError, ValueError):  # it is busy, or has gone
+                return {}
+
+        async def ask_all() -> list[dict[str, WorkerMetrics]]:
+            return await asyncio.gather(*map(ask, asked))
+
+        for answer in cluster.ask(ask_all):
+            self._answers |= answer
+        self._answers = {one: self._answers[one] for one in addresses if one in self._answers}
+        return {
+            name: (one.pool, self._answers[one.address])
+            for name, one in members.items()
+            if one.address in self._answers
+        }

@@ -1,0 +1,84 @@
+"""How busy GPUs are, as a driver tells it that stands in for NVIDIA's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engines.workers import gpus
+
+
+class NoCounter(Exception):
+    """NVIDIA's NVMLError."""
+
+
+def not_here(*words: Any) -> Any:
+    raise NoCounter
+
+
+def driver(count: int, **functions: Any) -> ModuleType:
+    """A package pynvml whose GPU n is GPU-an, its numbers made of n."""
+    found = ModuleType("pynvml")
+    names: dict[str, Any] = {
+        "NVMLError": NoCounter,
+        "NVML_TEMPERATURE_GPU": 0,
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetCount": lambda: count,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetUUID": lambda gpu: f"GPU-a{gpu}",
+        "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(used=2**30 + gpu, total=2**33),
+        "nvmlDeviceGetUtilizationRates": lambda gpu: SimpleNamespace(gpu=50 + gpu, memory=3),
+        "nvmlDeviceGetPowerUsage": lambda gpu: 300_000 + gpu,
+        "nvmlDeviceGetTemperature": lambda gpu, sensor: 60 + gpu + sensor,
+        "nvmlDeviceGetTotalEnergyConsumption": lambda gpu: 9_000 + gpu,
+    }
+    vars(found).update(names | functions)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def looked_anew() -> Iterator[None]:
+    gpus._driver.cache_clear()
+    yield
+    gpus._driver.cache_clear()
+
+
+def test_numbers_are_in_base_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", driver(1))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (gpu,) = gpus.gpu_states()
+    assert gpu.uuid == "GPU-a0"
+    assert gpu.utilization == pytest.approx(0.5)
+    assert (gpu.memory_used, gpu.memory_total) == (2**30, 2**33)
+    assert (gpu.power, gpu.temperature, gpu.joules) == (300.0, 60.0, 9.0)
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"), [("1", ["GPU-a1"]), ("GPU-a2,0", ["GPU-a0", "GPU-a2"]), ("", [])]
+)
+def test_a_worker_tells_of_its_own_alone(
+    visible: str, seen: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", driver(3))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [one.uuid for one in gpus.gpu_states()] == seen
+
+
+def test_what_a_gpu_has_no_counter_of_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", driver(1, nvmlDeviceGetPowerUsage=not_here))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (gpu,) = gpus.gpu_states()
+    assert gpu.power is None and gpu.temperature == 60.0
+
+
+def test_without_a_driver_or_the_package_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setitem(sys.modules, "pynvml", driver(1, nvmlInit=not_here))
+    assert list(gpus.gpu_states()) == []
+    gpus._driver.cache_clear()
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert list(gpus.gpu_states()) == []
