@@ -136,6 +136,7 @@ def test_other_settings_can_be_given(run: RunStore) -> None:
     assert said["objects"] == ["run/weights/v000011/model.safetensors"], "of no commit"
 
 
+@pytest.mark.slow
 def test_registered_versions_stay_by_alias_and_number(run: RunStore, tmp_path: Path) -> None:
     config = gc.settings_of(run).tracking.model_copy(
         update={"uri": f"sqlite:///{tmp_path}/m.db", "system_metrics": 0}
