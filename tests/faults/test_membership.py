@@ -136,7 +136,7 @@ def test_a_run_goes_on_after_its_workers_were_cut_off(launch: Launch, tmp_path: 
         )
         words = (
             *WORDS,
-            "steps=60",
+            "steps=20",
             "cluster.no_workers_timeout=180",
             "rollout.deadline=120",
             "train.deadline=120",
@@ -161,7 +161,7 @@ def test_a_run_goes_on_after_its_workers_were_cut_off(launch: Launch, tmp_path: 
             wait_for_step(run, before + 2)
             code, out = run.end(timeout=400)
             assert code == 0, out
-            assert len(run.commits()) == 60
+            assert len(run.commits()) == 20
 
 
 def by_train_workers(commit: Commit) -> set[str]:
