@@ -127,6 +127,7 @@ def shown(run: Run) -> Iterator[None]:
                 fresh=run.cursor.fresh,
                 last=run.last,
                 drawn_tokens=run.engines.drawn_tokens,
+                machines=run.engines.machines,
             )
         )
         yield
