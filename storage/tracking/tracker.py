@@ -420,8 +420,9 @@ class Tracker:
         for known in self._own_versions():
             if known.tags.get(STORE_TAG) == before:
                 uri = now + known.tags[URI_TAG].removeprefix(before)
-                if known.model_id:
-                    self.place_files(client.get_logged_model(known.model_id), uri)
+                number, digest = int(known.tags[VERSION_TAG]), known.tags.get(DIGEST_TAG, "")
+                if (model := known_model(client, self._found, number, digest)) is not None:
+                    self.place_files(model, uri)
                 for name, value in ((URI_TAG, uri), (STORE_TAG, now)):
                     client.set_model_version_tag(known.name, known.version, name, value)
 

@@ -25,6 +25,7 @@ class MachineWatch:
         """`machines`: looks at them; `log`: writes samples; `every`: seconds between looks."""
         self._machines, self._log, self._queue, self._every = machines, log, queue, every
         self._samples: deque[MachineSample] = deque(maxlen=KEPT)
+        self._queued = False  # whether the queue has a write that has not been tried
         self._stop = threading.Event()
         threading.Thread(target=self._look, name="machines", daemon=True).start()
 
@@ -34,13 +35,15 @@ class MachineWatch:
 
     def _look(self) -> None:
         while not self._stop.wait(self._every):
-            seen, waiting = self._machines(), bool(self._samples)
+            seen = self._machines()
             self._samples.extend(seen)
-            if seen and not waiting:
+            if seen and not self._queued:
+                self._queued = True
                 self._queue.add("What machines did", self._write)
 
     def _write(self) -> None:
         """Those that wait; they are dropped once they are written."""
+        self._queued = False
         samples = list(self._samples)
         self._log(samples)
         for _ in range(min(len(samples), len(self._samples))):

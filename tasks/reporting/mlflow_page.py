@@ -72,7 +72,8 @@ class RunTracker:
         self._began = self._finished = False
         self._machines: Callable[[], Sequence[MachineSample]] | None = None
         self._watch: MachineWatch | None = None
-        self.registered: dict[int, str] = {}  # policy version -> its number in the registry; kept
+        # Policy version -> its number in the registry, None of one that waits for it; all are kept.
+        self.registered: dict[int, str | None] = {}
 
     def listen(self, listeners: Listeners) -> None:
         """Hear what the run says."""
@@ -120,7 +121,7 @@ class RunTracker:
             commit = read_commit(self._facts.files, step)
             self._log(commit)
             self._trace_later(commit)
-        self.registered = self._tracker.registered()
+        self.registered |= self._tracker.registered()
         if snapshot and newest.version_out.version not in self.registered:
             self._register(newest)
 
@@ -158,6 +159,7 @@ class RunTracker:
         return str(self._ask(what, lambda: self._register(commit)))
 
     def _register_later(self, commit: Commit) -> None:
+        self.registered.setdefault(commit.version_out.version, None)
         self._add(f"Version {commit.version_out.version}", lambda: self._register(commit))
 
     def _register(self, commit: Commit) -> str:

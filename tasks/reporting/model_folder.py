@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import yaml
 
@@ -81,9 +82,7 @@ def described(
     """
     small = small_files(store, ref)
     config: dict[str, JsonValue] = json.loads(small["config.json"])
-    architectures = config.get("architectures")
-    known = isinstance(architectures, list) and architectures
-    kind = architectures[0] if known else "AutoModelForCausalLM"
+    architectures = cast("list[str]", config.get("architectures") or ["AutoModelForCausalLM"])
     dtype = config.get("dtype") or config.get("torch_dtype")
     python = ".".join(map(str, sys.version_info[:3]))
     flavors = {
@@ -92,7 +91,7 @@ def described(
             "instance_type": PIPELINE,
             "framework": "pt",
             "torch_dtype": f"torch.{dtype}" if dtype else None,
-            "pipeline_model_type": kind,
+            "pipeline_model_type": architectures[0],
             "source_model_name": str(config.get("_name_or_path") or config.get("model_type")),
             "model_binary": ".",
             "components": ["tokenizer"],
