@@ -30,7 +30,7 @@ def test_a_sample_is_a_trace_of_its_run_once(config: TrackingConfig) -> None:
     a, b = found["a"], found["b"]
     assert a.info.request_metadata["mlflow.sourceRun"] == tracker.run_id
     assert a.info.timestamp_ms == 10**12
-    assert (str(a.info.state), str(b.info.state)) == ("TraceState.OK", "TraceState.ERROR")
+    assert (str(a.info.state), str(b.info.state)) == ("OK", "ERROR")
     (reward,) = a.info.assessments
     assert (reward.name, reward.value) == ("reward", 0.5)
     root, *turns = a.data.spans
