@@ -50,7 +50,7 @@ from tasks.run.metrics import numbers_of
 
 PLOT = "plots/progress.png"
 START_DELAY = 5.0  # seconds
-PATIENCE = 60.0  # seconds for which a run that has ended waits for a server that is away
+PATIENCE = 120.0  # seconds for which a run that has ended waits for a server that is away
 PATIENCE_AT_FAILURE = 10.0  # the same of one that failed or was stopped
 
 

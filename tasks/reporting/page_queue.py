@@ -107,7 +107,8 @@ class PageQueue:
         if left:
             self._tell(
                 f"MLflow at {self._address.uri} has not heard of all ({left} writes are left): "
-                f"{self._why} What the store knows of the run is written when it is resumed."
+                f"{self._why} The store has all of it: the rest is written when the run goes on "
+                "(--resume), and refrain curves shows it at any time."
             )
 
     def _put(self, write: Write) -> None:

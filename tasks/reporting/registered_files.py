@@ -6,6 +6,7 @@ The process that writes MLflow's pages has a run's page as a Page (mlflow_proces
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
@@ -71,7 +72,7 @@ class Page(Tracker):
         return f"{SCHEME}{uri}"
 
     def _copy(
-        self, model: LoggedModel, store: Store, ref: WeightsRef, names: dict[str, str | None]
+        self, model: LoggedModel, store: Store, ref: WeightsRef, names: Mapping[str, str | None]
     ) -> None:
         """Copy the whole folder to MLflow's artifacts; its MLmodel, which comes last, says all is
         there."""

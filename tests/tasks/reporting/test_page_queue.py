@@ -119,7 +119,7 @@ def test_a_run_that_ends_waits_for_a_server_that_is_away_so_long_and_no_longer(
         queue.ask("The name of the model", lambda: "tiny")
     queue.close(0.3)
     assert "has not heard of all (2 writes are left)" in told[-1]
-    assert "written when it is resumed" in told[-1]
+    assert "written when the run goes on" in told[-1]
 
 
 def test_machines_are_looked_at_and_samples_wait_for_mlflow(queue: PageQueue) -> None:

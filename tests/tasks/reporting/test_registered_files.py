@@ -22,6 +22,7 @@ from storage.tracking.connection import TrackingError
 from storage.tracking.tracked_run import TrackedEvaluation
 from tasks.reporting.model_folder import MLMODEL, TOKENIZER, version_at
 from tasks.reporting.registered_files import Page
+from tests.contract.conftest import s3, s3_server, s3_store  # noqa: F401
 from tests.storage.tracking.test_tracker import client, page
 from tests.tasks.reporting.versions import RUN, adapted, published
 
@@ -76,9 +77,10 @@ def mlflow(database: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     from tasks.reporting.artifact_repository import RefrainArtifactRepository
 
-    monkeypatch.setitem(
-        known._artifact_repository_registry._registry, "refrain-file", RefrainArtifactRepository
-    )
+    for scheme in ("refrain-file", "refrain-s3"):
+        monkeypatch.setitem(
+            known._artifact_repository_registry._registry, scheme, RefrainArtifactRepository
+        )
     mlflow.set_tracking_uri(database)
     return mlflow
 
@@ -136,6 +138,28 @@ def test_an_adapter_is_merged(
 
 def client_of(mlflow: Any) -> Any:
     return mlflow.MlflowClient()
+
+
+def test_a_version_in_a_bucket_is_read_from_there(
+    versions: Versions, opened: Callable[..., Page], mlflow: Any, request: Any, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    here, whole, lora = versions
+    s3_store: Store = request.getfixturevalue("s3_store")
+    for key in here.list(RUN):
+        s3_store.write(key, here.read(key))
+    one = opened()
+    one.start(replace(one.tracked, store_uri=s3_store.uri, store_options=s3_store.options))
+    numbers = [register(one, s3_store, ref) for ref in (whole, lora)]
+    sources = [client_of(mlflow).get_model_version(request.node.name, n).source for n in numbers]
+    assert sources == [s3_store.url(whole.key), f"refrain-{s3_store.url(lora.key)}"]
+    for name in ("MLFLOW_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL"):
+        monkeypatch.setenv(name, str(s3_store.options["endpoint_url"]))
+    for number, ref in zip(numbers, (whole, lora), strict=True):
+        uri, target = f"models:/{request.node.name}/{number}", tmp_path / number
+        target.mkdir()
+        folder = Path(mlflow.artifacts.download_artifacts(uri, dst_path=str(target)))
+        assert_is(folder, here, ref)
 
 
 def test_what_is_listed_is_what_is_downloaded(versions: Versions, tmp_path: Path) -> None:
