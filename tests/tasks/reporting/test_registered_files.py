@@ -145,16 +145,16 @@ def test_a_version_in_a_bucket_is_read_from_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     here, whole, lora = versions
-    s3_store: Store = request.getfixturevalue("s3_store")
+    bucket: Store = request.getfixturevalue("s3_store")
     for key in here.list(RUN):
-        s3_store.write(key, here.read(key))
+        bucket.write(key, here.read(key))
     one = opened()
-    one.start(replace(one.tracked, store_uri=s3_store.uri, store_options=s3_store.options))
-    numbers = [register(one, s3_store, ref) for ref in (whole, lora)]
+    one.start(replace(one.tracked, store_uri=bucket.uri, store_options=bucket.options))
+    numbers = [register(one, bucket, ref) for ref in (whole, lora)]
     sources = [client_of(mlflow).get_model_version(request.node.name, n).source for n in numbers]
-    assert sources == [s3_store.url(whole.key), f"refrain-{s3_store.url(lora.key)}"]
+    assert sources == [bucket.url(whole.key), f"refrain-{bucket.url(lora.key)}"]
     for name in ("MLFLOW_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL"):
-        monkeypatch.setenv(name, str(s3_store.options["endpoint_url"]))
+        monkeypatch.setenv(name, str(bucket.options["endpoint_url"]))
     for number, ref in zip(numbers, (whole, lora), strict=True):
         uri, target = f"models:/{request.node.name}/{number}", tmp_path / number
         target.mkdir()
