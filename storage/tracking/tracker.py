@@ -6,6 +6,7 @@ never before: that takes seconds, and so does the first migration of a new SQLit
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -422,7 +423,8 @@ class Tracker:
                 uri = now + known.tags[URI_TAG].removeprefix(before)
                 number, digest = int(known.tags[VERSION_TAG]), known.tags.get(DIGEST_TAG, "")
                 if (model := known_model(client, self._found, number, digest)) is not None:
-                    self.place_files(model, uri)
+                    with contextlib.suppress(TrackingError):  # its files may be gone by now
+                        self.place_files(model, uri)
                 for name, value in ((URI_TAG, uri), (STORE_TAG, now)):
                     client.set_model_version_tag(known.name, known.version, name, value)
 

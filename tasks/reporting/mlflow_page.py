@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from configs.storage import TrackingConfig
@@ -72,8 +72,8 @@ class RunTracker:
         self._began = self._finished = False
         self._machines: Callable[[], Sequence[MachineSample]] | None = None
         self._watch: MachineWatch | None = None
-        # Policy version -> its number in the registry, None of one that waits for it; all are kept.
-        self.registered: dict[int, str | None] = {}
+        self._numbers: dict[int, str | None] = {}  # of versions; None of one that waits for it
+        self._unknown: set[int] = set()  # versions of which the registry has not been asked yet
 
     def listen(self, listeners: Listeners) -> None:
         """Hear what the run says."""
@@ -100,8 +100,11 @@ class RunTracker:
             self._needed.wait(START_DELAY)
             self._tracker.start(tracked)
             self._catch_up(event.last, event.snapshot)
+            self._unknown = set()
 
         self._began = True
+        if event.last is not None:
+            self._unknown = set(self._facts.files.versions())
         self._queue.start(Write(what="The run's page", do=begin, first=True))
         if (every := self._facts.config.tracking.system_metrics) and self._machines is not None:
             self._watch = MachineWatch(
@@ -121,8 +124,8 @@ class RunTracker:
             commit = read_commit(self._facts.files, step)
             self._log(commit)
             self._trace_later(commit)
-        self.registered |= self._tracker.registered()
-        if snapshot and newest.version_out.version not in self.registered:
+        self._numbers |= self._tracker.registered()
+        if snapshot and self._numbers.get(newest.version_out.version) is None:
             self._register(newest)
 
     def step_committed(self, event: StepCommitted) -> None:
@@ -159,7 +162,7 @@ class RunTracker:
         return str(self._ask(what, lambda: self._register(commit)))
 
     def _register_later(self, commit: Commit) -> None:
-        self.registered.setdefault(commit.version_out.version, None)
+        self._numbers.setdefault(commit.version_out.version, None)
         self._add(f"Version {commit.version_out.version}", lambda: self._register(commit))
 
     def _register(self, commit: Commit) -> str:
@@ -176,7 +179,7 @@ class RunTracker:
             at=commit.committed_at,
             evaluations=[tracked_evaluation(one) for one in evaluated],
         )
-        self.registered[weights.version] = number
+        self._numbers[weights.version] = number
         return number
 
     def version_evaluated(self, event: VersionEvaluated) -> None:
@@ -207,6 +210,14 @@ class RunTracker:
     def tag(self, name: str, value: str) -> None:
         """Have a tag written on the run's page."""
         self._add(f"The tag {name}", lambda: self._tracker.tag(name, value))
+
+    @property
+    def registered(self) -> Mapping[int, str | None]:
+        """Policy version -> its number in the registry, None of one that waits for it.
+
+        Until the registry of a resumed run has been asked, every version is here, and is kept.
+        """
+        return {**dict.fromkeys(self._unknown), **self._numbers}
 
     @property
     def model_name(self) -> str:

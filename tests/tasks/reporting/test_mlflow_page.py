@@ -13,7 +13,7 @@ from storage.tracking.connection import TrackingError
 from tasks.reporting import mlflow_page
 from tasks.reporting.mlflow_page import RunTracker
 from tasks.reporting.page_queue import Write
-from tasks.run.events import Listeners, RunClosed, SnapshotStored, StepCommitted
+from tasks.run.events import EnginesReady, Listeners, RunClosed, SnapshotStored, StepCommitted
 
 
 class Writer:
@@ -120,3 +120,20 @@ def test_no_step_waits_for_an_mlflow_that_is_away(
     listeners.tell(RunClosed(error=None))
     assert asked(tracker) == ["begun", "step 1", "step 2", "step 3", "FINISHED"]
     assert capsys.readouterr().out.count("The run goes on") == 1
+
+
+def test_retention_keeps_every_version_until_the_registry_has_been_asked(
+    tracker: RunTracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer: Any = tracker._tracker
+    facts: Any = tracker._facts
+    facts.files, facts.start = SimpleNamespace(versions=lambda: [0, 2, 4]), 0
+    begun = threading.Event()
+    writer.start = lambda tracked: begun.wait(10)
+    writer.last_step, writer.registered = 4, lambda: {2: "1"}
+    monkeypatch.setattr(RunTracker, "_tracked", lambda tracker: None)
+    tracker.engines_ready(EnginesReady(last=record(4), snapshot=False))
+    assert tracker.registered == {0: None, 2: None, 4: None}
+    begun.set()
+    assert tracker.model_name == "tiny"
+    assert tracker.registered == {2: "1"}

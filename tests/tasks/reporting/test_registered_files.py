@@ -248,6 +248,11 @@ def test_a_run_whose_store_was_moved_goes_on_with_its_page(
     (link, *_) = folder.glob("*.safetensors")
     assert link.resolve().is_relative_to(tmp_path)
     assert_is(folder, moved, whole)
+    shutil.copytree(tmp_path / "moved", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / whole.key)
+    Page(before.config).start(replace(before.tracked, store_uri=f"file://{tmp_path}/again"))
+    version = client(before.config).get_model_version(request.node.name, number)
+    assert version.tags["refrain.store"].endswith("again"), "a version that is gone stops nothing"
     other = Page(before.config)
     other.start(replace(before.tracked, store_uri=moved.uri, record="another run of that name"))
     assert other.run_id != before.run_id
