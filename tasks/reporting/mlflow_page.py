@@ -50,6 +50,7 @@ from tasks.run.metrics import numbers_of
 
 PLOT = "plots/progress.png"
 START_DELAY = 5.0  # seconds
+LINK_PATIENCE = 15.0  # seconds for which a run that ends waits for the address of its page
 PATIENCE = 120.0  # seconds for which a run that has ended waits for a server that is away
 PATIENCE_AT_FAILURE = 10.0  # the same of one that failed or was stopped
 
@@ -68,7 +69,7 @@ class RunTracker:
         self._facts = facts
         self._tracker = PageWriter(facts.config.tracking, say)
         self._queue = PageQueue(TrackingAddress.of(facts.config.tracking.uri), say)
-        self._needed = threading.Event()
+        self._needed, self._page = threading.Event(), threading.Event()
         self._began = self._finished = False
         self._machines: Callable[[], Sequence[MachineSample]] | None = None
         self._watch: MachineWatch | None = None
@@ -99,6 +100,7 @@ class RunTracker:
         def begin() -> None:
             self._needed.wait(START_DELAY)
             self._tracker.start(tracked)
+            self._page.set()
             self._catch_up(event.last, event.snapshot)
             self._unknown = set()
 
@@ -229,7 +231,9 @@ class RunTracker:
 
     @property
     def link(self) -> str:
-        """Where a person sees the run; until its page has begun, where MLflow is."""
+        """Where a person sees the run; where MLflow is, if its page does not begin in time."""
+        self._needed.set()
+        self._page.wait(LINK_PATIENCE)
         return self._tracker.link or self._facts.config.tracking.uri
 
     def finish(self, error: BaseException | None) -> None:
