@@ -125,6 +125,20 @@ class TrackingConfig(Settings):
     registered_model: str | None = Field(
         None, description="Name in the model registry; none takes the run family's name."
     )
+    copy_models: bool = Field(
+        False,
+        description="Whether each registered policy version is copied whole into MLflow's artifacts, "
+        "where any client of MLflow loads it. Without, it lies in the store alone: a client loads it "
+        "from there, and needs Refrain installed where MLflow alone cannot read it "
+        "(docs/monitoring.md). Copies are kept until somebody deletes them in MLflow.",
+    )
+    traced_samples: int = Field(
+        1,
+        ge=0,
+        le=100,
+        description="Samples of each step, best to worst, that are traces in MLflow: prompt, answer, "
+        "reward, and of an episode its turns. 0 makes none.",
+    )
     prometheus_port: int | None = Field(
         None,
         ge=1,
@@ -162,8 +176,9 @@ class TrackingConfig(Settings):
     system_metrics: int = Field(
         10,
         ge=0,
-        description="Seconds between samples of the flow's machine (processors, memory, disk, "
-        "network, GPUs) on the run's page in MLflow. 0 takes none.",
+        description="Seconds between samples of each machine (processors, memory, disk, network, "
+        "GPUs) on the run's page in MLflow: of the flow's, and of those that workers run on. 0 takes "
+        "none.",
     )
     shown_samples: int = Field(
         3,

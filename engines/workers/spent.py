@@ -151,7 +151,7 @@ def cpu_seconds() -> float:
     return total
 
 
-def _driver() -> Driver | None:
+def nvidia_driver() -> Driver | None:
     """NVIDIA's, where the extra `energy` is installed."""
     try:
         import pynvml
@@ -161,4 +161,4 @@ def _driver() -> Driver | None:
     return found
 
 
-METER = Meter(lambda: GpuEnergy(_driver(), visible_gpus()))  # of this process
+METER = Meter(lambda: GpuEnergy(nvidia_driver(), visible_gpus()))  # of this process

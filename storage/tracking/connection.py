@@ -49,6 +49,25 @@ class TrackingAddress:
         database = Path(uri.removeprefix(_SQLITE)).absolute()
         return cls(uri=f"{_SQLITE}{database}", database=database)
 
+    def check_answers(self) -> None:
+        """Raise TrackingError, a short sentence, for a server that does not answer within 10 s.
+
+        MLflow itself would try for minutes.
+        """
+        if not self.uri.startswith("http"):
+            return
+        try:
+            health = f"{self.uri.rstrip('/')}/health"
+            with urllib.request.urlopen(health, timeout=10, context=_trusted()):
+                pass
+        except urllib.error.HTTPError:
+            pass  # it answers, if only to refuse: credentials are MLflow's affair
+        except OSError as error:
+            raise TrackingError(
+                f"The MLflow server at {self.uri} does not answer ({error}). Start it, or set "
+                "tracking.uri to a file such as sqlite:///.refrain/mlflow.db."
+            ) from None
+
     def connect(self) -> MlflowClient:
         """A client at the address; the first one makes the tables of a new SQLite database.
 
@@ -61,8 +80,7 @@ class TrackingAddress:
         for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.WARNING)
         if self.database is None:
-            if self.uri.startswith("http"):
-                _check_answers(self.uri)
+            self.check_answers()
             return MlflowClient(self.uri, self.uri)
         self.database.parent.mkdir(parents=True, exist_ok=True)
         with _locked(self.database.with_suffix(".lock")):
@@ -108,21 +126,6 @@ def _make_tables(database: Path) -> None:
     engine = create_sqlalchemy_engine(f"{_SQLITE}{database}")
     _initialize_tables(engine)
     engine.dispose()
-
-
-def _check_answers(uri: str) -> None:
-    """A short, clear refusal; MLflow itself would try for minutes."""
-    try:
-        health = f"{uri.rstrip('/')}/health"
-        with urllib.request.urlopen(health, timeout=10, context=_trusted()):
-            pass
-    except urllib.error.HTTPError:
-        pass  # it answers, if only to refuse: credentials are MLflow's affair
-    except OSError as error:
-        raise TrackingError(
-            f"The MLflow server at {uri} does not answer ({error}). Start it, or set tracking.uri "
-            "to a file such as sqlite:///.refrain/mlflow.db."
-        ) from None
 
 
 def _trusted() -> ssl.SSLContext:

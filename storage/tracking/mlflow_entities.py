@@ -8,11 +8,12 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from storage.tracking.machine_samples import MachineSample
 from storage.tracking.plots import REWARD_MEAN
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import Run
+    from mlflow.entities import LoggedModel, Run
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
 _logger = logging.getLogger(__name__)
@@ -31,6 +32,12 @@ def shown_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     return {_shown(name): float(value) for name, value in {**first, **metrics}.items()}
 
 
+def machine_metrics(sample: MachineSample) -> dict[str, float]:
+    """A machine's metrics by the names under which MLflow's pages show those of a system."""
+    host = sample.host.replace("/", "_")
+    return {_shown(f"system/{host}/{name}"): value for name, value in sample.metrics.items()}
+
+
 def _shown(name: str) -> str:
     """A metric's name as MLflow takes it: `_` for other signs; users' functions name metrics too."""
     allowed = re.sub(r"[^/\w.\- :]", "_", name)[:_NAME_CHARACTERS]
@@ -41,28 +48,44 @@ def _shown(name: str) -> str:
 
 def logged_model(
     client: MlflowClient, run: Run, version: int, step: int, tags: Mapping[str, str]
-) -> str:
-    """Id of a policy version as a model of the run, made when there is none.
+) -> LoggedModel:
+    """A policy version as a model of the run, made when there is none; `finished` ends its making.
 
-    Its tags are those of the registered version; its files stay in the store.
+    Its tags are those of the registered version, its parameters the run's.
     """
+    known = known_model(client, run, version, tags["refrain.digest"])
+    if known is not None:
+        return known
+    name = _NOT_IN_MODEL_NAMES.sub("-", f"{run.info.run_name}-v{version}")
+    return client.create_logged_model(
+        run.info.experiment_id,
+        name,
+        run.info.run_id,
+        tags=dict(tags),
+        params=dict(client.get_run(run.info.run_id).data.params),
+        model_type=MODEL_TYPE,
+    )
+
+
+def known_model(client: MlflowClient, run: Run, version: int, digest: str) -> LoggedModel | None:
+    """The model of the run that a policy version is, where there is one."""
+    found = client.search_logged_models(
+        [run.info.experiment_id],
+        f"source_run_id = '{run.info.run_id}' AND tags.`refrain.version` = '{version}'",
+    )
+    return next((one for one in found if one.tags.get("refrain.digest") == digest), None)
+
+
+def finished(client: MlflowClient, run: Run, model: LoggedModel, step: int) -> None:
+    """Say that a model has what belongs to it, and that the run made it; once."""
     from mlflow.entities import LoggedModelOutput
 
-    experiment, run_id = run.info.experiment_id, run.info.run_id
-    known = client.search_logged_models(
-        [experiment],
-        f"source_run_id = '{run_id}' AND tags.`refrain.version` = '{version}'",
-    )
-    for one in known:
-        if one.tags.get("refrain.digest") == tags["refrain.digest"]:
-            return str(one.model_id)
-    name = _NOT_IN_MODEL_NAMES.sub("-", f"{run.info.run_name}-v{version}")
-    made = client.create_logged_model(
-        experiment, name, run_id, tags=dict(tags), model_type=MODEL_TYPE
-    )
-    client.finalize_logged_model(made.model_id, "READY")
-    client.log_outputs(run_id, [LoggedModelOutput(made.model_id, step)])
-    return str(made.model_id)
+    if str(model.status) != "READY":
+        client.finalize_logged_model(model.model_id, "READY")
+    outputs = client.get_run(run.info.run_id).outputs
+    made = [] if outputs is None else [one.model_id for one in outputs.model_outputs]
+    if model.model_id not in made:
+        client.log_outputs(run.info.run_id, [LoggedModelOutput(model.model_id, step)])
 
 
 def watched_machine(run_id: str, uri: str, every: int, resumed: bool) -> SystemMetricsMonitor:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from storage.objects.json_values import JsonValue
 
 RUN_TAG = "refrain.run"
 STORE_TAG = "refrain.store"
+RECORD_TAG = "refrain.record"  # of a run's page; see TrackedRun.record
+VERSION_TAG = "refrain.version"  # of a model and a registered version, as the next two
+DIGEST_TAG = "refrain.digest"
+URI_TAG = "refrain.uri"
 LONGEST_PARAM = 500  # characters of a setting shown among the parameters; config.yaml has it whole
 
 
@@ -38,6 +42,32 @@ class TrackedRun:
     forked_at: int | None = None  # its step
     rollback: str | None = None  # why a guard had it go on from there; None: a person did
     git_commit: str | None = None  # of the working folder
+    # Digest of the run's own record in its store, which stays what it is wherever the store is moved;
+    # None: the run is known by its name and its store alone.
+    record: str | None = None
+    parent_record: str | None = None  # the same of forked_from
+    # store.options, by which versions that are registered are read
+    store_options: Mapping[str, JsonValue] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackedEvaluation:
+    """What a suite says of a policy version."""
+
+    version: int
+    weights_digest: str  # of the version
+    suite: str
+    rows_digest: str  # of rows and manner: only evaluations with the same one can be compared
+    metrics: Mapping[str, float]  # eval/SUITE/…
+    at: float  # seconds since 1970
+
+
+_DIGEST_CHARACTERS = 36  # MLflow's limit for the digest of a dataset
+
+
+def short_digest(digest: str) -> str:
+    """A digest as MLflow takes it for a dataset: the hex digits after its kind, so many of them."""
+    return digest.rpartition(":")[2][:_DIGEST_CHARACTERS]
 
 
 def flatten(settings: Mapping[str, JsonValue], prefix: str = "") -> dict[str, str]:
@@ -58,6 +88,7 @@ def tags_of(tracked: TrackedRun) -> dict[str, str]:
     tags = {
         RUN_TAG: tracked.run,
         STORE_TAG: tracked.store_uri,
+        RECORD_TAG: tracked.record,
         "refrain.forked_from": tracked.forked_from,
         "refrain.forked_at": None if tracked.forked_at is None else str(tracked.forked_at),
         "refrain.rollback": tracked.rollback,

@@ -10,27 +10,20 @@ import socket
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
 from configs.flows import command
-from storage.audit.sample_origins import origins_of
 from storage.audit.transcripts import (
     WROTE,
-    NoTokenizer,
     Transcript,
     ending,
-    few,
-    judged,
     printable,
-    tokenizer_of,
-    transcribed,
 )
-from storage.objects.errors import ObjectMissing
 from storage.runs.live import read_end
 from tasks.markdown import cell, code, escaped
 from tasks.reporting.cost_note import cost_lines
 from tasks.reporting.progress_line import untrained
+from tasks.reporting.shown_samples import shown_samples
 from tasks.reporting.ways_on import show_ways_on, ways_on
 from tasks.run.events import (
     Listeners,
@@ -115,20 +108,8 @@ def show_step(run: RunFacts, commit: Commit, scored: list[Scored], attempts: lis
 
 def show_samples(run: RunFacts, commit: Commit) -> None:
     """What a few of the step's samples were asked and wrote, of the first ones that it drew."""
-    count, all_of_them = run.config.tracking.shown_samples, commit.refs.get("samples")
-    if not count or not all_of_them:
-        return
-    # The first objects alone are read, however many samples the step has.
-    first = all_of_them.take(np.arange(min(len(all_of_them), LOOKED_AT)))
-    rewards, failed, _ = judged(run.files, first)
-    by_reward = [row for row in np.argsort(-rewards, kind="stable").tolist() if not failed[row]]
-    shown = first.take(few(by_reward, np.flatnonzero(failed).tolist(), count))
-    try:
-        words = tokenizer_of(run.files, (commit.version_out, commit.version_in))
-        # Their advantages are not shown, and would have the whole batch read.
-        origins = origins_of(run.files, shown, commit.step, {})
-        found = transcribed(run.files, shown, origins, words)
-    except (NoTokenizer, ObjectMissing):
+    found = shown_samples(run.files, commit, run.config.tracking.shown_samples)
+    if not found:
         return
     lines = [f"### Samples of step {commit.step} of {escaped(run.name)}", ""]
     for one in found:

@@ -4,28 +4,39 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from configs.storage import TrackingConfig
+from storage.audit.transcripts import WROTE, ending
+from storage.evaluations.results import EvaluationResult, evaluations_of
+from storage.objects.digests import digest
+from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit, read_commit
 from storage.runs.origins import Origin
 from storage.runs.run_store import RunStore
 from storage.runs.working_tree import working_tree
-from storage.tracking.connection import TrackingError
+from storage.tracking.connection import TrackingAddress, TrackingError
 from storage.tracking.cost import DEVICE_HOURS_SO_FAR, MONEY_SO_FAR, SO_FAR
+from storage.tracking.machine_samples import MachineSample
 from storage.tracking.registered_versions import that_stay
-from storage.tracking.tracked_run import TrackedData, TrackedRun
+from storage.tracking.traces import TracedSample
+from storage.tracking.tracked_run import TrackedData, TrackedEvaluation, TrackedRun
 from storage.tracking.tracker import Tracker
 from tasks.evaluation.summary import evaluation_metrics
+from tasks.reporting.machine_watch import MachineWatch
 from tasks.reporting.mlflow_process import PageWriter
+from tasks.reporting.page_queue import PageQueue, Write
+from tasks.reporting.shown_samples import shown_samples
 from tasks.run.events import (
     BackFillBegan,
     EnginesReady,
     Event,
     Listeners,
     Note,
+    RunBegan,
     RunClosed,
+    RunClosing,
     RunFinished,
     RunRolledBack,
     SnapshotStored,
@@ -40,39 +51,50 @@ from tasks.run.metrics import numbers_of
 
 PLOT = "plots/progress.png"
 START_DELAY = 5.0  # seconds
-LONGEST_TAG = 2000  # characters; MLflow takes 5000 on a server
+LINK_PATIENCE = 15.0  # seconds for which a run that ends waits for the address of its page
+PATIENCE = 120.0  # seconds for which a run that has ended waits for a server that is away
+PATIENCE_AT_FAILURE = 10.0  # the same of one that failed or was stopped
 
 
 class RunTracker:
     """A run's page in MLflow; says which versions are registered (tasks/run/reports.py:Tracking).
 
-    It is begun in the background when it is first written to, or START_DELAY seconds after the
-    engines are ready: importing MLflow takes two seconds of CPU, which a small model's first step
-    needs itself. Another process writes it (tasks/reporting/mlflow_process.py).
+    It is begun when it is first written to, or START_DELAY seconds after the engines are ready:
+    importing MLflow takes two seconds of CPU, which a small model's first step needs itself. Another
+    process writes it (mlflow_process.py), in the order of a queue that no step waits for
+    (page_queue.py): whatever becomes of MLflow, the run goes on.
     """
 
     def __init__(self, facts: RunFacts, say: Callable[[str], None]) -> None:
-        """`say`: called in another thread with a sentence for people where MLflow is waited for."""
+        """`say`: called in another thread with a sentence for people about MLflow."""
         self._facts = facts
         self._tracker = PageWriter(facts.config.tracking, say)
-        self._needed = threading.Event()
-        self._started = threading.Event()
-        self._error: Exception | None = None
-        self._finished = False
-        self.registered: dict[int, str] = {}  # policy version -> its number in the registry
-        # Of the registered versions when MLflow was asked last: which those were, and which stay.
-        self._asked: tuple[frozenset[int], frozenset[int]] = frozenset(), frozenset()
+        self._queue = PageQueue(TrackingAddress.of(facts.config.tracking.uri), say)
+        self._needed, self._page = threading.Event(), threading.Event()
+        self._began = self._finished = False
+        self._machines: Callable[[], Sequence[MachineSample]] | None = None
+        self._watch: MachineWatch | None = None
+        self._numbers: dict[int, str | None] = {}  # of versions; None of one that waits for it
+        self._unknown: set[int] = set()  # versions of which the registry has not been asked yet
+        # Registered versions that retention removes, as the registry was when it was asked last.
+        self._let_go: frozenset[int] = frozenset()
 
     def listen(self, listeners: Listeners) -> None:
         """Hear what the run says."""
+        listeners.on(RunBegan, self.run_began)
         listeners.on(EnginesReady, self.engines_ready)
-        listeners.later(StepCommitted, self.step_committed)
-        listeners.later(SnapshotStored, lambda event: self.register(event.record))
+        listeners.on(StepCommitted, self.step_committed)
+        listeners.on(SnapshotStored, lambda event: self._register_later(event.record))
         listeners.on(VersionEvaluated, self.version_evaluated)
-        listeners.on(StepsEnded, lambda event: self._ready().log_file(PLOT, event.curves))
+        listeners.on(StepsEnded, self.steps_ended)
         listeners.on(RunRolledBack, self.rolled_back)
         listeners.on(RunFinished, self.run_finished)
+        listeners.on(RunClosing, lambda event: self._stop_watching())
         listeners.on(RunClosed, lambda event: self.finish(event.error))
+
+    def run_began(self, event: RunBegan) -> None:
+        """Keep how its machines are asked."""
+        self._machines = event.machines
 
     def engines_ready(self, event: EnginesReady) -> None:
         """Begin the page in the background, or go on with it. To be called inside the flow run."""
@@ -80,15 +102,19 @@ class RunTracker:
 
         def begin() -> None:
             self._needed.wait(START_DELAY)
-            try:
-                self._tracker.start(tracked)
-                self._catch_up(event.last, event.snapshot)
-            except Exception as error:  # raised again in the flow's thread by `_ready`
-                self._error = error
-            finally:
-                self._started.set()
+            self._tracker.start(tracked)
+            self._page.set()
+            self._catch_up(event.last, event.snapshot)
+            self._unknown = set()
 
-        threading.Thread(target=begin, name="mlflow", daemon=True).start()
+        self._began = True
+        if event.last is not None:
+            self._unknown = set(self._facts.files.versions())
+        self._queue.start(Write(what="The run's page", do=begin, first=True))
+        if (every := self._facts.config.tracking.system_metrics) and self._machines is not None:
+            self._watch = MachineWatch(
+                self._machines, self._tracker.log_machines, self._queue, every
+            )
 
     def _catch_up(self, newest: Commit | None, snapshot: bool) -> None:
         """What a resumed run did before: its versions, and what MLflow never heard of.
@@ -100,112 +126,173 @@ class RunTracker:
         if newest is None or newest.step <= start:
             return
         for step in range(max(start, self._tracker.last_step or 0) + 1, newest.step + 1):
-            self._log(self._tracker, read_commit(self._facts.files, step))
-        self.registered = self._tracker.registered()
-        if snapshot and newest.version_out.version not in self.registered:
-            self._register(self._tracker, newest)
+            commit = read_commit(self._facts.files, step)
+            self._log(commit)
+            self._trace_later(commit)
+        self._numbers |= self._tracker.registered()
+        if snapshot and self._numbers.get(newest.version_out.version) is None:
+            self._register(newest)
+        self._ask_what_stays()
 
     def step_committed(self, event: StepCommitted) -> None:
         """Record a committed step, and its version where the trainers' state is stored."""
-        self._log(self._ready(), event.record)
-        if marks := marked(numbers_of(event.record)):
-            self.tag(f"refrain.meaning_changed.{event.record.step}", marks)
+        record = event.record
+        self._add(f"Step {record.step}", lambda: self._log(record))
+        self._trace_later(record)
         if event.snapshot:
-            self.register(event.record)
+            self._register_later(record)
 
-    def _log(self, tracker: PageWriter, commit: Commit) -> None:
-        tracker.log_step(
-            commit.step, numbers_of(commit), at=commit.committed_at, lineage=newest_tags(commit)
+    def _log(self, commit: Commit) -> None:
+        """A step's metrics, after a mark where they mean something else than those before."""
+        metrics = numbers_of(commit)
+        if marks := marked(metrics):
+            self._tracker.tag(f"refrain.meaning_changed.{commit.step}", marks)
+        self._tracker.log_step(
+            commit.step, metrics, at=commit.committed_at, lineage=newest_tags(commit)
         )
 
-    def register(self, commit: Commit) -> str:
-        """Put the policy version that a step made into the model registry; its number there."""
-        return self._register(self._ready(), commit)
+    def _trace_later(self, commit: Commit) -> None:
+        if self._facts.config.tracking.traced_samples:
+            self._add(f"Samples of step {commit.step}", lambda: self._trace(commit))
 
-    def _register(self, tracker: PageWriter, commit: Commit) -> str:
+    def _trace(self, commit: Commit) -> None:
+        if traced := traced_samples(self._facts, commit):
+            self._tracker.log_traces(traced)
+
+    def register(self, commit: Commit) -> str:
+        """Put the policy version that a step made into the model registry; its number there.
+
+        Waits for it; TrackingError where MLflow does not take it.
+        """
+        what = f"Version {commit.version_out.version}"
+        return str(self._ask(what, lambda: self._register(commit)))
+
+    def _register_later(self, commit: Commit) -> None:
+        self._numbers.setdefault(commit.version_out.version, None)
+        self._add(f"Version {commit.version_out.version}", lambda: self._register(commit))
+        self._add("Which versions stay", self._ask_what_stays)
+
+    def _register(self, commit: Commit) -> str:
         step, weights, store = commit.step, commit.version_out, self._facts.store
-        number = tracker.register_version(
+        evaluated = evaluations_of(self._facts.files, version=weights.version)
+        number = self._tracker.register_version(
             weights.version,
             uri=store.url(weights.key),
             digest=weights.digest,
             step=step,
             store_uri=store.uri,
             lineage=version_tags(commit),
+            metrics=numbers_of(commit),
+            at=commit.committed_at,
+            evaluations=[tracked_evaluation(one) for one in evaluated],
         )
-        self.registered[weights.version] = number
+        self._numbers[weights.version] = number
         return number
 
     def retained(self) -> Collection[int]:
         """The registered policy versions that retention leaves, by the settings and the aliases.
 
-        MLflow is asked once for each version that is registered: one that it then lets go is removed
-        at once, and one that gets an alias later is among those that stay.
+        No step waits for MLflow, which is asked after each version that is registered: what it was
+        not asked about stays, and what gets an alias in the moment between is not known of.
         """
-        store, registered = self._facts.config.store, frozenset(self.registered)
-        if store.keep_registered is None or len(registered) <= store.keep_registered:
-            return registered
-        if self._asked[0] != registered:
-            versions = self._ready().registered_versions()
-            stay = that_stay(
-                versions, store.keep_registered, store.keep_registered_days, time.time()
-            )
-            self._asked = registered, frozenset(stay)
-        return self._asked[1]
+        return self.registered.keys() - self._let_go
 
     def removed(self, versions: Collection[int]) -> None:
         """Have the registry say that the files of these policy versions are gone."""
-        if gone := [version for version in versions if version in self.registered]:
-            self._ready().tag_removed(gone)
+        if gone := [version for version in versions if version in self._numbers]:
+            self._add("The versions that were removed", lambda: self._tracker.tag_removed(gone))
+
+    def _ask_what_stays(self) -> None:
+        store = self._facts.config.store
+        if store.keep_registered is None or len(self._numbers) <= store.keep_registered:
+            return
+        versions = self._tracker.registered_versions()
+        stay = that_stay(versions, store.keep_registered, store.keep_registered_days, time.time())
+        self._let_go = frozenset({one.version for one in versions} - stay)
 
     def version_evaluated(self, event: VersionEvaluated) -> None:
         """Record what a suite says of a policy version."""
-        result = event.result
-        self._ready().log_metrics(event.version, evaluation_metrics(result), at=result.made_at)
+        evaluated = tracked_evaluation(event.result.known_as(event.result.suite, event.version))
+        what = f"The result of {evaluated.suite} on version {evaluated.version}"
+        self._add(what, lambda: self._tracker.log_evaluation(evaluated))
+
+    def steps_ended(self, event: StepsEnded) -> None:
+        """Keep the picture of the curves."""
+        self._add("The picture of the curves", lambda: self._tracker.log_file(PLOT, event.curves))
 
     def rolled_back(self, event: RunRolledBack) -> None:
         """Record where the run goes on, and end its page."""
         self.tag("refrain.rolled_back_to", str(event.back_to))
         self.tag("refrain.rolled_back_by", event.guard)
         self.tag("refrain.continued_as", event.child)
-        self.finish(None)
+        self._end("FINISHED")
 
     def run_finished(self, event: RunFinished) -> None:
         """Record what all of the run cost, up to its end after the last step, and end its page."""
         total = {name: value for name, value in event.cost.items() if name.startswith(SO_FAR)}
         shown = {name.replace(SO_FAR, "cost/run/"): value for name, value in total.items()}
-        self._ready().log_metrics(event.step, shown, at=time.time())
-        self.finish(None)
+        now = time.time()
+        self._add("What the run cost", lambda: self._tracker.log_metrics(event.step, shown, at=now))
+        self._end("FINISHED")
 
     def tag(self, name: str, value: str) -> None:
-        """Write a tag on the run's page."""
-        self._ready().tag(name, value)
+        """Have a tag written on the run's page."""
+        self._add(f"The tag {name}", lambda: self._tracker.tag(name, value))
+
+    @property
+    def registered(self) -> Mapping[int, str | None]:
+        """Policy version -> its number in the registry, None of one that waits for it.
+
+        Until the registry of a resumed run has been asked, every version is here, and is kept.
+        """
+        return {**dict.fromkeys(self._unknown), **self._numbers}
 
     @property
     def model_name(self) -> str:
-        """Name of the run's model in the registry."""
-        return self._ready().model_name
+        """Name of the run's model in the registry; waits until all that was to be written is.
+
+        TrackingError where MLflow does not answer.
+        """
+        return str(self._ask("The name of the model", lambda: self._tracker.model_name))
 
     @property
     def link(self) -> str:
-        """Where a person sees the run."""
-        return self._ready().link
+        """Where a person sees the run; where MLflow is, if its page does not begin in time."""
+        self._needed.set()
+        self._page.wait(LINK_PATIENCE)
+        return self._tracker.link or self._facts.config.tracking.uri
 
     def finish(self, error: BaseException | None) -> None:
-        """End the page: finished, failed, or killed by Ctrl-C and cancellation."""
-        if not self._started.wait(timeout=0) or self._error is not None or self._finished:
-            return
-        self._finished = True
-        if error is None:
-            self._tracker.finish("FINISHED")
-        else:
-            self._tracker.finish("FAILED" if isinstance(error, Exception) else "KILLED")
+        """End the page: finished, failed, or killed by Ctrl-C and cancellation.
 
-    def _ready(self) -> PageWriter:
+        Waits until all is written, for a server that is away no longer than PATIENCE seconds.
+        """
+        self._stop_watching()
+        if not self._began:
+            return
+        if error is None:
+            self._end("FINISHED")
+        else:
+            self._end("FAILED" if isinstance(error, Exception) else "KILLED")
+        self._queue.close(PATIENCE if error is None else PATIENCE_AT_FAILURE)
+
+    def _end(self, status: str) -> None:
+        if not self._finished:
+            self._finished = True
+            self._stop_watching()
+            self._add("The end of the run", lambda: self._tracker.finish(status))
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+
+    def _add(self, what: str, do: Callable[[], object]) -> None:
         self._needed.set()
-        self._started.wait()
-        if self._error is not None:
-            raise self._error
-        return self._tracker
+        self._queue.add(what, do)
+
+    def _ask(self, what: str, do: Callable[[], object]) -> object:
+        self._needed.set()
+        return self._queue.ask(what, do)
 
     def _tracked(self) -> TrackedRun:
         run = self._facts
@@ -226,6 +313,11 @@ class RunTracker:
             forked_at=None if run.origin is None else run.origin.step,
             rollback=rollback_of(run.origin),
             git_commit=None if (tree := working_tree(Path.cwd())) is None else tree.commit,
+            record=record_of(run.files),
+            parent_record=None
+            if run.origin is None
+            else record_of(RunStore(run.store, run.origin.run)),
+            store_options=run.config.store.options,
         )
 
 
@@ -248,7 +340,7 @@ class ReopenedPage:
         """Look for it; this imports MLflow."""
         page, run = Tracker(self._config), self._files.run
         try:
-            found = page.reopen(run, self._files.store.uri)
+            found = page.reopen(run, self._files.store.uri, record_of(self._files))
         except TrackingError as error:
             self._warn(f"The results go to the store alone: {error}")
             return
@@ -263,11 +355,51 @@ class ReopenedPage:
     def version_evaluated(self, event: VersionEvaluated) -> None:
         """Record what a suite says of a policy version."""
         if self._page is not None:
-            result = event.result
-            self._page.log_metrics(event.version, evaluation_metrics(result), at=result.made_at)
+            result = event.result.known_as(event.result.suite, event.version)
+            self._page.log_evaluation(tracked_evaluation(result))
 
     def _warn(self, text: str) -> None:
         self._tell(Note(text=text, warning=True))
+
+
+def record_of(files: RunStore) -> str | None:
+    """Digest of run.json, which is written once and goes with the run wherever its store is moved."""
+    try:
+        return digest(files.store.read(files.run_json_key))
+    except ObjectMissing:
+        return None
+
+
+def tracked_evaluation(result: EvaluationResult) -> TrackedEvaluation:
+    """A suite's result as MLflow keeps it."""
+    return TrackedEvaluation(
+        version=result.version,
+        weights_digest=result.weights.digest,
+        suite=result.suite,
+        rows_digest=result.on,
+        metrics=evaluation_metrics(result),
+        at=result.made_at,
+    )
+
+
+def traced_samples(facts: RunFacts, commit: Commit) -> list[TracedSample]:
+    """Some samples of a step, best to worst; none where they are no longer in the store."""
+    count = facts.config.tracking.traced_samples
+    return [
+        TracedSample(
+            sample=str(one.origin.sample),
+            step=commit.step,
+            at=commit.committed_at,
+            prompt=one.prompt,
+            response=one.response,
+            reward=one.origin.reward,
+            tokens=one.origin.tokens,
+            ending=ending(one.origin),
+            parts=[(who, text) for who, text in one.parts if who in WROTE],
+            more={"refrain.version": str(commit.version_in.version)},
+        )
+        for one in shown_samples(facts.files, commit, count)
+    ]
 
 
 def rollback_of(origin: Origin | None) -> str | None:
@@ -289,7 +421,6 @@ def version_tags(commit: Commit) -> dict[str, str]:
         **{name: f"{value:.6g}" for name, value in cost.items() if value is not None},
         "refrain.sampled_with": commit.version_in.digest,
         "refrain.samples_trained": str(len(batch)),
-        "refrain.batch": ", ".join(sorted(batch.objects))[:LONGEST_TAG],
         "refrain.reward_code": ", ".join(sorted(commit.reward_code)),
         "refrain.prompts_trained_so_far": str(commit.ledger.trained),
     }

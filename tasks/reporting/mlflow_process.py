@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from operator import methodcaller
@@ -28,16 +28,18 @@ from engines.processes.child_messages import Packed, by_name, packed, unpacked
 from engines.processes.child_process import CallLost, ChildProcess, NotStarted, Program
 from engines.processes.user_code import answer_calls, begin
 from storage.tracking.connection import TrackingAddress, TrackingError
+from storage.tracking.machine_samples import MachineSample
 from storage.tracking.registered_versions import RegisteredVersion
-from storage.tracking.tracked_run import TrackedRun
-from storage.tracking.tracker import Tracker
+from storage.tracking.traces import TracedSample
+from storage.tracking.tracked_run import TrackedEvaluation, TrackedRun
+from tasks.reporting.registered_files import Page
 
 PROGRAM = Program(main="tasks.reporting.mlflow_process:main")
 TOLD_AFTER = 15.0  # seconds of a call, after which people are told what is waited for
 EVERY = 30.0  # seconds between further lines
 DEADLINE = 600.0  # seconds of a call; MLflow itself tries a server for minutes
-MOST = 2 * DEADLINE  # seconds; a call that ended by its deadline is made once more
-START = "start"
+COPY_DEADLINE = 6 * 3600.0  # of one that copies a version to MLflow (tracking.copy_models)
+START, REGISTER = "start", "register_version"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +162,18 @@ class PageWriter:
         """As Tracker.log_metrics."""
         self._call("log_metrics", step, dict(metrics), at=at)
 
+    def log_evaluation(self, evaluated: TrackedEvaluation) -> None:
+        """As Tracker.log_evaluation."""
+        self._call("log_evaluation", evaluated)
+
+    def log_traces(self, samples: Sequence[TracedSample]) -> None:
+        """As Tracker.log_traces."""
+        self._call("log_traces", samples)
+
+    def log_machines(self, samples: Sequence[MachineSample]) -> None:
+        """As Tracker.log_machines."""
+        self._call("log_machines", samples)
+
     def log_file(self, name: str, content: bytes | str) -> None:
         """As Tracker.log_file."""
         self._call("log_file", name, content)
@@ -173,10 +187,14 @@ class PageWriter:
         step: int,
         store_uri: str,
         lineage: Mapping[str, str] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        at: float = 0.0,
+        evaluations: Sequence[TrackedEvaluation] = (),
     ) -> str:
         """As Tracker.register_version."""
         given = {"uri": uri, "digest": digest, "step": step, "store_uri": store_uri}
-        return str(self._call("register_version", version, lineage=lineage, **given))
+        shown = {"lineage": lineage, "metrics": metrics, "at": at, "evaluations": evaluations}
+        return str(self._call(REGISTER, version, **given, **shown))
 
     def registered(self) -> dict[int, str]:
         """As Tracker.registered."""
@@ -226,7 +244,7 @@ class PageWriter:
         asked = PageCall(
             page=self._page, config=self._config, method=method, arguments=arguments, named=named
         )
-        return SHARED.process().call(asked, DEADLINE)
+        return SHARED.process().call(asked, self._deadline(method))
 
     @contextlib.contextmanager
     def _waits_told(self, method: str) -> Iterator[None]:
@@ -246,11 +264,16 @@ class PageWriter:
             over.set()
 
     def _waiting(self, method: str, began: float) -> str:
-        since, until = (time.strftime("%H:%M:%S", time.localtime(began + s)) for s in (0, MOST))
+        most = 2 * self._deadline(method)  # a call that ended by its deadline is made once more
+        since, until = (time.strftime("%H:%M:%S", time.localtime(began + s)) for s in (0, most))
         return (
             f"MLflow at {self._config.uri} has not answered since {since} ({method}). It is waited "
             f"for until {until}."
         )
+
+    def _deadline(self, method: str) -> float:
+        copies = method == REGISTER and self._config.copy_models
+        return COPY_DEADLINE if copies else DEADLINE
 
     def _checked(self, answer: PageAnswer) -> PageAnswer:
         if answer.error:
@@ -262,18 +285,18 @@ class PageWriter:
 def main(socket: int, owner: int, dump: int) -> None:
     """Answer calls until the owner is gone. Arguments: engines.processes.user_code.begin."""
     begin(owner, dump)
-    pages: dict[str, Tracker] = {}
+    pages: dict[str, Page] = {}
     with Connection(socket) as connection:
         connection.recv()
         connection.send(packed(PagesReady()))
         answer_calls(connection, lambda message: packed(_answer(pages, _unpack(message))))
 
 
-def _answer(pages: dict[str, Tracker], asked: PageCall) -> PageAnswer:
+def _answer(pages: dict[str, Page], asked: PageCall) -> PageAnswer:
     if asked.method != START and asked.page not in pages:
         return PageAnswer(unknown=True)
     try:
-        tracker = pages.get(asked.page) or Tracker(asked.config)
+        tracker = pages.get(asked.page) or Page(asked.config)
         value = methodcaller(asked.method, *asked.arguments, **asked.named)(tracker)
         pages[asked.page] = tracker  # once it has started
     except TrackingError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -14,10 +15,12 @@ from engines.clusters.opening import open_cluster
 from engines.processes.certificates import Certificates
 from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster
+from engines.workers.machines import look_at_machines
 from engines.workers.pool import Assignment, EnginePool
 from engines.workers.spent import SpentOfPool, SpentSince
 from engines.workers.worker_metrics import DiskSpace, measured_flow
 from storage.objects.usage import COUNTER, Usage
+from storage.tracking.machine_samples import MachineSample
 from tasks.results import Metrics
 from tasks.run.events import EngineStarted, WorkersAsked
 from tasks.run.features import features_of
@@ -154,6 +157,13 @@ class Engines:
             flow=measured_flow(),
             disks=disks,
         )
+
+    def machines(self) -> list[MachineSample]:
+        """What the machines of the workers are doing, but for this one; none while workers start."""
+        opened = self._opened
+        if opened is None or not opened.done() or opened.exception() is not None:
+            return []
+        return look_at_machines(opened.result().cluster, besides=socket.gethostname())
 
     def wait(self, role: str) -> None:
         """Return when the role's engines stand; a failed start is tried again."""

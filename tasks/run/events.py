@@ -6,7 +6,7 @@ The run and its tasks tell; the terminal, the dashboard, MLflow and whatever els
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from storage.evaluations.results import EvaluationResult
 from storage.objects.errors import StoreUnavailable
 from storage.runs.commit_log import Commit
 from storage.runs.curves import History
+from storage.tracking.machine_samples import MachineSample
 from tasks.results import Metrics, Scored
 from tasks.run.attempts import Attempt
 from tasks.run.background import Background
@@ -73,6 +74,8 @@ class RunBegan(Event):
     last: Commit | None  # of the step before the next one
     drawn_tokens: Callable[[], Mapping[str, int]]  # rollout worker -> tokens drawn so far, now
     look: Callable[[], Machinery | None]  # how workers, queues and the store are now
+    # What the machines of its workers are doing now, but for the flow's own; takes seconds at most.
+    machines: Callable[[], Sequence[MachineSample]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -154,6 +154,7 @@ def shown(run: Run) -> Iterator[None]:
                 last=run.last,
                 drawn_tokens=run.engines.drawn_tokens,
                 look=run.engines.look,
+                machines=run.engines.machines,
             )
         )
         try:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 from difflib import get_close_matches
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 from configs.grpo import GRPOConfig
+from configs.optional_packages import installed as installed
 from configs.optional_packages import pip_install
 from configs.overrides import ConfigError
 from tasks.run.features import features_of
@@ -85,11 +85,3 @@ def _check_engine_args(config: GRPOConfig) -> None:
             close = get_close_matches(name, known, 1)
             hint = f"Did you mean {close[0]}?" if close else "Remove it."
             raise ConfigError(f"rollout.engine_args.{name} is no argument of vLLM's engine. {hint}")
-
-
-def installed(package: str) -> str | None:
-    """Version of an installed package, or None."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

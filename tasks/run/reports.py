@@ -15,8 +15,8 @@ class Tracking(Protocol):
     """What the run asks the server that tracks it, from where the engines are ready on."""
 
     @property
-    def registered(self) -> Mapping[int, str]:
-        """Policy version -> its number in the registry."""
+    def registered(self) -> Mapping[int, str | None]:
+        """Policy version -> its number in the registry, None of one that waits to be registered."""
 
     def retained(self) -> Collection[int]:
         """The registered policy versions that retention leaves."""

@@ -132,8 +132,8 @@ def test_nvidias_own_package_reads_the_drivers_library(tmp_path: Path) -> None:
     source.write_text(LIBRARY)
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
     program = (
-        "from engines.workers.spent import METER, GpuEnergy, _driver\n"
-        "print(dict(METER.spent().joules), GpuEnergy(_driver(), ('1',)).joules())"
+        "from engines.workers.spent import METER, GpuEnergy, nvidia_driver\n"
+        "print(dict(METER.spent().joules), GpuEnergy(nvidia_driver(), ('1',)).joules())"
     )
 
     def told(**variables: str) -> str:

@@ -2,50 +2,138 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from configs.storage import TrackingConfig
+from storage.tracking.connection import TrackingError
 from tasks.reporting import mlflow_page
 from tasks.reporting.mlflow_page import RunTracker
-from tasks.run.events import Listeners, SnapshotStored, StepCommitted
+from tasks.reporting.page_queue import Write
+from tasks.run.events import EnginesReady, Listeners, RunClosed, SnapshotStored, StepCommitted
+
+
+class Writer:
+    """What a page is asked for, in order; while `away` is set it does not answer."""
+
+    link, last_step, model_name = "http://mlflow/run", 0, "tiny"
+
+    def __init__(self, config: object, say: object) -> None:
+        self.asked: list[str] = []
+        self.away = threading.Event()
+
+    def _hear(self, what: str) -> None:
+        if self.away.is_set():
+            raise TrackingError("MLflow is away.")
+        self.asked.append(what)
+
+    def log_step(self, step: int, metrics: object, **_: object) -> None:
+        self._hear(f"step {step}")
+
+    def tag(self, name: str, value: str) -> None:
+        self._hear(name)
+
+    def register_version(self, version: int, **_: object) -> str:
+        self._hear(f"version {version}")
+        return str(version * 10)
+
+    def finish(self, status: str) -> None:
+        self._hear(status)
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What a page is asked for, in order."""
-    asked: list[str] = []
-    monkeypatch.setattr(mlflow_page, "PageWriter", lambda config, say: SimpleNamespace())
-    monkeypatch.setattr(RunTracker, "_ready", lambda tracker: "page")
-    monkeypatch.setattr(
-        RunTracker, "_log", lambda tracker, page, commit: asked.append(f"step {commit.step}")
-    )
-    monkeypatch.setattr(
-        RunTracker,
-        "_register",
-        lambda tracker, page, commit: asked.append(f"version of {commit.step}"),
-    )
-    monkeypatch.setattr(RunTracker, "tag", lambda tracker, name, value: asked.append(name))
+def tracker(monkeypatch: pytest.MonkeyPatch) -> RunTracker:
+    monkeypatch.setattr(mlflow_page, "PageWriter", Writer)
     monkeypatch.setattr(mlflow_page, "numbers_of", lambda record: record.metrics)
     monkeypatch.setattr(mlflow_page, "marked", lambda metrics: "changed" if metrics else "")
-    return asked
+    for name in ("version_tags", "newest_tags"):
+        monkeypatch.setattr(mlflow_page, name, lambda commit: {})
+    monkeypatch.setattr(mlflow_page, "evaluations_of", lambda files, version: [])
+    tracking = TrackingConfig(uri="sqlite:///mlflow.db", traced_samples=0, system_metrics=0)
+    store = SimpleNamespace(uri="file:///store", url=lambda key: f"file:///store/{key}")
+    facts: Any = SimpleNamespace(config=SimpleNamespace(tracking=tracking), files=None, store=store)
+    return RunTracker(facts, print)
+
+
+def record(step: int, metrics: dict[str, float] | None = None) -> Any:
+    weights = SimpleNamespace(version=step, key=f"run/weights/v{step}", digest="d")
+    return SimpleNamespace(
+        step=step, metrics=metrics or {}, version_out=weights, committed_at=float(step)
+    )
 
 
 def committed(step: int, snapshot: bool, metrics: dict[str, float]) -> StepCommitted:
-    record: Any = SimpleNamespace(step=step, metrics=metrics)
-    return StepCommitted(record=record, metrics={}, scored=[], attempts=[], snapshot=snapshot)
+    return StepCommitted(
+        record=record(step, metrics), metrics={}, scored=[], attempts=[], snapshot=snapshot
+    )
 
 
-def test_a_version_is_registered_where_the_trainers_state_is_stored(told: list[str]) -> None:
-    facts: Any = SimpleNamespace(config=SimpleNamespace(tracking=None))
+def asked(tracker: RunTracker) -> list[str]:
+    writer: Any = tracker._tracker
+    found: list[str] = writer.asked
+    return found
+
+
+def test_a_version_is_registered_where_the_trainers_state_is_stored(tracker: RunTracker) -> None:
     listeners = Listeners()
-    RunTracker(facts, print).listen(listeners)
+    tracker.listen(listeners)
     listeners.tell(committed(1, False, {}))
     listeners.tell(committed(2, True, {"meaning/reward": 2.0}))
-    record: Any = SimpleNamespace(step=3)
-    listeners.tell(SnapshotStored(record=record))
-    listeners.drain()
-    assert told == [
-        "step 1", "step 2", "refrain.meaning_changed.2", "version of 2", "version of 3",
+    listeners.tell(SnapshotStored(record=record(3)))
+    assert tracker.registered == {2: None, 3: None}, "retention keeps what waits to be registered"
+    assert asked(tracker) == [], "the page has not begun"
+    tracker._queue.start(Write(what="page", do=lambda: None, first=True))
+    assert tracker.model_name == "tiny"
+    assert asked(tracker) == [
+        "step 1", "refrain.meaning_changed.2", "step 2", "version 2", "version 3",
     ]  # fmt: skip
+    assert tracker.registered == {2: "20", 3: "30"}
+
+
+def test_no_step_waits_for_an_mlflow_that_is_away(
+    tracker: RunTracker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(mlflow_page, "PATIENCE", 0.2)
+    monkeypatch.setattr("tasks.reporting.page_queue.PAUSES", (0.02, 0.02))
+    monkeypatch.setattr(
+        "storage.tracking.connection.TrackingAddress.check_answers", lambda address: answers()
+    )
+    writer: Any = tracker._tracker
+    writer.away.set()
+
+    def answers() -> None:
+        if writer.away.is_set():
+            raise TrackingError("MLflow is away.")
+
+    listeners = Listeners()
+    tracker.listen(listeners)
+    tracker._began = True
+    tracker._queue.start(Write(what="page", do=lambda: writer.tag("begun", ""), first=True))
+    for step in range(1, 4):
+        listeners.tell(committed(step, False, {}))
+    listeners.drain()
+    assert asked(tracker) == []
+    writer.away.clear()
+    listeners.tell(RunClosed(error=None))
+    assert asked(tracker) == ["begun", "step 1", "step 2", "step 3", "FINISHED"]
+    assert capsys.readouterr().out.count("The run goes on") == 1
+
+
+def test_retention_keeps_every_version_until_the_registry_has_been_asked(
+    tracker: RunTracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer: Any = tracker._tracker
+    facts: Any = tracker._facts
+    facts.files, facts.start = SimpleNamespace(versions=lambda: [0, 2, 4]), 0
+    begun = threading.Event()
+    writer.start = lambda tracked: begun.wait(10)
+    writer.last_step, writer.registered = 4, lambda: {2: "1"}
+    monkeypatch.setattr(RunTracker, "_tracked", lambda tracker: None)
+    tracker.engines_ready(EnginesReady(last=record(4), snapshot=False))
+    assert tracker.registered == {0: None, 2: None, 4: None}
+    begun.set()
+    assert tracker.model_name == "tiny"
+    assert tracker.registered == {2: "1"}

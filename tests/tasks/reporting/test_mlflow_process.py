@@ -21,6 +21,7 @@ from storage.tracking.connection import TrackingError
 from tasks.reporting import mlflow_process
 from tasks.reporting.mlflow_process import PageWriter
 from tests.storage.tracking.test_tracker import client, page
+from tests.tasks.reporting.versions import published
 
 
 @pytest.fixture
@@ -59,7 +60,10 @@ def metrics_of(config: TrackingConfig, run: str) -> dict[str, list[tuple[int, fl
     }
 
 
-def test_a_page_is_written_without_mlflow_in_this_process(config: TrackingConfig) -> None:
+def test_a_page_is_written_without_mlflow_in_this_process(
+    config: TrackingConfig, tmp_path: Path
+) -> None:
+    store, ref = published(tmp_path)
     code = f"""
 import sys
 from tasks.reporting.mlflow_process import PageWriter
@@ -68,7 +72,9 @@ from tests.storage.tracking.test_tracker import page
 writer = PageWriter(TrackingConfig(uri={config.uri!r}))
 writer.start(page("quiet"))
 writer.log_step(1, {{"reward/mean": 0.5}}, at=1000.0)
-number = writer.register_version(1, uri="file:///v1", digest="d", step=1, store_uri="file:///store")
+number = writer.register_version(
+    0, uri={store.url(ref.key)!r}, digest={ref.digest!r}, step=1, store_uri={store.uri!r}
+)
 writer.log_file("plots/a.txt", "text")
 writer.tag("seen", "yes")
 print(writer.link, writer.last_step, writer.model_name, number, writer.registered())
@@ -77,7 +83,7 @@ assert not [name for name in sys.modules if name.partition(".")[0] in ("mlflow",
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
-    assert done.stdout.strip().endswith("?workflowType=machine_learning 1 tiny 1 {1: '1'}")
+    assert done.stdout.strip().endswith("?workflowType=machine_learning 1 tiny 1 {0: '1'}")
     assert metrics_of(config, "quiet")["reward/mean"] == [(1, 0.5)]
     (run,) = client(config).search_runs(["1"])
     assert (run.info.status, run.data.tags["seen"]) == ("FINISHED", "yes")

@@ -1,0 +1,100 @@
+"""What machines of workers tell of themselves."""
+
+from __future__ import annotations
+
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+from engines.failures import ClusterLost
+from engines.workers import machines
+from engines.workers.machines import gpu_metrics, look, look_at_machines
+from engines.workers.membership import Member
+
+
+class Driver:
+    """Two GPUs; the second one does not tell what power it takes."""
+
+    class NVMLError(Exception):
+        pass
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetMemoryInfo(self, gpu: int) -> Any:
+        return SimpleNamespace(used=20e6 * (gpu + 1), total=80e6)
+
+    def nvmlDeviceGetUtilizationRates(self, gpu: int) -> Any:
+        return SimpleNamespace(gpu=90 - gpu)
+
+    def nvmlDeviceGetPowerUsage(self, gpu: int) -> int:
+        if gpu == 1:
+            raise self.NVMLError
+        return 350_000
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, gpu: int) -> int:
+        return 700_000
+
+
+def test_each_gpu_is_told_of_as_far_as_it_tells() -> None:
+    driver: Any = Driver()
+    assert gpu_metrics(driver) == {
+        "gpu_0_memory_usage_percentage": 25.0,
+        "gpu_0_memory_usage_megabytes": 20.0,
+        "gpu_0_utilization_percentage": 90.0,
+        "gpu_0_power_usage_watts": 350.0,
+        "gpu_0_power_usage_percentage": 50.0,
+        "gpu_1_memory_usage_percentage": 50.0,
+        "gpu_1_memory_usage_megabytes": 40.0,
+        "gpu_1_utilization_percentage": 89.0,
+    }
+    assert gpu_metrics(None) == {}
+
+
+def test_names_are_those_of_mlflows_own_monitor() -> None:
+    from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
+    from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
+    from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
+
+    wanted = set()
+    for monitor in (CPUMonitor(), DiskMonitor(), NetworkMonitor()):
+        monitor.collect_metrics()
+        wanted |= set(monitor.aggregate_metrics())
+    found = look()
+    assert {name for name in found.metrics if not name.startswith("gpu_")} == wanted
+    assert 0 < found.metrics["system_memory_usage_percentage"] < 100
+    assert found.host == socket.gethostname()
+
+
+def test_one_worker_of_each_machine_looks(monkeypatch: Any) -> None:
+    asked: list[list[str]] = []
+
+    class Cluster:
+        client = SimpleNamespace(run=None)
+        lost = False
+
+        def members(self, max_age: float) -> dict[str, Member]:
+            places = {"train-0": "a:1", "rollout-0": "a:2", "rollout-1": "b:1", "cpu-0": "c:1"}
+            return {
+                name: Member(name=name, address=f"tcp://{place}", pool="p")
+                for name, place in places.items()
+            }
+
+        def ask(self, run: object, function: object, *, workers: list[str], **_: object) -> Any:
+            if self.lost:
+                raise ClusterLost("gone")
+            asked.append(workers)
+            samples = {
+                place: machines.MachineSample(host=place[6], at=1.0, metrics={})
+                for place in workers
+            }
+            return {**samples, "tcp://c:1": OSError("it has ended")}
+
+    cluster: Any = Cluster()
+    assert [one.host for one in look_at_machines(cluster, besides="b")] == ["a"]
+    assert asked == [["tcp://a:1", "tcp://b:1", "tcp://c:1"]]
+    cluster.lost = True
+    assert look_at_machines(cluster) == []
