@@ -327,12 +327,12 @@ class Tracker:
     def registered_versions(self) -> list[RegisteredVersion]:
         """What the registry says of the policy versions of this run, aliases included."""
         with as_tracking_errors(self._place.uri):
-            return versions_of(self._started, self.run_id)
+            return versions_of(self.client, self.run_id)
 
     def tag_removed(self, versions: Collection[int]) -> None:
         """Have the registry say that these policy versions are no longer in the store."""
         with as_tracking_errors(self._place.uri):
-            tag_removed(self._started, versions_of(self._started, self.run_id), versions)
+            tag_removed(self.client, versions_of(self._started, self.run_id), versions)
 
     @property
     def model_name(self) -> str:
