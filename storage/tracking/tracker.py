@@ -332,7 +332,7 @@ class Tracker:
     def tag_removed(self, versions: Collection[int]) -> None:
         """Have the registry say that these policy versions are no longer in the store."""
         with as_tracking_errors(self._place.uri):
-            tag_removed(self.client, versions_of(self._started, self.run_id), versions)
+            tag_removed(self.client, versions_of(self.client, self.run_id), versions)
 
     @property
     def model_name(self) -> str:
