@@ -154,7 +154,7 @@ class Platform:
             place[last] = value
         return config
 
-    def submit(self, name: str, config: dict[str, Any], **more: str) -> httpx.Response:
+    def submit(self, name: str, config: dict[str, Any], /, **more: str) -> httpx.Response:
         """Start a run as the form does; more: `name`, of the flow run."""
         body = {"parameters": {"config": config}, "state": {"type": "SCHEDULED"}, **more}
         return API.post(

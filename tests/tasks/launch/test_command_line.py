@@ -11,11 +11,12 @@ import pytest
 
 from configs.grpo import GRPOConfig
 from configs.recipe import load_recipe
+from flows.__main__ import commands
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
 
 FLOWS = Path(__file__).parents[3] / "flows"
-COMMANDS = sorted(path.stem for path in FLOWS.glob("[!_]*.py"))
+COMMANDS = list(commands())
 HEAVY = ["prefect", "distributed", "torch", "transformers", "mlflow", "vllm"]
 RUN = """
 import runpy, sys

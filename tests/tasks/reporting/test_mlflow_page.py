@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from configs.storage import TrackingConfig
+from configs.storage import StoreConfig, TrackingConfig
 from storage.tracking.connection import TrackingError
+from storage.tracking.registered_versions import RegisteredVersion
 from tasks.reporting import mlflow_page
 from tasks.reporting.mlflow_page import RunTracker
 from tasks.reporting.page_queue import Write
@@ -54,7 +55,11 @@ def tracker(monkeypatch: pytest.MonkeyPatch) -> RunTracker:
     monkeypatch.setattr(mlflow_page, "evaluations_of", lambda files, version: [])
     tracking = TrackingConfig(uri="sqlite:///mlflow.db", traced_samples=0, system_metrics=0)
     store = SimpleNamespace(uri="file:///store", url=lambda key: f"file:///store/{key}")
-    facts: Any = SimpleNamespace(config=SimpleNamespace(tracking=tracking), files=None, store=store)
+    facts: Any = SimpleNamespace(
+        config=SimpleNamespace(tracking=tracking, store=StoreConfig(keep_registered=2)),
+        files=None,
+        store=store,
+    )
     return RunTracker(facts, print)
 
 
@@ -137,3 +142,28 @@ def test_retention_keeps_every_version_until_the_registry_has_been_asked(
     begun.set()
     assert tracker.model_name == "tiny"
     assert tracker.registered == {2: "1"}
+
+
+def test_what_the_registry_does_not_need_is_let_go_once_it_has_been_asked(
+    tracker: RunTracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer: Any = tracker._tracker
+    told: list[Any] = []
+    aliases = {1: ("champion",)}
+    writer.registered_versions = lambda: [
+        RegisteredVersion(
+            version=version, model="tiny", number="1", at=0.0, aliases=aliases.get(version, ())
+        )
+        for version in tracker.registered
+    ]
+    writer.tag_removed = told.append
+    writer.start, writer.registered = lambda tracked: None, dict
+    monkeypatch.setattr(RunTracker, "_tracked", lambda tracker: None)
+    tracker.engines_ready(EnginesReady(last=None, snapshot=False))
+    for step in (1, 2, 3, 4):
+        tracker.step_committed(committed(step, True, {}))
+    assert tracker.model_name == "tiny"  # all has been written
+    assert set(tracker.retained()) == {1, 3, 4}
+    tracker.removed([2, 7])  # a version that was never registered among them
+    assert tracker.model_name == "tiny"
+    assert told == [[2]]

@@ -93,7 +93,9 @@ def test_the_role_is_opened_and_the_task_asks_it_once(
     started: list[str] = []
     monkeypatch.setattr(role_table, "ROLES", (names["CACHE"],))
     monkeypatch.setattr(EnginePool, "start", lambda pool: started.append(pool.role))
-    cluster: Any = SimpleNamespace(config=run.config.cluster, close=lambda: None)
+    cluster: Any = SimpleNamespace(
+        config=run.config.cluster, close=lambda: None, outages=SimpleNamespace()
+    )
     run.engines = Engines(run)
     run.engines.launch(cluster)
     run.engines.wait("cache")

@@ -93,7 +93,9 @@ def test_a_new_role_is_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(role_table, "ROLES", (CACHE, plain))
     closed: list[str] = []
-    cluster: Any = SimpleNamespace(close=lambda: closed.append("cluster"))
+    cluster: Any = SimpleNamespace(
+        close=lambda: closed.append("cluster"), outages=SimpleNamespace()
+    )
     engines = Engines(a_run())
     assert engines.starting == ["cache"]
     engines.launch(cluster)
@@ -120,7 +122,7 @@ def test_a_start_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> N
         start=start,
     )
     monkeypatch.setattr(role_table, "ROLES", (weak,))
-    cluster: Any = SimpleNamespace(close=lambda: None)
+    cluster: Any = SimpleNamespace(close=lambda: None, outages=SimpleNamespace())
     engines = Engines(a_run())
     engines.launch(cluster)
     with pytest.raises(RuntimeError, match="not yet"):
