@@ -148,6 +148,8 @@ def test_what_the_registry_does_not_need_is_let_go_once_it_has_been_asked(
     tracker: RunTracker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer: Any = tracker._tracker
+    facts: Any = tracker._facts
+    facts.start = 0
     told: list[Any] = []
     aliases = {1: ("champion",)}
     writer.registered_versions = lambda: [
