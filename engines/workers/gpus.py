@@ -1,10 +1,10 @@
-"""How busy the GPUs of this process are, as NVIDIA's driver tells (package nvidia-ml-py)."""
+"""What GPUs do and have used, as NVIDIA's driver tells (package nvidia-ml-py)."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,64 +18,87 @@ PERCENT = 1e-2
 class GpuState:
     """One GPU now; None: the driver does not tell it of this kind."""
 
+    index: int  # among the machine's
     uuid: str
-    utilization: float | None = (
-        None  # share of the last sample period in which a kernel ran, 0 to 1
-    )
+    utilization: float | None = None  # share of the last sample period with a kernel, 0 to 1
     memory_used: float | None = None  # bytes, of all processes
     memory_total: float | None = None  # bytes
     power: float | None = None  # watts
+    power_limit: float | None = None  # watts
     temperature: float | None = None  # degrees Celsius
     joules: float | None = None  # since the driver was loaded
 
 
-def gpu_states() -> Sequence[GpuState]:
+def gpu_states() -> list[GpuState]:
     """Of each GPU that this process may use; none without a driver or the package."""
-    driver = _driver()
-    if driver is None:
-        return ()
-    visible, found = visible_gpus(), []
-    with contextlib.suppress(driver.NVMLError):  # GPUs that were lost meanwhile
-        for index in range(driver.nvmlDeviceGetCount()):
-            gpu = driver.nvmlDeviceGetHandleByIndex(index)
-            uuid = _text(driver.nvmlDeviceGetUUID(gpu))
-            if visible is None or any(one == str(index) or uuid.startswith(one) for one in visible):
-                found.append(_state(driver, gpu, uuid))
-    return found
+    return [gpu.state() for gpu in _gpus(visible_gpus())]
 
 
-def _state(driver: Any, gpu: object, uuid: str) -> GpuState:
-    def asked(counter: Callable[[], Any], unit: float = 1.0) -> float | None:
-        """What the driver says; None where this GPU has no such counter."""
+def machine_gpu_states() -> list[GpuState]:
+    """Of each GPU of this machine, whoever may use it; as gpu_states."""
+    return [gpu.state() for gpu in _gpus(None)]
+
+
+def gpu_joules() -> dict[str, float]:
+    """Of each GPU that this process may use and that counts them (Volta and later), by UUID."""
+    counts = {gpu.uuid: gpu.joules() for gpu in _gpus(visible_gpus())}
+    return {uuid: joules for uuid, joules in counts.items() if joules is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class _Gpu:
+    index: int
+    uuid: str
+    handle: object
+    driver: Any
+
+    def _ask(self, counter: Callable[[Any, object], Any], unit: float = 1.0) -> float | None:
+        """What the driver says; None where this GPU has no such counter, or has been lost."""
         try:
-            return float(counter()) * unit
-        except driver.NVMLError:
+            return float(counter(self.driver, self.handle)) * unit
+        except self.driver.NVMLError:
             return None
 
-    used = asked(lambda: driver.nvmlDeviceGetMemoryInfo(gpu).used)
-    total = asked(lambda: driver.nvmlDeviceGetMemoryInfo(gpu).total)
-    return GpuState(
-        uuid=uuid,
-        utilization=asked(lambda: driver.nvmlDeviceGetUtilizationRates(gpu).gpu, PERCENT),
-        memory_used=used,
-        memory_total=total,
-        power=asked(lambda: driver.nvmlDeviceGetPowerUsage(gpu), MILLI),
-        temperature=asked(
-            lambda: driver.nvmlDeviceGetTemperature(gpu, driver.NVML_TEMPERATURE_GPU)
-        ),
-        joules=asked(lambda: driver.nvmlDeviceGetTotalEnergyConsumption(gpu), MILLI),
-    )
+    def joules(self) -> float | None:
+        return self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu), MILLI)
+
+    def state(self) -> GpuState:
+        ask = self._ask
+        return GpuState(
+            index=self.index,
+            uuid=self.uuid,
+            utilization=ask(lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu, PERCENT),
+            memory_used=ask(lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used),
+            memory_total=ask(lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).total),
+            power=ask(lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu), MILLI),
+            power_limit=ask(lambda nvml, gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu), MILLI),
+            temperature=ask(
+                lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)
+            ),
+            joules=self.joules(),
+        )
 
 
-def _text(name: str | bytes) -> str:
-    return name.decode() if isinstance(name, bytes) else name
+def _gpus(visible: tuple[str, ...] | None) -> list[_Gpu]:
+    """`visible`: indices or UUIDs, as CUDA_VISIBLE_DEVICES has them; None: all of the machine."""
+    driver = None if visible == () else _driver()
+    if driver is None:
+        return []
+    found, count = [], 0
+    with contextlib.suppress(driver.NVMLError):  # the driver itself fails: no call may end by that
+        count = driver.nvmlDeviceGetCount()
+    for index in range(count):
+        with contextlib.suppress(driver.NVMLError):  # it was lost meanwhile
+            gpu = driver.nvmlDeviceGetHandleByIndex(index)
+            uuid = driver.nvmlDeviceGetUUID(gpu)
+            if visible is None or any(one == str(index) or uuid.startswith(one) for one in visible):
+                found.append(_Gpu(index, uuid, gpu, driver))
+    return found
 
 
 @functools.cache
 def _driver() -> Any:
     """NVIDIA's driver; None where there is none, or the extra `energy` is not installed."""
-    if visible_gpus() == ():
-        return None
     try:
         import pynvml
     except ImportError:

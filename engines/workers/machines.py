@@ -6,32 +6,21 @@ of the machine that a run's flow is on.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import time
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, Protocol, cast
 
 import psutil
 
 from engines.failures import ClusterLost
 from engines.workers.cluster import Cluster
-from engines.workers.spent import Driver, nvidia_driver
+from engines.workers.gpus import GpuState, machine_gpu_states
 from storage.tracking.machine_samples import MachineSample
 
 ANSWER = 10.0  # seconds for which machines are waited for
 MEGA = 1e6  # bytes
-
-
-class GpuDriver(Driver, Protocol):
-    """The functions of pynvml that are called here."""
-
-    def nvmlDeviceGetMemoryInfo(self, handle: object) -> Any: ...
-    def nvmlDeviceGetUtilizationRates(self, handle: object) -> Any: ...
-    def nvmlDeviceGetPowerUsage(self, handle: object) -> int: ...
-    def nvmlDeviceGetEnforcedPowerLimit(self, handle: object) -> int: ...
 
 
 def look_at_machines(cluster: Cluster, besides: str = "") -> list[MachineSample]:
@@ -69,44 +58,25 @@ def look() -> MachineSample:
         "disk_available_megabytes": disk.free / MEGA,
         "network_receive_megabytes": (network.bytes_recv - received) / MEGA,
         "network_transmit_megabytes": (network.bytes_sent - sent) / MEGA,
-        **gpu_metrics(_gpus()),
     }
+    for gpu in machine_gpu_states():
+        metrics |= gpu_metrics(gpu)
     return MachineSample(host=socket.gethostname(), at=time.time(), metrics=metrics)
 
 
-def gpu_metrics(driver: GpuDriver | None) -> dict[str, float]:
-    """Of each GPU that the driver has, by its number; what a card does not tell is left out."""
-    if driver is None:
-        return {}
-    found: dict[str, float] = {}
-    try:
-        gpus = [driver.nvmlDeviceGetHandleByIndex(n) for n in range(driver.nvmlDeviceGetCount())]
-    except driver.NVMLError:
-        return {}
-    for number, gpu in enumerate(gpus):
-        for read in (_memory, _utilization, _power):
-            with contextlib.suppress(driver.NVMLError):
-                told = read(driver, gpu)
-                found |= {f"gpu_{number}_{name}": value for name, value in told.items()}
-    return found
-
-
-def _memory(driver: GpuDriver, gpu: object) -> dict[str, float]:
-    memory = driver.nvmlDeviceGetMemoryInfo(gpu)
-    return {
-        "memory_usage_percentage": memory.used / memory.total * 100,
-        "memory_usage_megabytes": memory.used / MEGA,
-    }
-
-
-def _utilization(driver: GpuDriver, gpu: object) -> dict[str, float]:
-    return {"utilization_percentage": float(driver.nvmlDeviceGetUtilizationRates(gpu).gpu)}
-
-
-def _power(driver: GpuDriver, gpu: object) -> dict[str, float]:
-    power = driver.nvmlDeviceGetPowerUsage(gpu)  # milliwatts
-    limit = driver.nvmlDeviceGetEnforcedPowerLimit(gpu)
-    return {"power_usage_watts": power / 1000, "power_usage_percentage": power / limit * 100}
+def gpu_metrics(gpu: GpuState) -> dict[str, float]:
+    """Of a GPU, by its number; what it does not tell is left out."""
+    metrics: dict[str, float] = {}
+    if gpu.memory_used is not None and gpu.memory_total:
+        metrics["memory_usage_percentage"] = gpu.memory_used / gpu.memory_total * 100
+        metrics["memory_usage_megabytes"] = gpu.memory_used / MEGA
+    if gpu.utilization is not None:
+        metrics["utilization_percentage"] = round(gpu.utilization * 100)  # whole at the driver
+    if gpu.power is not None:
+        metrics["power_usage_watts"] = gpu.power
+        if gpu.power_limit:
+            metrics["power_usage_percentage"] = gpu.power / gpu.power_limit * 100
+    return {f"gpu_{gpu.index}_{name}": value for name, value in metrics.items()}
 
 
 @cache
@@ -114,16 +84,3 @@ def _network_at_first() -> tuple[int, int]:
     """Bytes received and sent by this machine when it was first looked at."""
     network = psutil.net_io_counters()
     return network.bytes_recv, network.bytes_sent
-
-
-@cache
-def _gpus() -> GpuDriver | None:
-    """The driver, begun; None where there is none."""
-    driver = nvidia_driver()
-    if driver is None:
-        return None
-    try:
-        driver.nvmlInit()
-    except driver.NVMLError:
-        return None
-    return cast("GpuDriver", driver)

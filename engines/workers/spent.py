@@ -6,14 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import psutil
 
-from configs.environment import visible_gpus
+from engines.workers.gpus import gpu_joules
 
 AT_MOST_EVERY = 0.5  # seconds between two looks; looking at child processes takes milliseconds
-MILLI = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,64 +63,17 @@ class SpentSince:
         }
 
 
-class Driver(Protocol):
-    """The functions of pynvml that are called here."""
-
-    def nvmlInit(self) -> None: ...
-    def nvmlDeviceGetCount(self) -> int: ...
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> object: ...
-    def nvmlDeviceGetUUID(self, handle: object) -> str: ...
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: object) -> int: ...
-    @property
-    def NVMLError(self) -> type[Exception]: ...
-
-
-class GpuEnergy:
-    """Joules of the GPUs that a process may use, as NVIDIA's driver counts them (Volta and later).
-
-    Where there is no driver, or a GPU has no counter, there are none.
-    """
-
-    def __init__(self, driver: Driver | None, visible: tuple[str, ...] | None) -> None:
-        """`visible`: indices or UUIDs, as CUDA_VISIBLE_DEVICES has them; None: all of the machine."""
-        self._driver = driver
-        self._gpus: dict[str, object] = {}  # UUID -> handle
-        if driver is None or visible == ():
-            return
-        try:
-            driver.nvmlInit()
-            for index in range(driver.nvmlDeviceGetCount()):
-                gpu = driver.nvmlDeviceGetHandleByIndex(index)
-                uuid = driver.nvmlDeviceGetUUID(gpu)
-                if visible is None or any(
-                    one == str(index) or uuid.startswith(one) for one in visible
-                ):
-                    self._gpus[uuid] = gpu
-        except driver.NVMLError:
-            self._gpus = {}
-
-    def joules(self) -> dict[str, float]:
-        """By GPU, since the driver was loaded."""
-        found: dict[str, float] = {}
-        for uuid, gpu in self._gpus.items():
-            assert self._driver is not None
-            try:
-                found[uuid] = self._driver.nvmlDeviceGetTotalEnergyConsumption(gpu) * MILLI
-            except self._driver.NVMLError:  # this GPU has no counter, or has been lost
-                continue
-        return found
-
-
 class Meter:
     """What this process has used, looked at no more than twice a second. Safe to use from threads."""
 
     def __init__(
-        self, energy: Callable[[], GpuEnergy], clock: Callable[[], float] = time.monotonic
+        self,
+        joules: Callable[[], Mapping[str, float]],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`energy` is called at the first look: a driver takes time to answer."""
-        self._make, self._clock = energy, clock
+        """`joules`: as Spent has them."""
+        self._joules, self._clock = joules, clock
         self._lock = threading.Lock()
-        self._gpus: GpuEnergy | None = None
         self._looked: float | None = None
         self._last = Spent()
 
@@ -131,9 +82,7 @@ class Meter:
         with self._lock:
             now = self._clock()
             if self._looked is None or now - self._looked > AT_MOST_EVERY:
-                if self._gpus is None:
-                    self._gpus = self._make()
-                self._last = Spent(cpu_seconds=cpu_seconds(), joules=self._gpus.joules())
+                self._last = Spent(cpu_seconds=cpu_seconds(), joules=self._joules())
                 self._looked = now
             return self._last
 
@@ -151,14 +100,4 @@ def cpu_seconds() -> float:
     return total
 
 
-def nvidia_driver() -> Driver | None:
-    """NVIDIA's, where the extra `energy` is installed."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    found: Driver = pynvml
-    return found
-
-
-METER = Meter(lambda: GpuEnergy(nvidia_driver(), visible_gpus()))  # of this process
+METER = Meter(gpu_joules)  # of this process

@@ -120,10 +120,8 @@ class Engines:
 
     def drawn_tokens(self) -> dict[str, int]:
         """Rollout worker -> tokens drawn since its engine was built; empty while workers start."""
-        opened = self._opened
-        if opened is None or not opened.done() or opened.exception() is not None:
-            return {}
-        return opened.result().clients[ROLLOUT].tokens()
+        opened = self._open_now()
+        return {} if opened is None else opened.clients[ROLLOUT].tokens()
 
     def look(self) -> Machinery | None:
         """How workers, queues and the store are now; None while there are no workers to ask.
@@ -131,10 +129,10 @@ class Engines:
         For one thread. Takes up to some seconds, where a worker does not answer. Raises as
         Cluster.ask.
         """
-        opened = self._opened
-        if opened is None or not opened.done() or opened.exception() is not None:
+        opened = self._open_now()
+        if opened is None:
             return None
-        cluster, clients = opened.result()
+        cluster, clients = opened
         config, store = self.run.config, self.run.store
         pools = []
         for name in sorted(config.used_pools):
@@ -160,10 +158,8 @@ class Engines:
 
     def machines(self) -> list[MachineSample]:
         """What the machines of the workers are doing, but for this one; none while workers start."""
-        opened = self._opened
-        if opened is None or not opened.done() or opened.exception() is not None:
-            return []
-        return look_at_machines(opened.result().cluster, besides=socket.gethostname())
+        opened, here = self._open_now(), socket.gethostname()
+        return [] if opened is None else look_at_machines(opened.cluster, besides=here)
 
     def wait(self, role: str) -> None:
         """Return when the role's engines stand; a failed start is tried again."""
@@ -171,6 +167,13 @@ class Engines:
         if started.done() and started.exception() is not None:
             started = self._started[role] = self._threads.submit(self._start, role)
         started.result()
+
+    def _open_now(self) -> Opened | None:
+        """None while workers start, and where they failed to."""
+        opened = self._opened
+        if opened is None or not opened.done() or opened.exception() is not None:
+            return None
+        return opened.result()
 
     def _made(self) -> Opened:
         assert self._opened is not None, "the engines were not launched"

@@ -1,4 +1,4 @@
-"""How busy GPUs are, as a driver tells it that stands in for NVIDIA's."""
+"""What GPUs do and have used, as a driver tells it that stands in for NVIDIA's."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def driver(count: int, **functions: Any) -> ModuleType:
         "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(used=2**30 + gpu, total=2**33),
         "nvmlDeviceGetUtilizationRates": lambda gpu: SimpleNamespace(gpu=50 + gpu, memory=3),
         "nvmlDeviceGetPowerUsage": lambda gpu: 300_000 + gpu,
+        "nvmlDeviceGetEnforcedPowerLimit": lambda gpu: 700_000,
         "nvmlDeviceGetTemperature": lambda gpu, sensor: 60 + gpu + sensor,
         "nvmlDeviceGetTotalEnergyConsumption": lambda gpu: 9_000 + gpu,
     }
@@ -54,18 +55,21 @@ def test_numbers_are_in_base_units(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu.uuid == "GPU-a0"
     assert gpu.utilization == pytest.approx(0.5)
     assert (gpu.memory_used, gpu.memory_total) == (2**30, 2**33)
-    assert (gpu.power, gpu.temperature, gpu.joules) == (300.0, 60.0, 9.0)
+    assert (gpu.power, gpu.power_limit) == (300.0, 700.0)
+    assert (gpu.temperature, gpu.joules) == (60.0, 9.0)
 
 
 @pytest.mark.parametrize(
-    ("visible", "seen"), [("1", ["GPU-a1"]), ("GPU-a2,0", ["GPU-a0", "GPU-a2"]), ("", [])]
+    ("visible", "seen"), [("1", [1]), ("GPU-a2,0", [0, 2]), ("GPU-a", [0, 1, 2]), ("", [])]
 )
 def test_a_worker_tells_of_its_own_alone(
-    visible: str, seen: list[str], monkeypatch: pytest.MonkeyPatch
+    visible: str, seen: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", driver(3))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert [one.uuid for one in gpus.gpu_states()] == seen
+    assert [one.index for one in gpus.gpu_states()] == seen
+    assert list(gpus.gpu_joules()) == [f"GPU-a{index}" for index in seen]
+    assert [one.index for one in gpus.machine_gpu_states()] == [0, 1, 2]
 
 
 def test_what_a_gpu_has_no_counter_of_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,10 +79,26 @@ def test_what_a_gpu_has_no_counter_of_is_left_out(monkeypatch: pytest.MonkeyPatc
     assert gpu.power is None and gpu.temperature == 60.0
 
 
+def test_gpus_that_are_lost_or_older_than_the_counter_of_energy_have_no_joules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    functions = {
+        "nvmlDeviceGetHandleByIndex": lambda index: index or not_here(),
+        "nvmlDeviceGetTotalEnergyConsumption": lambda gpu: 7_000 if gpu == 2 else not_here(),
+    }
+    monkeypatch.setitem(sys.modules, "pynvml", driver(3, **functions))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [one.index for one in gpus.gpu_states()] == [1, 2]
+    assert gpus.gpu_joules() == {"GPU-a2": 7.0}
+
+
 def test_without_a_driver_or_the_package_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setitem(sys.modules, "pynvml", driver(1, nvmlInit=not_here))
-    assert list(gpus.gpu_states()) == []
+    assert gpus.gpu_states() == gpus.machine_gpu_states() == []
+    gpus._driver.cache_clear()
+    monkeypatch.setitem(sys.modules, "pynvml", driver(1, nvmlDeviceGetCount=not_here))
+    assert gpus.gpu_states() == [] and gpus.gpu_joules() == {}
     gpus._driver.cache_clear()
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert list(gpus.gpu_states()) == []
+    assert gpus.gpu_states() == [] and gpus.gpu_joules() == {}

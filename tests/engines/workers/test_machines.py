@@ -3,55 +3,31 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from engines.failures import ClusterLost
-from engines.workers import machines
+from engines.workers.gpus import GpuState
 from engines.workers.machines import gpu_metrics, look, look_at_machines
 from engines.workers.membership import Member
-
-
-class Driver:
-    """Two GPUs; the second one does not tell what power it takes."""
-
-    class NVMLError(Exception):
-        pass
-
-    def nvmlDeviceGetCount(self) -> int:
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        return index
-
-    def nvmlDeviceGetMemoryInfo(self, gpu: int) -> Any:
-        return SimpleNamespace(used=20e6 * (gpu + 1), total=80e6)
-
-    def nvmlDeviceGetUtilizationRates(self, gpu: int) -> Any:
-        return SimpleNamespace(gpu=90 - gpu)
-
-    def nvmlDeviceGetPowerUsage(self, gpu: int) -> int:
-        if gpu == 1:
-            raise self.NVMLError
-        return 350_000
-
-    def nvmlDeviceGetEnforcedPowerLimit(self, gpu: int) -> int:
-        return 700_000
+from storage.tracking.machine_samples import MachineSample
 
 
 def test_each_gpu_is_told_of_as_far_as_it_tells() -> None:
-    driver: Any = Driver()
-    assert gpu_metrics(driver) == {
-        "gpu_0_memory_usage_percentage": 25.0,
-        "gpu_0_memory_usage_megabytes": 20.0,
-        "gpu_0_utilization_percentage": 90.0,
-        "gpu_0_power_usage_watts": 350.0,
-        "gpu_0_power_usage_percentage": 50.0,
-        "gpu_1_memory_usage_percentage": 50.0,
-        "gpu_1_memory_usage_megabytes": 40.0,
-        "gpu_1_utilization_percentage": 89.0,
+    memory = {"memory_used": 20e6, "memory_total": 80e6}
+    gpu = GpuState(
+        index=1, uuid="GPU-1", utilization=0.29, power=350.0, power_limit=700.0, **memory
+    )
+    without_limit = {
+        "gpu_1_memory_usage_percentage": 25.0,
+        "gpu_1_memory_usage_megabytes": 20.0,
+        "gpu_1_utilization_percentage": 29.0,
+        "gpu_1_power_usage_watts": 350.0,
     }
-    assert gpu_metrics(None) == {}
+    assert gpu_metrics(gpu) == {**without_limit, "gpu_1_power_usage_percentage": 50.0}
+    assert gpu_metrics(replace(gpu, power_limit=None)) == without_limit
+    assert gpu_metrics(GpuState(index=0, uuid="GPU-0")) == {}
 
 
 def test_names_are_those_of_mlflows_own_monitor() -> None:
@@ -69,7 +45,7 @@ def test_names_are_those_of_mlflows_own_monitor() -> None:
     assert found.host == socket.gethostname()
 
 
-def test_one_worker_of_each_machine_looks(monkeypatch: Any) -> None:
+def test_one_worker_of_each_machine_looks() -> None:
     asked: list[list[str]] = []
 
     class Cluster:
@@ -87,10 +63,7 @@ def test_one_worker_of_each_machine_looks(monkeypatch: Any) -> None:
             if self.lost:
                 raise ClusterLost("gone")
             asked.append(workers)
-            samples = {
-                place: machines.MachineSample(host=place[6], at=1.0, metrics={})
-                for place in workers
-            }
+            samples = {place: MachineSample(host=place[6], at=1.0, metrics={}) for place in workers}
             return {**samples, "tcp://c:1": OSError("it has ended")}
 
     cluster: Any = Cluster()

@@ -1,4 +1,4 @@
-"""What processes and GPUs used, by drivers that are written by hand: there is no GPU here."""
+"""What processes and GPUs used, by a driver that is written by hand: there is no GPU here."""
 
 from __future__ import annotations
 
@@ -13,52 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engines.workers.spent import GpuEnergy, Meter, Spent, SpentSince, cpu_seconds
-
-
-class NoCounter(Exception):
-    """What the driver raises."""
-
-
-class FakeDriver:
-    """Three GPUs; the last is older than the counter of energy."""
-
-    NVMLError = NoCounter
-
-    def __init__(self, broken: bool = False) -> None:
-        self.millijoules = {"GPU-aa": 5000, "GPU-bb": 7000}
-        self.broken = broken
-
-    def nvmlInit(self) -> None:
-        if self.broken:
-            raise NoCounter("Driver Not Loaded")
-
-    def nvmlDeviceGetCount(self) -> int:
-        return 3
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> object:
-        return ["GPU-aa", "GPU-bb", "GPU-cc"][index]
-
-    def nvmlDeviceGetUUID(self, handle: object) -> str:
-        return str(handle)
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: object) -> int:
-        if handle not in self.millijoules:
-            raise NoCounter("Not Supported")
-        return self.millijoules[str(handle)]
-
-
-def test_only_gpus_that_the_process_may_use_are_read() -> None:
-    driver = FakeDriver()
-    assert GpuEnergy(driver, None).joules() == {"GPU-aa": 5.0, "GPU-bb": 7.0}
-    assert GpuEnergy(driver, ("1", "2")).joules() == {"GPU-bb": 7.0}
-    assert GpuEnergy(driver, ("GPU-a",)).joules() == {"GPU-aa": 5.0}
-    assert GpuEnergy(driver, ()).joules() == {}
-
-
-def test_without_a_driver_nothing_is_told() -> None:
-    assert GpuEnergy(None, None).joules() == {}
-    assert GpuEnergy(FakeDriver(broken=True), None).joules() == {}
+from engines.workers.spent import Meter, Spent, SpentSince, cpu_seconds
 
 
 def test_the_processes_that_a_process_started_count() -> None:
@@ -77,21 +32,14 @@ def test_the_processes_that_a_process_started_count() -> None:
 
 
 def test_a_meter_looks_twice_a_second_at_most() -> None:
-    now, made = [0.0], []
-
-    def energy() -> GpuEnergy:
-        made.append(GpuEnergy(driver, None))
-        return made[-1]
-
-    driver = FakeDriver()
-    meter = Meter(energy, lambda: now[0])
+    now, joules = [0.0], {"GPU-aa": 5.0}
+    meter = Meter(joules.copy, lambda: now[0])
     assert meter.spent().joules["GPU-aa"] == 5.0
-    driver.millijoules["GPU-aa"] = 6000
+    joules["GPU-aa"] = 6.0
     now[0] = 0.5
     assert meter.spent().joules["GPU-aa"] == 5.0
     now[0] = 1.5
     assert meter.spent().joules["GPU-aa"] == 6.0
-    assert len(made) == 1
 
 
 def test_what_was_used_since_the_last_look() -> None:
@@ -132,8 +80,9 @@ def test_nvidias_own_package_reads_the_drivers_library(tmp_path: Path) -> None:
     source.write_text(LIBRARY)
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
     program = (
-        "from engines.workers.spent import METER, GpuEnergy, nvidia_driver\n"
-        "print(dict(METER.spent().joules), GpuEnergy(nvidia_driver(), ('1',)).joules())"
+        "from engines.workers.gpus import machine_gpu_states\n"
+        "from engines.workers.spent import METER\n"
+        "print(METER.spent().joules, *(gpu.uuid for gpu in machine_gpu_states()))"
     )
 
     def told(**variables: str) -> str:
@@ -145,8 +94,9 @@ def test_nvidias_own_package_reads_the_drivers_library(tmp_path: Path) -> None:
         return done.stdout.strip()
 
     there = {"LD_LIBRARY_PATH": str(tmp_path)}
-    assert told(**there) == "{'GPU-aa': 5.0} {}"
-    assert told(**there, CUDA_VISIBLE_DEVICES="1") == "{} {}"
-    assert told(**there, CUDA_VISIBLE_DEVICES="") == "{} {}", "as workers without GPUs have it"
+    assert told(**there) == "{'GPU-aa': 5.0} GPU-aa GPU-bb"
+    assert told(**there, CUDA_VISIBLE_DEVICES="1") == "{} GPU-aa GPU-bb"
+    without = told(**there, CUDA_VISIBLE_DEVICES="")  # as workers without GPUs have it
+    assert without == "{} GPU-aa GPU-bb"
     if ctypes.util.find_library("nvidia-ml") is None:
-        assert told() == "{} {}", "no driver here"
+        assert told() == "{}", "no driver here"

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -85,6 +85,12 @@ def machinery(**workers: WorkerMetrics) -> Machinery:
     )
 
 
+def began(look: Callable[[], Machinery | None]) -> RunBegan:
+    return RunBegan(
+        steps=9, head=0, fresh=0, last=None, drawn_tokens=dict, look=look, machines=list
+    )
+
+
 def commit(step: int, **metrics: float) -> Any:
     ledger = SimpleNamespace(trained=6 * step, filtered=2, dropped={"reward": 1})
     return SimpleNamespace(step=step, committed_at=1e9 + step, metrics=metrics, ledger=ledger)
@@ -113,14 +119,10 @@ def with_everything(folder: Path) -> LiveMetrics:
     for name in ("vllm:time_to_first_token_seconds", "vllm:request_params_n"):
         Histogram(name, "Some.", ["engine"], registry=own).labels("0").observe(1)
     gpu = GpuState(
-        uuid="GPU-1", utilization=0.5, memory_used=2.0, memory_total=8.0, power=300.0,
+        index=0, uuid="GPU-1", utilization=0.5, memory_used=2.0, memory_total=8.0, power=300.0,
         temperature=60.0, joules=9.0,
     )  # fmt: skip
-    listeners.tell(
-        RunBegan(
-            steps=9, head=0, fresh=0, last=None, drawn_tokens=dict, look=lambda: None
-        )
-    )  # fmt: skip
+    listeners.tell(began(lambda: None))
     attempt: Any = SimpleNamespace(
         stage="rollout", started=1.0, ended=4.0, error="WorkerLost: gone"
     )
@@ -262,8 +264,7 @@ def test_a_run_leaves_a_file_that_says_whether_it_lives(tmp_path: Path) -> None:
             raise TimeoutError("a worker does not answer")
         return looks.pop(0)
 
-    began = RunBegan(steps=9, head=0, fresh=0, last=None, drawn_tokens=dict, look=look)
-    listeners.tell(began)
+    listeners.tell(began(look))
     path = tmp_path / "metrics" / "r.prom"
     wait_for(lambda: not looks and path.exists() and "refrain_workers" in path.read_text())
     found = samples(path.read_text())
@@ -287,10 +288,10 @@ def test_a_look_that_takes_long_holds_no_event(tmp_path: Path) -> None:
         over.wait(30)
         return None
 
-    began = time.monotonic()
-    listeners.tell(RunBegan(steps=9, head=0, fresh=0, last=None, drawn_tokens=dict, look=look))
+    before = time.monotonic()
+    listeners.tell(began(look))
     listeners.tell(ShardSampled(step=1, tokens=4))
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - before < 2
     over.set()
     listeners.tell(RunEnded(step=0))
 
@@ -304,7 +305,7 @@ def test_without_the_settings_nothing_is_opened_or_written(tmp_path: Path) -> No
         raise AssertionError("looked")
 
     threads = threading.active_count()
-    listeners.tell(RunBegan(steps=9, head=0, fresh=0, last=None, drawn_tokens=dict, look=look))
+    listeners.tell(began(look))
     assert threading.active_count() == threads
     listeners.tell(RunEnded(step=0))
     assert list(tmp_path.iterdir()) == []
