@@ -649,8 +649,9 @@ def _too_large(*given: object) -> NoReturn:
 
 
 @pytest.fixture
-def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Self-tests are made anew; no memory plan, which would take a child process more."""
+def models_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Self-tests are made anew; no memory plan, and no processes that load data and rewards."""
+    monkeypatch.setattr(preflight, "check_world", lambda config, resumed: [])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def broken_off(*given: object) -> NoReturn:
@@ -697,7 +698,7 @@ def test_a_resumed_run_keeps_prompts_that_its_template_refuses(tmp_path: Path) -
     check_data(settings(tmp_path, *asked), resumed=True)
 
 
-@pytest.mark.usefixtures("no_cache")
+@pytest.mark.usefixtures("models_alone")
 def test_a_model_that_the_train_engine_computes_otherwise_is_refused(tmp_path: Path) -> None:
     words = family(tmp_path / "model", "deepseek_v32", **SPARSE)
     said = refused(tmp_path, words)
@@ -712,7 +713,7 @@ def test_a_model_that_the_train_engine_computes_otherwise_is_refused(tmp_path: P
     assert found.found.endswith("nats. A new run would be refused.")
 
 
-@pytest.mark.usefixtures("no_cache")
+@pytest.mark.usefixtures("models_alone")
 def test_what_a_model_of_other_layers_does_not_bear_is_refused(tmp_path: Path) -> None:
     hybrid = family(tmp_path / "lfm2", "lfm2", full_attn_idxs=[1], num_key_value_heads=2)
     assert not check(settings(tmp_path, hybrid))[-1].warning
@@ -754,7 +755,7 @@ def test_families_that_vllm_computes_otherwise_on_a_cpu_are_refused_there(
     check_settings(settings(tmp_path, model))
 
 
-@pytest.mark.usefixtures("no_cache")
+@pytest.mark.usefixtures("models_alone")
 def test_a_model_that_no_adapter_fits_on_is_refused(tmp_path: Path) -> None:
     """GPT-2's layers are products with transposed weights."""
     gpt2 = family(tmp_path / "gpt2", "gpt2", n_embd=64, n_head=4, n_positions=1024)
@@ -776,7 +777,7 @@ def test_a_model_that_no_adapter_fits_on_is_refused(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.usefixtures("no_cache")
+@pytest.mark.usefixtures("models_alone")
 def test_experts_are_spread_over_the_ranks_of_a_copy_where_these_divide_them(
     tmp_path: Path,
 ) -> None:
@@ -796,7 +797,7 @@ def test_experts_are_spread_over_the_ranks_of_a_copy_where_these_divide_them(
     )
 
 
-@pytest.mark.usefixtures("no_cache")
+@pytest.mark.usefixtures("models_alone")
 def test_experts_that_no_adapter_fits_on_are_refused(tmp_path: Path) -> None:
     mixture = family(
         *(tmp_path / "mixture", "qwen3_moe"),
@@ -856,7 +857,7 @@ def test_vllm_is_taken_within_the_window(tmp_path: Path) -> None:
     check_settings(settings(tmp_path, *words))
 
 
-@pytest.mark.usefixtures("no_cache")
+@pytest.mark.usefixtures("models_alone")
 def test_a_model_that_it_computes_as_transformers_does_is_good(tmp_path: Path) -> None:
     words = family(tmp_path / "model", "granite", logits_scaling=8.0, num_key_value_heads=2)
     found = check(settings(tmp_path, words))[-1]
