@@ -164,7 +164,7 @@ def test_experts_that_are_spread_are_not_gathered(tmp_path: Path) -> None:
         gathered, spread = (planned(expert_parallel=n, **settings) for n in (1, 2))
         assert spread.held == gathered.held
         saved = gathered.passing["gathered"] - spread.passing["gathered"]
-        assert saved == 2 * (3 * experts - kept * experts // 2)  # of three layers at once
+        assert saved == 2 * (2 * experts - kept * experts // 2)  # of two layers at once
     once = planned(expert_parallel=2, reduce_gradients="optimizer_step").passing["gradients"]
     assert once == 4 * (shape.parameters - 4 * experts // 2)
 
