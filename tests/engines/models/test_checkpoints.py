@@ -209,6 +209,7 @@ def test_a_published_version_loads_in_plain_transformers(tiny: Path, tmp_path: P
     assert open_manifest(Store(f"file://{tmp_path}"), other).version == 0
 
 
+@pytest.mark.slow
 def test_the_demos_gguf_becomes_a_checkpoint(tmp_path: Path) -> None:
     config = PretrainedModel(path=SMOLLM)
     try:
