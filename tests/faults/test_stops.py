@@ -47,7 +47,7 @@ def reached(run: Launched, faults: Faults, timeout: float = 300) -> None:
 def cancel(api: str) -> None:
     """What the button on the dashboard does."""
     question = {
-        "flow_runs": {"name": {"any_": ["faults"]}, "state": {"type": {"any_": ["RUNNING"]}}},
+        "flow_runs": {"name": {"like_": "faults-"}, "state": {"type": {"any_": ["RUNNING"]}}},
         "sort": "START_TIME_DESC",
         "limit": 1,
     }

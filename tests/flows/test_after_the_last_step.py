@@ -85,7 +85,7 @@ def inspected(run: Launched) -> str:
 def paused(api: str, run: Launched, known: str = "") -> str:
     """Id of the flow run that waits for a person, once there is one besides `known`."""
     question = {
-        "flow_runs": {"name": {"any_": ["last"]}, "state": {"type": {"any_": ["PAUSED"]}}},
+        "flow_runs": {"name": {"like_": "last-"}, "state": {"type": {"any_": ["PAUSED"]}}},
         "sort": "START_TIME_DESC",
     }
     end = time.monotonic() + 180

@@ -32,7 +32,7 @@ def flow_runs(api: str, run: str) -> list[dict]:
     """The step flow runs of a run's newest flow run."""
     (parent,) = httpx.post(
         f"{api}/flow_runs/filter",
-        json={"flow_runs": {"name": {"any_": [run]}}, "sort": "START_TIME_DESC", "limit": 1},
+        json={"flow_runs": {"name": {"like_": run}}, "sort": "START_TIME_DESC", "limit": 1},
     ).json()
     return httpx.post(
         f"{api}/flow_runs/filter",
@@ -86,7 +86,7 @@ def test_a_run_leaves_commits_weights_curves_and_a_dashboard(
     assert model.config.num_hidden_layers == 2
     assert (run.folder / ".refrain/store" / run.files.run / "progress.png").stat().st_size > 10_000
 
-    steps = flow_runs(prefect_api, "whole")
+    steps = flow_runs(prefect_api, run.files.run)
     assert [step["name"] for step in steps] == ["step 1", "step 2", "step 3"]
     assert {step["state_type"] for step in steps} == {"COMPLETED"}
     assert [step["tags"] for step in steps] == [["step 1"], ["step 2"], ["step 3"]]

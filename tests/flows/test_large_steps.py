@@ -168,7 +168,7 @@ def test_the_weights_are_those_of_few_shards_though_a_worker_dies(
     again = [place for place, count in repeated.items() if count > 1]
     assert 0 < len(again) <= 3, "only what the dead worker had in its three slots"
     assert audited(many)[-1]["recounted"]
-    for step in flow_runs(prefect_api, "many"):
+    for step in flow_runs(prefect_api, "many-"):
         names = Counter(
             task["name"].partition(" ")[0]
             for task in httpx.post(
