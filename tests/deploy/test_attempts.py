@@ -70,7 +70,7 @@ def test_a_run_that_crashed_and_is_started_again_goes_on(platform: Platform) -> 
     (name,) = store.children()
     flow = process_of(platform)
     flow.send_signal(signal.SIGKILL)
-    platform.wait(flow_run, "CRASHED", timeout=60)
+    platform.wait(flow_run, "CRASHED")
     before = committed_steps(platform.home / "crashed" / name)
     assert 0 < len(before) < 6
 
