@@ -21,6 +21,7 @@ hypothesis.settings.load_profile("refrain")
 
 TESTS = Path(__file__).parent
 LONG_FIRST = ("flows", "deploy", "examples", "faults", "contract")
+LONG_FILES = ("test_preflight.py", "test_tracing.py", "test_expert_parallel.py", "test_sessions.py")
 
 
 @pytest.fixture
@@ -35,11 +36,13 @@ def one_thread() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Folders of long tests first: the files that processes share end together then."""
+    """Long tests first: what is left for several processes at the end is short then."""
 
     def place(item: pytest.Item) -> int:
         folder = item.path.relative_to(TESTS).parts[0]
-        return LONG_FIRST.index(folder) if folder in LONG_FIRST else len(LONG_FIRST)
+        if folder in LONG_FIRST:
+            return LONG_FIRST.index(folder)
+        return len(LONG_FIRST) + (item.path.name not in LONG_FILES)
 
     items.sort(key=place)
 

@@ -60,6 +60,7 @@ def test_what_moves_bytes_runs_in_small(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json"]
 
 
+@pytest.mark.slow
 def test_a_part_that_ends_badly_is_told_and_hurts_no_other(tmp_path: Path) -> None:
     found = outcome("no such part", "small", tmp_path, limit=60.0)
     assert found["failed"].startswith("1: KeyError: 'no such part'")
@@ -83,6 +84,7 @@ def test_every_shape_fits_a_device_of_80_gb_by_the_plan(tmp_path: Path, shape: s
         settings_for(job, 2**20)
 
 
+@pytest.mark.slow
 def test_told_to_end_it_ends_its_part(tmp_path: Path) -> None:
     words = ["--small", "--parts", "logprobs", "--folder", str(tmp_path)]
     benchmark = subprocess.Popen([sys.executable, "-m", "benchmarks.gpu", *words], cwd=ROOT)

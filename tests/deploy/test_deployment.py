@@ -81,23 +81,35 @@ def test_a_rule_across_fields_fails_the_run_before_any_engine(platform: Platform
     assert not (platform.home / "store").exists()
 
 
-def test_a_run_by_the_api_a_schedule_and_a_cancel(platform: Platform) -> None:
-    run = platform.submit("tiny", platform.config("tiny", steps=2)).json()["id"]
-    # A second run of the deployment comes by a schedule, and waits for the first to end.
+def test_a_run_by_the_api_and_a_cancel(platform: Platform) -> None:
+    config = platform.config("tiny", **{"steps": 1000, "store.keep_steps": 2})
+    cancel(platform, platform.submit("tiny", config).json()["id"])
+    (folder,) = (platform.home / "store").iterdir()
+    assert any(folder.glob("steps/*/commit.json"))
+
+
+@pytest.mark.slow
+def test_a_run_by_a_schedule_waits_for_the_one_before(platform: Platform) -> None:
+    config = platform.config("tiny", **{"steps": 2, "store.uri": f"file://{platform.home}/first"})
+    run = platform.submit("tiny", config).json()["id"]
     scheduled = run_by_schedule(platform)
     done = platform.wait(run, "COMPLETED")
-    (folder,) = (platform.home / "store").iterdir()
+    (folder,) = (platform.home / "first").iterdir()
     assert done["name"] == folder.name
     assert (folder / "steps/000002/commit.json").exists()
+    cancel(platform, scheduled)
 
-    wait_for_a_step(platform, scheduled)
+
+def cancel(platform: Platform, flow_run: str) -> None:
+    """Cancel it on the dashboard once it has made a step: nothing that it started is left."""
+    wait_for_a_step(platform, flow_run)
     started = platform.children()
     assert len(started) >= 4
     API.post(
-        f"{platform.api}/flow_runs/{scheduled}/set_state",
+        f"{platform.api}/flow_runs/{flow_run}/set_state",
         json={"state": {"type": "CANCELLING"}},
     ).raise_for_status()
-    platform.wait(scheduled, "CANCELLED", timeout=60)
+    platform.wait(flow_run, "CANCELLED", timeout=60)
     _, alive = psutil.wait_procs(started, timeout=20)
     assert alive == []
     assert platform.children() == []

@@ -62,6 +62,7 @@ def finished(launch: Launch) -> Launched:
     return run
 
 
+@pytest.mark.slow
 def test_what_a_function_is_told_and_what_it_logs(finished: Launched) -> None:
     commits = finished.commits()
     assert [commit.metrics["progress"] for commit in commits] == [0.0, 0.5]

@@ -105,7 +105,7 @@ def test_a_pools_script_asks_for_its_resources(tmp_path: Path) -> None:
     worker = lines[-1] if lines[-1] else lines[-2]
     assert "--name solo-$SLURM_ARRAY_TASK_ID" in worker
     assert worker.count("--nthreads 2 ") == 1
-    assert "--resources 'solo=1'" in worker
+    assert "--resources solo=1" in worker
     assert f"--tls-key {tmp_path}/tls/key.pem" in worker
     assert "PRIVATE KEY" not in text
     quoted = subprocess.run(
@@ -138,8 +138,7 @@ def test_a_script_is_this_to_the_letter(tmp_path: Path) -> None:
         "export A='1 2'",
         "export CUDA_VISIBLE_DEVICES=''",
         "exec /opt/python -P -m engines.clusters.worker tcp://h:1 --name solo-$SLURM_ARRAY_TASK_ID "
-        '--death-timeout 60 --local-directory "${TMPDIR:-/tmp}" --nthreads 2 '
-        "--resources 'solo=1'",
+        '--local-directory "${TMPDIR:-/tmp}" --death-timeout 60 --nthreads 2 --resources solo=1',
     ]
 
 

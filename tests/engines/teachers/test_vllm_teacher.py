@@ -86,6 +86,7 @@ def columns(folder: Path, made: BatchRef) -> dict[str, NDArray[np.generic]]:
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 def test_scores_are_those_of_the_train_engine(
     by_vllm: VllmTeacher, by_fsdp: FSDPEngine, batch: BatchRef, folder: Path
 ) -> None:
@@ -112,6 +113,7 @@ def test_scores_are_those_of_the_train_engine(
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 def test_without_words_the_tokens_own_alone_are_written(
     by_vllm: VllmTeacher, batch: BatchRef, folder: Path
 ) -> None:
@@ -126,6 +128,7 @@ def test_without_words_the_tokens_own_alone_are_written(
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 def test_scores_of_other_weights_are_refused(by_vllm: VllmTeacher, batch: BatchRef) -> None:
     with pytest.raises(WeightMismatch, match=r"The teacher t holds the weights \w+.*, not other"):
         by_vllm.teach(batch, "run/other.safetensors", K, "other")

@@ -47,6 +47,7 @@ def test_runs_that_start_together_get_different_ports(tmp_path: Path) -> None:
     assert EmbeddedServer(tmp_path).port in {FIRST_PORT, *OTHER_PORTS}
 
 
+@pytest.mark.slow
 def test_a_new_folder_gets_a_copy_of_the_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,6 +133,7 @@ def test_a_twin_is_small_and_has_each_kind_of_layer() -> None:
     assert sum(weight.numel() for weight in build(small).parameters()) < 30e6
 
 
+@pytest.mark.slow
 def test_verdicts_are_kept_in_a_folder_of_the_user_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
