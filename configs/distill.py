@@ -105,6 +105,17 @@ def _beside_answers_of_the_data(
     )
 
 
+# A teacher's log-probs are of its whole distribution.
+WHOLE_DISTRIBUTIONS: tuple[Rule["DistillConfig"], ...] = (
+    Rule(
+        needs=lambda config: not config.rollout.sampling_mask,
+        says=lambda config: (
+            "rollout.sampling_mask = true makes the student's log-probs those of a part of its "
+            "distribution, and a teacher's are of the whole. Set rollout.sampling_mask = false."
+        ),
+    ),
+)
+
 # A loss by words alone learns from tokens that the student would not have written.
 ANSWERS_OF_THE_DATA: tuple[Rule["DistillConfig"], ...] = (
     _beside_answers_of_the_data(
@@ -180,6 +191,7 @@ class DistillConfig(GRPOConfig):
     rules: ClassVar[tuple[Rule[Any], ...]] = (
         *GRPOConfig.rules,
         *VLLM_TEACHERS,
+        *WHOLE_DISTRIBUTIONS,
         *ANSWERS_OF_THE_DATA,
         *TEACHERS,
     )

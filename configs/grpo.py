@@ -32,6 +32,7 @@ from configs.rules.retraining import RETRAINING
 from configs.rules.rewards import REWARDS
 from configs.rules.rule import Rule, check_rules
 from configs.rules.sampling import SAMPLING
+from configs.rules.sampling_mask import SAMPLING_MASK
 from configs.rules.sharing import SHARING
 from configs.rules.storage import CREDENTIALS, STORAGE
 from configs.run import RunConfig
@@ -63,6 +64,7 @@ OF_EVERY_FLOW: tuple[Rule[RunConfig], ...] = (
     *SAMPLING,
     *EPISODES,
     *LOGPROBS,
+    *SAMPLING_MASK,
     *EXPERTS,
     *GUARDS,
     *QUARANTINE,

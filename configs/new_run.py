@@ -11,7 +11,7 @@ from typing import Any
 
 from configs.grpo import GRPOConfig
 from configs.rollout import RolloutConfig
-from configs.rules.logprobs import WHOLE, cut_by
+from configs.rules.logprobs import MASK, WHOLE, cut_by
 from configs.rules.rule import check_rules
 from configs.rules.sampling import SPECULATION
 
@@ -32,12 +32,12 @@ def warnings_of(config: GRPOConfig) -> list[str]:
 
 def _bias(rollout: RolloutConfig) -> list[str]:
     cut = cut_by(rollout)
-    if not cut:
+    if not cut or rollout.sampling_mask:
         return []
     return [
         f"{cut} draws from a part of the policy's distribution, and the policy is trained as if from "
         "the whole: the gradient is biased, and more so as the part gets smaller. Set "
-        f"{WHOLE}, unless that is wanted."
+        f"{MASK} = true, or {WHOLE}, unless that is wanted."
     ]
 
 

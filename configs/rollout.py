@@ -40,6 +40,18 @@ class RolloutConfig(Settings):
     )
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling: kept probability mass.")
     top_k: int = Field(0, ge=0, description="Sample from the k likeliest tokens; 0 is off.")
+    min_p: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Sample from the tokens with at least this share of the likeliest one's "
+        "probability; 0 is off.",
+    )
+    sampling_mask: bool = Field(
+        False,
+        description="Keep of each token the words that top_p, top_k and min_p left, and renormalise "
+        "the trainer's distributions over the same words (Keep Sampling Mask, arXiv:2512.02556).",
+    )
     stop: tuple[str, ...] = Field((), description="Strings that end a completion (kept in it).")
     ignore_eos: bool = Field(False, description="Go on past the end-of-sequence token.")
     seed: int | None = Field(

@@ -5,7 +5,8 @@ from configs.rollout import RolloutConfig
 from configs.rules.rule import Rule, where
 from configs.run import RunConfig
 
-WHOLE = "rollout.top_p = 1 and rollout.top_k = 0"
+WHOLE = "rollout.top_p = 1, rollout.top_k = 0 and rollout.min_p = 0"
+MASK = "rollout.sampling_mask"
 LOGLINEAR = "algorithm.proximal = loglinear"
 
 STALE_SAMPLES: tuple[Rule[RunConfig], ...] = (
@@ -27,6 +28,7 @@ def cut_by(rollout: RolloutConfig) -> str:
     """The settings by which tokens are drawn from a part of the distribution; empty: none."""
     cuts = [f"rollout.top_p = {rollout.top_p:g}"] if rollout.top_p < 1 else []
     cuts += [f"rollout.top_k = {rollout.top_k}"] if rollout.top_k else []
+    cuts += [f"rollout.min_p = {rollout.min_p:g}"] if rollout.min_p else []
     return " and ".join(cuts)
 
 
@@ -52,7 +54,8 @@ def _compares_a_part(config: RunConfig) -> str:
     return (
         f"{cut} draws from a part of the policy's distribution, and {setting} compares the "
         "log-probs of that part with the trainer's, which are of the whole: weights would be "
-        f"wrong for every token. Set {WHOLE}, or {instead}."
+        f"wrong for every token. Set {MASK} = true, by which both are of that part, or {WHOLE}, or "
+        f"{instead}."
     )
 
 
@@ -100,7 +103,9 @@ LOGPROBS: tuple[Rule[RunConfig], ...] = (
     ),
     Rule(
         needs=lambda config: (
-            not cut_by(config.rollout) or not any(user_of_rollout_logprobs(config.algorithm))
+            not cut_by(config.rollout)
+            or config.rollout.sampling_mask
+            or not any(user_of_rollout_logprobs(config.algorithm))
         ),
         says=_compares_a_part,
         new_runs_only=True,

@@ -26,6 +26,7 @@ from storage.batches.columns import (
     policy_mask,
 )
 from storage.batches.refs import BatchRef
+from storage.batches.sampling_mask import COUNTS, SamplingMask, mask_columns, read_masks
 from storage.objects.json_values import Row
 from storage.objects.store import Store
 from storage.prompts.source import PromptSource
@@ -63,6 +64,7 @@ class Episode:
     frame: Frame | None = None  # of the answer to its last turn, where frames are kept
     unused: int = 0  # tokens at its end, after the action that ended it
     experts: RoutedExperts | None = None  # [T', L, k] of the first tokens, where they are stored
+    mask: SamplingMask | None = None  # likewise
     others: list[Episode] = field(default_factory=list, repr=False)  # rows of the other players
 
     @property
@@ -178,6 +180,8 @@ def read_episodes(
         }
     if OF_RESPONSE in samples.names:
         columns["experts"] = list(samples.fetch_list(store, OF_RESPONSE))
+    if COUNTS in samples.names:
+        columns["mask"] = read_masks(store, samples)
     if "unused_tokens" in samples.names:
         columns["unused"] = dense("unused_tokens")
     owners = numbers
@@ -236,6 +240,7 @@ def episode_columns(episodes: Sequence[Episode], in_part: bool = False) -> dict[
         besides[OF_RESPONSE] = [
             extended(own, len(one.tokens)) for own, one in zip(experts, episodes, strict=True)
         ]
+    besides |= mask_columns([one.mask for one in episodes], [len(one.tokens) for one in episodes])
     if in_part:
         besides["unused_tokens"] = np.array([one.unused for one in episodes], np.int64)
     authors = [np.frombuffer(bytes(one.authors), np.uint8) for one in episodes]

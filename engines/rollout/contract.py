@@ -76,6 +76,11 @@ NO_EXPERTS_ON_CPU = (
     "rollout.engine = transformers, or train.router_replay = false."
 )
 
+NO_MASK_ON_CPU = (
+    "rollout.sampling_mask = true, and vLLM gives the words that a token was drawn from on a GPU "
+    "alone. Set rollout.engine = transformers, or rollout.sampling_mask = false."
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
@@ -89,10 +94,12 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0  # 1 is off
     top_k: int = 0  # 0 is off; 1 is greedy
+    min_p: float = 0.0  # share of the likeliest token's probability; 0 is off
     stop: tuple[str, ...] = ()  # end a completion, kept in it; special tokens are no text
     ignore_eos: bool = False  # go on past the model's end-of-sequence tokens
     seed: int | None = None  # None: not reproducible
     routed_experts: bool = False  # whether the experts of each token are stored
+    sampling_mask: bool = False  # whether the words are that each token was drawn from
 
     def most(self, begun: int, turn: int) -> int:
         """The longest that a completion gets now, in tokens.
@@ -119,7 +126,13 @@ class Sampling:
     @property
     def as_greedy(self) -> Sampling:
         """The same with the likeliest tokens, one completion of each prompt."""
-        return replace(self, n=1, temperature=1.0, top_p=1.0, top_k=1, routed_experts=False)
+        likeliest = replace(self, n=1, temperature=1.0, top_p=1.0, top_k=1, min_p=0.0)
+        return likeliest.of_nothing_trained
+
+    @property
+    def of_nothing_trained(self) -> Sampling:
+        """The same without what only training needs."""
+        return replace(self, routed_experts=False, sampling_mask=False)
 
     @property
     def identity(self) -> dict[str, object]:
@@ -136,16 +149,25 @@ class Sampling:
             temperature=config.temperature,
             top_p=config.top_p,
             top_k=config.top_k,
+            min_p=config.min_p,
+            sampling_mask=config.sampling_mask,
             stop=config.stop,
             ignore_eos=config.ignore_eos,
             seed=config.seed,
         )
 
 
+# Fields that older shards have not; without effect as they stand there.
+LATER = (
+    *("max_turn_tokens", "segment_tokens", "segments"),
+    *("routed_experts", "min_p", "sampling_mask"),
+)
+
+
 @functools.lru_cache(maxsize=64)
 def _identity(sampling: Sampling) -> dict[str, object]:
     found = asdict(sampling)
-    for name in ("max_turn_tokens", "segment_tokens", "segments", "routed_experts"):
+    for name in LATER:
         if not found[name]:
             del found[name]
     if sampling.greedy:

@@ -106,7 +106,14 @@ class RolloutEngine(Sampler):
         if request.sampling.routed_experts:
             assert self._experts is not None, "it was built for such shards"
             none = self._experts.of_no_token
-        begun = read_begun(self._store, saved or request.begun, rows, request.frozen, none)
+        begun = read_begun(
+            self._store,
+            saved or request.begun,
+            rows,
+            request.frozen,
+            none,
+            request.sampling.sampling_mask,
+        )
 
         def write(completions: list[Completion], out_key: str) -> RolloutResult:
             return write_samples(

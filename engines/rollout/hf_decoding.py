@@ -5,6 +5,7 @@ The caller decides when a step runs and under which policy version; nothing here
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -31,6 +33,7 @@ from engines.rollout.hf_rows import (
 )
 from engines.rollout.samples import Completion
 from storage.batches.columns import UNFINISHED
+from storage.batches.sampling_mask import SamplingMask
 
 # A stop string ends in the newest token, so it lies within the last few; some tokens are parts of a
 # character and add no text of their own.
@@ -93,6 +96,7 @@ class Row:
         self.logprobs = list(begun.logprobs)
         self.spans = list(begun.spans)
         self.ended = begun.finish_reason if begun.ended else ""  # empty while it goes on
+        self._words: list[NDArray[np.int32]] = []  # that its tokens were drawn from, if wanted
         self._routed: list[RoutedExperts] = []  # of the tokens that the model has read, in parts
         self._read = 0  # tokens of those parts
         self._reader = reader
@@ -111,7 +115,16 @@ class Row:
         """Tokens that were drawn here."""
         return len(self.tokens) - len(self.begun.tokens)
 
-    def add(self, token: int, logprob: float, version: int) -> None:
+    def add(
+        self,
+        token: int,
+        logprob: float,
+        version: int,
+        words: NDArray[np.int32] | None = None,
+    ) -> None:
+        """A token that was drawn; words: from which, where they are wanted."""
+        if words is not None:
+            self._words.append(words)
         place = len(self.tokens)
         self.tokens.append(token)
         self.logprobs.append(logprob)
@@ -148,7 +161,14 @@ class Row:
             digest="" if self.drawn else self.begun.digest,
             authors=self.begun.authors,
             routed_experts=self._routed_experts(),
+            sampling_mask=self._sampling_mask(),
         )
+
+    def _sampling_mask(self) -> SamplingMask | None:
+        before = self.begun.sampling_mask
+        if before is None or not self.drawn:
+            return before
+        return before.extended(len(self.begun.tokens)).followed_by(SamplingMask.of(self._words))
 
 
 class Decoding:
@@ -320,8 +340,17 @@ def draw_next(logits: Tensor, rows: Sequence[Row], version: int) -> None:
         logprobs = _distribution(own.float(), sampling)
         tokens = _draw(logprobs, [rows[number].noise for number in numbers])
         drawn = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
-        for number, token, logprob in zip(numbers, tokens.tolist(), drawn, strict=True):
-            rows[number].add(token, logprob, version)
+        words = words_left(logprobs) if sampling.sampling_mask else [None] * len(numbers)
+        for number, token, logprob, left in zip(
+            numbers, tokens.tolist(), drawn, words, strict=True
+        ):
+            rows[number].add(token, logprob, version, left)
+
+
+def words_left(logprobs: Tensor) -> list[NDArray[np.int32]]:
+    """The words of each row of log-probs [R, V] that are not -inf, in rising order."""
+    finite = (logprobs > -torch.inf).cpu().numpy()
+    return [np.flatnonzero(row).astype(np.int32) for row in finite]
 
 
 def _batches(rows: Sequence[Row], model: PreTrainedModel) -> Iterator[list[Row]]:
@@ -347,6 +376,9 @@ def _entropy() -> int:
 def _distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Log-probs [R, V] of the distribution that is sampled from; filtered-out tokens have -inf."""
     logits = logits / sampling.temperature
+    if sampling.min_p:  # first, as vLLM does
+        least = logits.amax(1, keepdim=True) + math.log(sampling.min_p)
+        logits = logits.masked_fill(logits < least, -torch.inf)
     if sampling.top_k and sampling.top_k < logits.shape[1]:
         least = logits.topk(sampling.top_k, 1).values[:, -1:]
         tied = logits == least

@@ -31,6 +31,13 @@ from storage.batches.columns import (
     policy_mask,
 )
 from storage.batches.refs import BatchRef
+from storage.batches.sampling_mask import (
+    COUNTS,
+    NO_TOKENS,
+    SamplingMask,
+    mask_columns,
+    read_masks,
+)
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
 
@@ -81,6 +88,8 @@ class Completion:
     # [B + T, L, k] of the token before each of the T, and of B tokens before those; fewer where they
     # are not known. None: they are not wanted.
     routed_experts: RoutedExperts | None = None
+    # Of the first tokens; the others are not the policy's. None: it is not wanted.
+    sampling_mask: SamplingMask | None = None
 
     @property
     def turn(self) -> int:
@@ -108,6 +117,7 @@ class Completion:
                 read=more.read,
                 cached=more.cached,
                 routed_experts=self.routed_experts,
+                sampling_mask=self.sampling_mask,
             )
         spans, length = list(self.spans), len(self.tokens)
         for version, start, stop in more.spans:
@@ -125,7 +135,13 @@ class Completion:
             read=more.read,
             cached=more.cached,
             routed_experts=self._routed_with(more),
+            sampling_mask=self._mask_with(more),
         )
+
+    def _mask_with(self, more: Completion) -> SamplingMask | None:
+        if self.sampling_mask is None or more.sampling_mask is None:
+            return None if self.tokens else more.sampling_mask
+        return self.sampling_mask.extended(len(self.tokens)).followed_by(more.sampling_mask)
 
     def _routed_with(self, more: Completion) -> RoutedExperts | None:
         if self.routed_experts is None or more.routed_experts is None:
@@ -194,14 +210,17 @@ def read_begun(
     rows: int,
     frozen: bool = False,
     no_experts: RoutedExperts | None = None,
+    masked: bool = False,
 ) -> list[Completion]:
     """[rows] what `write_samples` stored of them; nothing of each where `begun` is None.
 
     frozen: whether the turns of frozen players are what is gone on with. no_experts: of no token,
-    where those of each are wanted; else they are read where they are stored.
+    where those of each are wanted; else they are read where they are stored. masked: whether the
+    words that tokens were drawn from are wanted; ValueError where they are not stored.
     """
     if begun is None:
-        return [replace(NOTHING, routed_experts=no_experts)] * rows
+        mask = NO_TOKENS if masked else None
+        return [replace(NOTHING, routed_experts=no_experts, sampling_mask=mask)] * rows
     if len(begun) != rows:
         raise ValueError(f"{len(begun)} samples are begun, of a shard that has {rows}.")
     ids, offsets = begun.fetch_numpy(store, "response_ids")
@@ -226,6 +245,7 @@ def read_begun(
                 *(begun.fetch_list(store, name) for name in (OF_PROMPT, OF_RESPONSE)), strict=True
             )
         ]
+    masks = _begun_masks(store, begun, masked)
     return [
         Completion(
             tokens=ids[a:b].tolist(),
@@ -235,15 +255,30 @@ def read_begun(
             digest=str(digests[row]),
             authors=authors[a:b],
             routed_experts=experts[row],
+            sampling_mask=masks[row],
         )
         for row, (a, b) in enumerate(pairwise(offsets.tolist()))
     ]
+
+
+def _begun_masks(store: Store, begun: BatchRef, masked: bool) -> list[SamplingMask | None]:
+    if COUNTS in begun.names:
+        return list(read_masks(store, begun))
+    if masked and begun.fetch_numpy(store, "response_ids")[0].size:
+        raise ValueError(
+            "rollout.sampling_mask = true, and samples that were begun without it are gone on with. "
+            "Set it to false."
+        )
+    return [NO_TOKENS if masked else None] * len(begun)
 
 
 def token_columns(completions: Sequence[Completion]) -> dict[str, object]:
     """What completions consist of, as columns of N rows."""
     return {
         **_expert_columns(completions),
+        **mask_columns(
+            [c.sampling_mask for c in completions], [len(c.tokens) for c in completions]
+        ),
         "response_ids": [np.array(c.tokens, np.int32) for c in completions],
         "rollout_logprobs": [np.array(c.logprobs, np.float32) for c in completions],
         "weight_spans": [np.array(c.spans, np.int64).reshape(-1) for c in completions],

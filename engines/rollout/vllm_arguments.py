@@ -19,6 +19,7 @@ from engines.rollout.contract import RolloutSpec, Sampling
 from engines.rollout.samples import NOTHING, Completion
 from engines.rollout.vllm_plugin import TRANSFER_BACKEND
 from storage.batches.columns import UNFINISHED
+from storage.batches.sampling_mask import SamplingMask
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, SamplingParams
@@ -73,6 +74,7 @@ def engine_arguments(spec: RolloutSpec, directory: Path) -> AsyncEngineArgs:
         # Engines must not all draw the same noise; a sample's own seed comes with its request.
         seed=int.from_bytes(os.urandom(4), "big") >> 1,
         enable_return_routed_experts=spec.routed_experts,
+        return_sampling_mask=spec.rollout.sampling_mask,
         disable_log_stats=not spec.measured,
     )
     further: dict[str, Any] = dict(config.engine_args)
@@ -91,21 +93,29 @@ def step_tokens(spec: RolloutSpec, on_cpu: bool) -> int:
 
 
 def sampling_params(
-    sampling: Sampling, ends: Sequence[int], seed: int | None, begun: Completion
+    sampling: Sampling,
+    ends: Sequence[int],
+    seed: int | None,
+    begun: Completion,
+    masks: bool = False,
 ) -> SamplingParams:
     """What one completion is drawn with.
 
     ends: the model's end-of-sequence tokens. begun: what it has already, in the prompt. With
     top_k = 1 vLLM draws among tokens with the same logit; a temperature of 0 takes the likeliest one.
+    masks: whether the engine gives the words that tokens were drawn from; it takes no request with a
+    temperature of 0 then.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    likeliest = sampling.greedy and not masks
     return SamplingParams(
         max_tokens=sampling.most(len(begun.tokens), begun.turn) - len(begun.tokens),
-        temperature=0.0 if sampling.greedy else sampling.temperature,
+        temperature=0.0 if likeliest else sampling.temperature,
         top_p=1.0 if sampling.greedy else sampling.top_p,
-        top_k=0 if sampling.greedy else sampling.top_k,
+        top_k=0 if likeliest else sampling.top_k,
+        min_p=0.0 if sampling.greedy else sampling.min_p,
         stop=list(sampling.stop),
         include_stop_str_in_output=True,
         stop_token_ids=[] if sampling.ignore_eos else list(ends),
@@ -128,13 +138,17 @@ class ScoredTokens:
     words: NDArray[np.float32]  # [R, k] nats
 
 
-def scoring_params(top_k: int = 0) -> SamplingParams:
-    """A request that wants only the log-probs of its prompt, and of top_k words at each place."""
+def scoring_params(top_k: int = 0, masks: bool = False) -> SamplingParams:
+    """A request that wants only the log-probs of its prompt, and of top_k words at each place.
+
+    masks: as `sampling_params`; an engine that gives them takes no request without a top_k.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
         max_tokens=1,
+        top_k=int(masks),
         prompt_logprobs=top_k,
         flat_logprobs=True,
         detokenize=False,
@@ -143,11 +157,12 @@ def scoring_params(top_k: int = 0) -> SamplingParams:
 
 
 def completion(
-    output: RequestOutput, greedy: bool, experts: ChosenExperts | None = None
+    output: RequestOutput, sampling: Sampling, experts: ChosenExperts | None = None
 ) -> Completion:
     """The one completion of a request that has finished, or was aborted: then it is unfinished.
 
-    greedy: how it was asked for. vLLM then gives log-probs of what it did not draw from; they are 0.
+    sampling: how it was asked for. Of the likeliest tokens vLLM gives log-probs of what it did not
+    draw from; they are 0.
     experts: of the model's routers, where those of each token are wanted.
     """
     (drawn,) = output.outputs
@@ -160,13 +175,24 @@ def completion(
     assert reason is not None, "only finished requests are handed on"
     return Completion(
         tokens=tokens,
-        logprobs=[0.0] * len(tokens) if greedy else _drawn_logprobs(drawn, tokens),
+        logprobs=[0.0] * len(tokens) if sampling.greedy else _drawn_logprobs(drawn, tokens),
         spans=[(int(span.version), span.start, span.end) for span in spans],
         finish_reason=UNFINISHED if reason == "abort" else reason,
         read=read,
         cached=cached,
         routed_experts=None if experts is None else _routed(drawn, read + len(tokens) - 1, experts),
+        sampling_mask=_words_left(drawn, len(tokens)) if sampling.sampling_mask else None,
     )
+
+
+def _words_left(drawn: CompletionOutput, tokens: int) -> SamplingMask:
+    given = drawn.sampling_mask
+    assert given is not None, "vLLM was started to give it"
+    if len(given.token_ids) != tokens:
+        raise ValueError(
+            f"vLLM gave the words that {len(given.token_ids)} tokens were drawn from, not {tokens}."
+        )
+    return SamplingMask.of([np.sort(np.array(words, np.int32)) for words in given.token_ids])
 
 
 def _routed(drawn: CompletionOutput, tokens: int, experts: ChosenExperts) -> RoutedExperts:

@@ -20,6 +20,7 @@ from engines.models.checkpoints import build_empty, prepared
 from engines.rollout import vllm_arguments
 from engines.rollout.contract import (
     NO_EXPERTS_ON_CPU,
+    NO_MASK_ON_CPU,
     RolloutRequest,
     RolloutSpec,
     Sampling,
@@ -61,9 +62,11 @@ _FAILURES = {
 class _Row:
     """A completion in the making."""
 
-    def __init__(self, begun: Completion, greedy: bool, experts: ChosenExperts | None) -> None:
+    def __init__(
+        self, begun: Completion, sampling: Sampling, experts: ChosenExperts | None
+    ) -> None:
         self.begun = begun
-        self.greedy = greedy
+        self.sampling = sampling
         self.experts = experts  # where those of each token are wanted
         self.request = ""  # name of its request, while it has one
 
@@ -78,18 +81,24 @@ class _Row:
         # What an abort would give out, without aborting.
         output = state.make_request_output([], None, FinishReason.ABORT, None)
         assert isinstance(output, RequestOutput)
-        return self.begun.followed_by(vllm_arguments.completion(output, self.greedy, self.experts))
+        return self.begun.followed_by(
+            vllm_arguments.completion(output, self.sampling, self.experts)
+        )
 
 
 def _experts_of(directory: Path) -> ChosenExperts:
     """Of a model's routers; ValueError where vLLM does not say what they choose."""
-    import torch
-
     from engines.models.routers import chosen_experts
 
-    if not torch.cuda.is_available():
+    if not _on_gpu():
         raise ValueError(NO_EXPERTS_ON_CPU)
     return chosen_experts(build_empty(directory))
+
+
+def _on_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 class VllmEngine(RolloutEngine):
@@ -110,7 +119,10 @@ class VllmEngine(RolloutEngine):
         directory = prepared(spec.model, Path(spec.model_cache))
         shapes, names = checkpoints.tensor_shapes(directory), checkpoint_names(directory)
         experts = _experts_of(directory) if spec.routed_experts else None
+        if spec.rollout.sampling_mask and not _on_gpu():
+            raise ValueError(NO_MASK_ON_CPU)
         super().__init__(spec, shapes, names, experts)
+        self._masks = spec.rollout.sampling_mask
         self._ends = checkpoints.end_token_ids(directory)
         self._requests = 0
         # Shards in flight, each with the error that it must end with, if it must.
@@ -245,9 +257,9 @@ class VllmEngine(RolloutEngine):
         salt = f"v{self._holding().version}"
         if request.out_key in self._cut:
             return begun
-        n, greedy = request.sampling.n, request.sampling.greedy
+        n = request.sampling.n
         experts = self._experts if request.sampling.routed_experts else None
-        rows = self._rows[request.out_key] = [_Row(one, greedy, experts) for one in begun]
+        rows = self._rows[request.out_key] = [_Row(one, request.sampling, experts) for one in begun]
         tasks = [
             asyncio.create_task(
                 self._sample_row(
@@ -273,11 +285,11 @@ class VllmEngine(RolloutEngine):
         begun = row.begun
         if begun.ended:
             return begun
-        params = vllm_arguments.sampling_params(sampling, self._ends, seed, begun)
+        params = vllm_arguments.sampling_params(sampling, self._ends, seed, begun, self._masks)
         prompt: TokensPrompt = {"prompt_token_ids": tokens + begun.tokens, "cache_salt": salt}
         row.request = self._new_request()
         answer = await self._answer(prompt, params, row.request)
-        drawn = vllm_arguments.completion(answer, row.greedy, row.experts)
+        drawn = vllm_arguments.completion(answer, sampling, row.experts)
         found = begun.followed_by(drawn)
         if found.finish_reason == "length":
             found = replace(found, finish_reason=sampling.limit(len(found.tokens)))
@@ -318,7 +330,7 @@ class VllmEngine(RolloutEngine):
         self, token_ids: list[list[int]], starts: list[int], top_k: int
     ) -> list[ScoredTokens]:
         await self._admitted.wait()
-        params = vllm_arguments.scoring_params(top_k)
+        params = vllm_arguments.scoring_params(top_k, self._masks)
         answers = await asyncio.gather(
             *(
                 self._answer({"prompt_token_ids": tokens}, params, self._new_request())

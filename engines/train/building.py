@@ -6,6 +6,7 @@ No rank ever holds the whole of it (docs/decisions/loading-by-rank.md).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
@@ -126,6 +127,8 @@ def build(
     if spec.train.router_replay and spec.role == "actor":
         assert isinstance(policy, Policy), "an actor is one"
         policy.replay_routing()
+    if spec.role in ("actor", "ref"):
+        policy.needs = replace(policy.needs, sampling_mask=True)
     if spec.train.router_dtype == "float32":
         compute_in_float32(policy.routers, model.config.get_text_config().hidden_size, compute)
     if spec.frozen:

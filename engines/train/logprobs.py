@@ -35,6 +35,38 @@ class TokenStatistics:
     bins: Tensor | None = None  # [T, k + 1] log pi of k words and of all others, with gradient
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Support:
+    """The words of the vocabulary that tokens were drawn from, where these were not all.
+
+    Example: the first of two tokens was drawn from words 3 and 9, the second from all
+        Support(tokens=[0, 0], words=[3, 9], cut=[True, False])
+    """
+
+    tokens: Tensor  # [S] int64, in [0, T)
+    words: Tensor  # [S] int64; less than 0 stands for none
+    cut: Tensor  # bool [T]; False: all words
+
+    def at(self, places: Tensor) -> Support:
+        """That of some tokens, int64 [t], in [0, T), in their order."""
+        numbers = torch.full_like(self.cut, -1, dtype=torch.int64)
+        numbers[places] = torch.arange(len(places), device=places.device)
+        tokens = numbers[self.tokens]
+        return Support(
+            tokens=tokens.clamp(min=0),
+            words=self.words.where(tokens >= 0, -1),
+            cut=self.cut[places],
+        )
+
+    def leave_out(self, logits: Tensor, start: int, least: float) -> None:
+        """Put the least number for all other words of a block [T, W] that begins at word `start`."""
+        words = logits.shape[1]
+        out = self.cut[:, None].repeat(1, words + 1)  # the last one for words of other blocks
+        inside, columns = within(self.words, start, words)
+        out[self.tokens, torch.where(inside, columns, words)] = False
+        logits.masked_fill_(out[:, :words], least)
+
+
 def token_statistics(
     hidden: Tensor,
     weight: Tensor,
@@ -48,6 +80,7 @@ def token_statistics(
     bias: Tensor | None = None,
     scale: float = 1.0,
     cap: float | None = None,
+    support: Support | None = None,
 ) -> TokenStatistics:
     """Log-probs and entropy of pi = softmax(hidden weight^T / temperature) at each label.
 
@@ -72,13 +105,15 @@ def token_statistics(
         bias: [V] of the output head; None: it has none.
         scale: Factor on the product and its bias, > 0.
         cap: Largest absolute logit before the temperature; None: no cap.
+        support: Words among which the softmax is, for each token; its label is one of them. None:
+            among all.
     """
     picked = labels[:, None] if words is None else torch.cat([labels[:, None], words], dim=-1)
     # c tanh(s x / c) / t = (c / t) tanh((x / (t / s)) / (c / t)): a scale is another temperature.
     limit = None if cap is None else cap / temperature
     logprobs, tail, entropy, squares = _TokenStatistics.apply(
         *(hidden, weight, picked, temperature / scale, chunk, entropy_gradient, squared),
-        *(words is not None, bias, limit),
+        *(words is not None, bias, limit, support),
     )
     return TokenStatistics(
         logprobs=logprobs[:, 0],
@@ -108,12 +143,14 @@ class _TokenStatistics(torch.autograd.Function):
         tailed: bool,
         bias: Tensor | None,
         cap: float | None,
+        support: Support | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         kind = torch.promote_types(hidden.dtype, torch.float32)
-        usual = not tailed and bias is None and cap is None and kind == torch.float32
+        plain = bias is None and cap is None and support is None
+        usual = not tailed and plain and kind == torch.float32
         ctx.fused = fused = usual and available(hidden)
         width = block_width(hidden, weight, chunk * FUSED if fused else chunk)
-        blocks = Blocks(hidden, weight, temperature, kind, width, bias, cap)
+        blocks = Blocks(hidden, weight, temperature, kind, width, bias, cap, support)
         ctx.logits = None  # all of them, where one block holds them: they are not made again then
         if fused:
             peaks, sums, products, squares, found, last = _sums_by_kernel(blocks, picked, squared)
@@ -128,10 +165,10 @@ class _TokenStatistics(torch.autograd.Function):
         tail, entropy = rest.clamp(min=LEAST).log() - logs, logs - products / sums
         ctx.save_for_backward(hidden, weight, picked, peaks, logs, entropy, logprobs, tail, bias)
         ctx.temperature, ctx.chunk, ctx.cap = temperature, chunk, cap
-        ctx.entropy_gradient, ctx.tailed = entropy_gradient, tailed
+        ctx.entropy_gradient, ctx.tailed, ctx.support = entropy_gradient, tailed, support
         squares = squares / sums.square()
-        plain = [squares] if entropy_gradient else [squares, entropy]
-        ctx.mark_non_differentiable(*(plain if tailed else [*plain, tail]))
+        constant = [squares] if entropy_gradient else [squares, entropy]
+        ctx.mark_non_differentiable(*(constant if tailed else [*constant, tail]))
         return logprobs, tail, entropy, squares
 
     @staticmethod
@@ -141,7 +178,7 @@ class _TokenStatistics(torch.autograd.Function):
         hidden, weight, picked, peaks, logs, entropy, logprobs, tail, bias = ctx.saved_tensors
         kind = logs.dtype
         width = block_width(hidden, weight, ctx.chunk * FUSED if ctx.fused else ctx.chunk)
-        blocks = Blocks(hidden, weight, ctx.temperature, kind, width, bias, ctx.cap)
+        blocks = Blocks(hidden, weight, ctx.temperature, kind, width, bias, ctx.cap, ctx.support)
         grad_hidden = torch.zeros_like(hidden, dtype=kind) if ctx.needs_input_grad[0] else None
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = torch.empty_like(bias) if ctx.needs_input_grad[8] else None
@@ -159,7 +196,7 @@ class _TokenStatistics(torch.autograd.Function):
                 del cast  # before the next block is made
             if grad_hidden is not None:
                 grad_hidden = grad_hidden.to(hidden.dtype)
-            return grad_hidden, grad_weight, *[None] * 8
+            return grad_hidden, grad_weight, *[None] * 9
         # d log pi_y / dz_j = [j = y] - p_j; d log tail / dz_j = [j in the tail] p_j / tail - p_j
         at_picked, falling = grad_logprobs, grad_logprobs.sum(-1, keepdim=True).neg()
         if ctx.tailed:
@@ -170,6 +207,8 @@ class _TokenStatistics(torch.autograd.Function):
         for start, log_probs in blocks:
             # c tanh(x / c) = z has the slope 1 - (z / c)^2
             slopes = None if ctx.cap is None else 1 - (log_probs / ctx.cap).square_()
+            if slopes is not None and ctx.support is not None:
+                slopes.clamp_(min=0)  # of words that are left out it would be no number
             log_probs.sub_(peaks[:, None]).sub_(logs[:, None])
             if ctx.entropy_gradient:  # dH / dz_j = -p_j (log p_j + H)
                 slope = (log_probs + entropy[:, None]).mul_(-grad_entropy[:, None])
@@ -193,7 +232,7 @@ class _TokenStatistics(torch.autograd.Function):
             del log_probs, slopes, grad, cast  # before the next block is made
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, *[None] * 6, grad_bias, None
+        return grad_hidden, grad_weight, *[None] * 6, grad_bias, None, None
 
 
 def _sums(
@@ -334,6 +373,7 @@ class Blocks:
     width: int  # words of a block
     bias: Tensor | None = None  # [V]
     cap: float | None = None  # of logits that are divided by the temperature
+    support: Support | None = None
 
     def __iter__(self) -> Iterator[tuple[int, Tensor]]:
         """The first word of each block, and its logits [T, words], which the caller may change.
@@ -358,7 +398,11 @@ class Blocks:
         if self.cap is not None:
             logits.div_(self.cap).tanh_().mul_(self.cap)
         # -inf (a word that cannot be) becomes the least number, whose probability is 0.
-        return logits.clamp_(min=torch.finfo(self.kind).min / 4)
+        least = torch.finfo(self.kind).min / 4
+        logits.clamp_(min=least)
+        if self.support is not None:
+            self.support.leave_out(logits, start, least)
+        return logits
 
     def weight_at(self, start: int) -> Tensor:
         """The block's rows of the output head, in the dtype of the product."""

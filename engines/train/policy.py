@@ -13,7 +13,7 @@ from engines.models.longrope import rotate_by_sequence
 from engines.models.routers import ChosenExperts, Router, chosen_experts, find_routers
 from engines.models.vla.openvla import OpenVLA
 from engines.train.batching.packed_batch import PackedBatch
-from engines.train.logprobs import token_statistics, top_words
+from engines.train.logprobs import Support, token_statistics, top_words
 from engines.train.model.attention import PACKED, collapse
 from engines.train.model.head import Head, head_form
 from engines.train.model.loading import Checkpoint
@@ -105,8 +105,8 @@ class Policy(HeadedModel):
         """Statistics of the R response tokens; a tuple, where FSDP looks for outputs' gradients.
 
         Args:
-            packed: T tokens of some rows. Of a policy that looks at images the probabilities are
-                those among its action tokens.
+            packed: T tokens of some rows. Probabilities are those among the words that a token was
+                drawn from, and of a policy that looks at images among its action tokens.
             sequence: The ranks that share them; each gets the numbers of all R.
             temperature: Sampling temperature, by which logits are divided.
             chunk: Rows of logits held at once.
@@ -122,8 +122,9 @@ class Policy(HeadedModel):
             `words` or `top` log-probs of these and the tail [R, k + 1], and with `top` the words,
             int64 [R, k].
         """
-        # Words that are handed in are each row's own: no two rows' numbers are the same then.
-        distinct = packed.distinct if words is None else None
+        # Words that are handed in, or were drawn from, are each row's own: no two rows' numbers are
+        # the same then.
+        distinct = packed.distinct if words is None and packed.support is None else None
         labels, predictors = packed.labels, packed.predictors
         if distinct is not None:
             labels, predictors = labels[distinct.first], predictors[distinct.first]
@@ -158,6 +159,7 @@ class Policy(HeadedModel):
             bias=head.bias,
             scale=head.scale,
             cap=head.cap,
+            support=_own_support(packed.support, places),
         )
         found: tuple[Tensor, ...] = (stats.logprobs, stats.entropy)
         if stats.sum_pi_squared is not None:
@@ -180,6 +182,11 @@ class Policy(HeadedModel):
         logits = self.model(input_ids=tokens, use_cache=False).logits
         assert isinstance(logits, Tensor)
         return logits
+
+
+def _own_support(support: Support | None, places: Tensor | None) -> Support | None:
+    """Of this rank's tokens among all."""
+    return support if support is None or places is None else support.at(places)
 
 
 def decoder_states(

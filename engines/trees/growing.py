@@ -293,6 +293,7 @@ def after(path: Completion, start: int, finish_reason: str) -> Completion:
         finish_reason=finish_reason,
         digest=path.digest,
         routed_experts=experts,
+        sampling_mask=None if path.sampling_mask is None else path.sampling_mask.after(start),
     )
 
 

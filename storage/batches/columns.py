@@ -70,6 +70,12 @@ COLUMNS: dict[str, Declared] = {
         "experts of the token before each response token, [layers, k]; 255, or 65535: not known",
         wide="U16",
     ),
+    "sampling_mask_counts": Declared(
+        "jagged", "I32", "words that each response token was drawn from; 0: all"
+    ),
+    "sampling_mask_words": Declared(
+        "jagged", "I32", "those words, token after token: token ids in rising order"
+    ),
     "response_mask": Declared("jagged", "U8", "1 where the policy wrote the response token"),
     "author": Declared("jagged", "U8", "Author of each response token (episodes)"),
     "env_seed": Declared("dense", "I64", "seed of the episode's environment, [N]"),

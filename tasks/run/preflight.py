@@ -19,7 +19,7 @@ from configs.rollout import RolloutConfig
 from configs.storage import TrackingConfig
 from engines.models.checkpoints import UNPACKED
 from engines.processes.other_users import other_people
-from engines.rollout.contract import NO_EXPERTS_ON_CPU
+from engines.rollout.contract import NO_EXPERTS_ON_CPU, NO_MASK_ON_CPU
 from engines.train.model.compiled import check_compiling
 from tasks.memory.check import check_memory
 from tasks.memory.holders import is_traced
@@ -329,6 +329,8 @@ def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
     if not _gpus_of(config, "rollout"):
         if config.train.router_replay and config.rollout.engine == "vllm":
             raise PreflightError(NO_EXPERTS_ON_CPU)
+        if config.rollout.sampling_mask and config.rollout.engine == "vllm":
+            raise PreflightError(NO_MASK_ON_CPU)
         check_vllm_on_cpu(config.rollout, facts, config.longest_sequence, "rollout")
     if not resumed:
         check_tokenizer(config.model)

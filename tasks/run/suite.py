@@ -63,7 +63,7 @@ class Suite:
         if settings.greedy:
             asked = asked.as_greedy
         return replace(
-            asked,
+            asked.of_nothing_trained,
             temperature=settings.temperature or asked.temperature,
             top_p=settings.top_p or asked.top_p,
             seed=asked.seed if settings.seed is None else settings.seed,

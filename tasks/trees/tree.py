@@ -65,8 +65,9 @@ def trees(run: Run, step: int, prompts: BatchRef, shard: int) -> Sampled:
     config = settings(run)
     stage = SamplingStage(name="rollout", sampling=sampling_of(config))
     drawn = asdict(stage.sampling)
-    if not drawn["routed_experts"]:  # as older runs have it
-        del drawn["routed_experts"]
+    for name in ("routed_experts", "min_p", "sampling_mask"):
+        if not drawn[name]:  # as older runs have it
+            del drawn[name]
     key = key_of("trees", prompts.to_json(), drawn, *growing(config))
     whole = Stage(run=run, step=step, name="tree", key=key, shard=shard)
     digests = {one.digest: one for one in run.usable_weights(step)}

@@ -31,8 +31,9 @@ def test_the_recipes_may_begin(name: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["rollout.top_k=2", TRUNCATE], "rollout.top_k = 2 draws from a part .* Set rollout.top_p = 1 and rollout.top_k = 0, or algorithm.correction = "),
+        (["rollout.top_k=2", TRUNCATE], "rollout.top_k = 2 draws from a part .* Set rollout.sampling_mask = true, .* or rollout.top_p = 1, rollout.top_k = 0 and rollout.min_p = 0, or algorithm.correction = "),
         (["rollout.top_p=0.9", TRUNCATE], r"rollout\.top_p = 0\.9 draws"),
+        (["rollout.min_p=0.1", TRUNCATE], r"rollout\.min_p = 0\.1 draws"),
         (["rollout.top_p=0.9", "rollout.top_k=40", TRUNCATE], "top_p = 0.9 and rollout.top_k = 40 draws"),
         (["rollout.top_k=1", "algorithm.correction=[{kind: veto}]"], "and algorithm.correction compares"),
         (["rollout.top_p=0.5", BYPASS], "algorithm.ratio_against = rollout_logprobs compares"),
@@ -56,6 +57,27 @@ def test_a_stored_run_that_decodes_speculatively_on_a_cpu_is_told_and_goes_on() 
     on_gpus = tiny([SPECULATIVE, "cluster.pools.rollout.gpus=1"])
     check_new_run(on_gpus)
     assert warnings_of(on_gpus) == []
+
+
+@pytest.mark.parametrize("cut", ["rollout.top_k=2", "rollout.top_p=0.9", "rollout.min_p=0.1"])
+@pytest.mark.parametrize("use", [TRUNCATE, BYPASS, "algorithm.loss.kind=decoupled"])
+def test_with_the_words_that_were_left_each_may_begin(cut: str, use: str) -> None:
+    config = tiny([cut, use, "rollout.sampling_mask=true", "rollout.engine=transformers"])
+    check_new_run(config)
+    assert warnings_of(config) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["rollout.engine=transformers"], "these leave all. Set one of them, or rollout.sampling_mask = false"),
+        (["rollout.engine=transformers", "rollout.top_k=1"], "no token would train"),
+        (["rollout.engine=vllm", "rollout.top_p=0.9"], "Set rollout.top_k to more than"),
+    ],
+)  # fmt: skip
+def test_words_that_were_left_are_refused_where_they_are_none(words: list[str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        tiny(["rollout.sampling_mask=true", *words])
 
 
 @pytest.mark.parametrize("words", [["rollout.top_k=2"], ["rollout.top_p=0.95"]])

@@ -21,6 +21,7 @@ from engines.train.batching.image_turns import SeenRow, pack_turns, turns_of
 from engines.train.batching.packed_batch import Ints, PackedBatch, pack, put
 from engines.train.model.row_needs import PLAIN, RowNeeds
 from storage.batches.refs import BatchRef
+from storage.batches.sampling_mask import COUNTS, WORDS, SamplingMask
 from storage.objects.store import Store
 
 # Columns over the response tokens that a policy's loss or metrics are made of, where there are such.
@@ -94,6 +95,8 @@ def read_micro_batch(
     masked = "response_mask" in batch.names
     names = ["prompt_ids", "response_ids", *wanted, *(["response_mask"] if masked else [])]
     names += SEEN if patches else []
+    cut = needs.sampling_mask and COUNTS in batch.names
+    names += [COUNTS, WORDS] if cut else []
     names += [OF_PROMPT, OF_RESPONSE] if needs.routed_experts else []
     if needs.routed_experts and OF_RESPONSE not in batch.names:
         raise ValueError(
@@ -114,9 +117,15 @@ def read_micro_batch(
                 np.concatenate([extended(before, len(prompt) - 1), after])
                 for prompt, before, after in zip(*columns_of, strict=True)
             ]
-        packed = pack(
-            *(_rows_of(data["prompt_ids"]), responses, device, tree_training, needs, experts)
-        )
+        masks = None
+        if cut:
+            columns_of = (_rows_of(data[name]) for name in (COUNTS, WORDS))
+            masks = [
+                SamplingMask(counts=counts, words=words)
+                for counts, words in zip(*columns_of, strict=True)
+            ]
+        prompts = _rows_of(data["prompt_ids"])
+        packed = pack(prompts, responses, device, tree_training, needs, experts, masks)
     return MicroBatch(
         packed=packed,
         mask=put(torch.ones(total, dtype=torch.bool) if mask is None else mask, device),

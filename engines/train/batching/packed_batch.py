@@ -19,8 +19,10 @@ from engines.algorithms.jagged import Rows
 from engines.models.longrope import LONG
 from engines.models.routed_experts import RoutedExperts, as_ids, extended
 from engines.train.batching.tree_training import in_order
+from engines.train.logprobs import Support
 from engines.train.model.attention import AttentionLayout, Bucket
 from engines.train.model.row_needs import PLAIN, RowNeeds
+from storage.batches.sampling_mask import SamplingMask
 
 SHORTEST_SHARE = 0.75  # a bucket holds sequences of at least this share of its longest one's length
 
@@ -72,6 +74,7 @@ class PackedBatch:
     images: Tensor | None = None
     # [T, L, k] int16: ids of k experts of each token in L layers; -1, or None: as the routers choose
     routed_experts: Tensor | None = None
+    support: Support | None = None  # words that the R were drawn from; None: all
 
     @property
     def predicted(self) -> int:
@@ -86,6 +89,7 @@ def pack(
     tree_training: bool = False,
     needs: RowNeeds = PLAIN,
     experts: Sequence[RoutedExperts] | None = None,
+    masks: Sequence[SamplingMask] | None = None,
 ) -> PackedBatch:
     """Pack rows; rows whose prompts are equal share it, rows without response take no room.
 
@@ -97,6 +101,8 @@ def pack(
         needs: Of the model.
         experts: Of each row, [P_i + R_i - 1, L, k], the experts of its tokens; of a token that rows
             share, those of the first one that knows them.
+        masks: Of each row, the words that its R_i tokens were drawn from. ValueError where a token
+            is not among them.
     """
     used = [row for row, response in enumerate(responses) if len(response)]
     asked = [np.asarray(prompts[row]) for row in used]
@@ -124,6 +130,23 @@ def pack(
         whole=sum(map(len, placed.members)),
         distinct=_distinct(predictors, given, device) if tree_training and used else None,
         routed_experts=None if routed is None else put(torch.from_numpy(routed), device),
+        support=None
+        if masks is None or not used
+        else _support(given, [masks[i] for i in used], device),
+    )
+
+
+def _support(
+    responses: list[Ints], masks: list[SamplingMask], device: torch.device | str
+) -> Support:
+    """The words of the R response tokens, of whom none is drawn from others."""
+    for response, mask in zip(responses, masks, strict=True):
+        mask.check_holds(response)
+    counts = np.concatenate([mask.counts for mask in masks])
+    return Support(
+        tokens=_tensor([np.repeat(np.arange(len(counts)), counts)], device),
+        words=_tensor([mask.words.astype(np.int64) for mask in masks], device),
+        cut=put(torch.from_numpy(counts > 0), device),
     )
 
 

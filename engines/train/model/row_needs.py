@@ -21,6 +21,7 @@ class RowNeeds:
     whole: bool = False
     rope_limit: int | None = None  # tokens from which on sequences have other rotary positions
     routed_experts: bool = False  # the experts that each token was sampled with
+    sampling_mask: bool = False  # the words that it was drawn from, where samples have them
 
 
 PLAIN = RowNeeds()

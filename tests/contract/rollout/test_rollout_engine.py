@@ -145,6 +145,7 @@ SAMPLED = {
     "cold": Sampling(n=3, max_new_tokens=24, seed=5, temperature=0.6),
     "top-k": Sampling(n=3, max_new_tokens=24, seed=5, temperature=1.5, top_k=20),
     "top-p": Sampling(n=3, max_new_tokens=24, seed=5, temperature=0.8, top_p=0.7),
+    "min-p": Sampling(n=3, max_new_tokens=24, seed=5, temperature=1.3, min_p=0.2),
 }
 DRAWN = [(True, "plain"), (True, "top-p"), (False, "top-k")]  # in the quick suite
 SAMPLINGS = pytest.mark.parametrize("sampling", SAMPLED.values(), ids=SAMPLED)

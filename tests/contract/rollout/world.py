@@ -127,6 +127,10 @@ class World:
         """Log-probs [R, V] of which each token of the response is to be drawn."""
         logits = self.policies[version](torch.tensor([prompt + response])).logits[0]
         logits = logits[len(prompt) - 1 : -1] / sampling.temperature
+        if sampling.min_p:
+            probs = logits.softmax(1)
+            least_likely = sampling.min_p * probs.amax(1, keepdim=True)
+            logits = logits.masked_fill(probs < least_likely, -torch.inf)
         if sampling.top_k:
             least = logits.topk(sampling.top_k).values[:, -1:]
             logits = logits.masked_fill(logits < least, -torch.inf)

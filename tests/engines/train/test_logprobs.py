@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engines.train.logprobs import block_width, token_statistics, top_words
+from engines.train.logprobs import Support, block_width, token_statistics, top_words
 
 
 def inputs(tokens=13, size=6, words=17, dtype=torch.float64):
@@ -97,6 +97,85 @@ def test_bias_scale_and_cap_equal_the_plain_formula(chunk, temperature, bias, sc
     torch.testing.assert_close(
         torch.autograd.grad(ours.sum(), leaves), torch.autograd.grad(theirs.sum(), leaves)
     )
+
+
+def drawn_from(labels, words=17, share=0.4):
+    """Some words of each token, its label among them; every third token was drawn from all."""
+    left = torch.rand(len(labels), words, generator=torch.Generator().manual_seed(2)) < share
+    left.scatter_(1, labels[:, None], True)
+    cut = torch.arange(len(labels)) % 3 != 0
+    tokens, ids = (left & cut[:, None]).nonzero(as_tuple=True)
+    return left | ~cut[:, None], Support(tokens=tokens, words=ids, cut=cut)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 1000])
+@pytest.mark.parametrize(
+    ("temperature", "bias", "cap"), [(1.0, None, None), (0.7, biased(), None), (1.3, None, 1.5)]
+)
+def test_among_some_words_they_are_the_plain_formula_without_the_others(
+    chunk, temperature, bias, cap
+):
+    hidden, weight, labels = inputs()
+    left, support = drawn_from(labels)
+    got = token_statistics(
+        *(hidden, weight, labels),
+        temperature=temperature,
+        chunk=chunk,
+        entropy_gradient=True,
+        squared=True,
+        bias=bias,
+        cap=cap,
+        support=support,
+    )
+    logits = whole_head(hidden, weight, bias, 1.0, cap, temperature)
+    table = logits.masked_fill(~left, -torch.inf).log_softmax(-1)
+    probs = table.exp()
+    picked = table.gather(-1, labels[:, None])[:, 0]
+    entropy = -(probs * table.masked_fill(~left, 0)).sum(-1)
+    torch.testing.assert_close(got.logprobs, picked)
+    torch.testing.assert_close(got.entropy, entropy)
+    torch.testing.assert_close(got.sum_pi_squared, probs.square().sum(-1))
+    up = torch.randn(2, 13, dtype=torch.float64)
+    leaves = [hidden, weight] if bias is None else [hidden, weight, bias]
+    ours = torch.autograd.grad((up[0] * got.logprobs + up[1] * got.entropy).sum(), leaves)
+    theirs = torch.autograd.grad((up[0] * picked + up[1] * entropy).sum(), leaves)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_the_words_of_a_part_of_the_tokens():
+    hidden, weight, labels = inputs()
+    _, support = drawn_from(labels)
+    places = torch.tensor([12, 0, 5, 7])
+    whole = token_statistics(hidden, weight, labels, support=support).logprobs
+    part = token_statistics(hidden[places], weight, labels[places], support=support.at(places))
+    torch.testing.assert_close(part.logprobs, whole[places])
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_samples_of_a_part_of_the_words_have_the_gradient_of_what_they_earn(masked):
+    """sum_w p(w) r(w) grad log pi(w) is the gradient of the mean reward under p, if pi is p.
+
+    p: softmax over the words that top-p sampling leaves. With log pi of all words it is another.
+    """
+    hidden, weight, _ = inputs(tokens=1)
+    left, reward = torch.arange(17) % 3 != 1, torch.linspace(-1, 1, 17, dtype=torch.float64)
+    p = (hidden @ weight.t())[0].masked_fill(~left, -torch.inf).softmax(-1)
+    exact = torch.autograd.grad((p * reward).sum(), (hidden, weight))
+    words = left.nonzero()[:, 0]
+    count = len(words)
+    support = Support(
+        tokens=torch.arange(count).repeat_interleave(count),
+        words=words.repeat(count),
+        cut=torch.ones(count, dtype=torch.bool),
+    )
+    hidden, weight, _ = inputs(tokens=1)
+    logprobs = token_statistics(
+        hidden.expand(count, -1), weight, words, support=support if masked else None
+    ).logprobs
+    earned = (p.detach()[words] * reward[words] * logprobs).sum()
+    got = torch.autograd.grad(earned, (hidden, weight))
+    close = all(torch.allclose(ours, theirs) for ours, theirs in zip(got, exact, strict=True))
+    assert close == masked
 
 
 def test_a_head_that_is_named_plain_is_the_plain_one_to_the_bit():
