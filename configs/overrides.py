@@ -40,8 +40,8 @@ def change(
     for word in words:
         group, _, name = word.partition("=")[0].rpartition(".")
         if name == "path" and _is_model(group) and f"{group}.kind" not in kinds:
-            _apply(raw, f"{group}.kind=pretrained")
-        _apply(raw, word)
+            apply_word(raw, f"{group}.kind=pretrained")
+        apply_word(raw, word)
     _fit_shards(raw, {word.partition("=")[0] for word in words})
     if folder is None:
         return validate(model, raw)
@@ -96,7 +96,18 @@ def validate(
         raise ConfigError("\n".join(_sentence(model, item) for item in error.errors())) from None
 
 
-def _apply(raw: dict[str, Any], word: str) -> None:
+def check_given(model: type[BaseModel], raw: Mapping[str, Any]) -> None:
+    """ConfigError where a value that is given is wrong; what is needed may come later."""
+    try:
+        model.model_validate(raw)
+    except ValidationError as error:
+        wrong = [_sentence(model, item) for item in error.errors() if item["type"] != "missing"]
+        if wrong:
+            raise ConfigError("\n".join(wrong)) from None
+
+
+def apply_word(raw: dict[str, Any], word: str) -> None:
+    """Put a setting key=value into plain settings, in place; ConfigError where it has no place."""
     key, equals, text = word.partition("=")
     if not equals or not key:
         raise ConfigError(

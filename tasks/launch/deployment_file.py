@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from configs.deployments import DeploymentEntry, DeploymentFile, words_of
-from configs.overrides import ConfigError
+from configs.overrides import ConfigError, apply_word, check_given
 from configs.recipe import DEMO, find_recipe, load_recipe
 from engines.processes.node_process import python_path
 from tasks.run.recorded_flow import load_flow, settings_class
@@ -90,13 +90,18 @@ def deployments(
             raise ConfigError(
                 f"There is no deployment {name}. {hint}There are: {', '.join(found)}."
             )
-    entries, curves = [], {}
+    entries, curves, unused = [], {}, {*words}
     for name in names or found:
         entry = copy.deepcopy(found[name])
-        uri = _set(entry, [*everywhere, *own.get(name, ()), *words])
+        used, uri = _set(entry, everywhere, own.get(name, ()), words)
+        unused -= used
         if uri is not None:
             curves[name] = uri
         entries.append(_with_limit_told(entry))
+    if unused:
+        raise ConfigError(
+            f"{', '.join(sorted(unused))} is no setting of {', '.join(names or found)}. Leave it out."
+        )
     return Deployments(file={**file, "deployments": entries}, curves=curves)
 
 
@@ -155,45 +160,62 @@ def _flow_of(entry: Mapping[str, Any]) -> str:
     return f"{module}:{function}"
 
 
-def _set(entry: dict[str, Any], words: Sequence[str]) -> str | None:
-    """Give an entry its settings; where its curves go, if it has a recipe."""
+def _set(
+    entry: dict[str, Any], everywhere: Sequence[str], own: Sequence[str], words: Sequence[str]
+) -> tuple[set[str], str | None]:
+    """Give an entry its settings: which of the words it takes, and where its curves go, if any.
+
+    Settings everywhere, then those of this entry alone, then words. Without a recipe it takes of the
+    first and the last those that it has. Raises ConfigError where a setting does not fit.
+    """
     build = next((step[RECIPE] for step in entry.get("build", []) if RECIPE in step), None)
-    if build is None:
-        _set_parameters(entry, [word for word in words if word.startswith(SHARED)])
-        return None
-    settings = {**(build.get("settings") or {}), **dict(_pair(word) for word in words)}
-    build["settings"] = settings
-    flow = load_flow(build.get("flow", "grpo"))
     try:
+        if build is None:
+            return _set_parameters(entry, everywhere, own, words), None
+        given = map(_pair, [*everywhere, *own, *words])
+        settings = {**(build.get("settings") or {}), **dict(given)}
+        build["settings"] = settings
+        flow = load_flow(build.get("flow", "grpo"))
         config = load_recipe(settings_class(flow), build["name"], words_of(settings))
     except ConfigError as error:
         raise ConfigError(f"Deployment {entry['name']}: {error}") from None
-    return config.tracking.uri
+    return {*words}, config.tracking.uri
 
 
-def _set_parameters(entry: dict[str, Any], words: Sequence[str]) -> None:
-    """Settings of a flow that takes no recipe, as far as it has such.
+def _set_parameters(
+    entry: dict[str, Any], everywhere: Sequence[str], own: Sequence[str], words: Sequence[str]
+) -> set[str]:
+    """Settings of a flow that takes no recipe; returns the words that it takes.
 
     As its own, or as those of the run that it works on, where it takes such as key=value.
     """
     model = typing.get_type_hints(load_flow(_flow_of(entry)).fn).get("config")
     fields = getattr(model, "model_fields", {})
-    given = dict(entry.get("parameters", {}).get("config") or {})
-    own = [word for word in words if word.partition(".")[0] in fields]
-    if "settings" in fields:
-        given["settings"] = [
-            *given.get("settings", ()),
-            *(word for word in words if word not in own),
-        ]
-    for word in own:
-        key, value = _pair(word)
-        *groups, last = key.split(".")
-        place = given
-        for group in groups:
-            place = place.setdefault(group, {})
-        place[last] = yaml.safe_load(value)
-    if given:
+    given = copy.deepcopy(entry.get("parameters", {}).get("config") or {})
+    of_run = list(given.get("settings", ())) if "settings" in fields else None
+    used = set()
+    for word in [*everywhere, *own, *words]:
+        key = word.partition("=")[0]
+        group = key.partition(".")[0]
+        if group in fields:
+            apply_word(given, word)
+        elif of_run is not None and (group in SHARED or word in own):
+            of_run.append(word)
+        elif word in own:
+            raise ConfigError(
+                f"its flow {_flow_of(entry)} takes no setting {key}. It takes: "
+                f"{', '.join(fields) or 'none'}."
+            )
+        else:
+            continue
+        used.add(word)
+    if of_run:
+        given["settings"] = of_run
+    if used:
+        assert model is not None, "it has fields"
+        check_given(model, given)
         entry["parameters"] = {**entry.get("parameters", {}), "config": given}
+    return used & {*words}
 
 
 def _pair(word: str) -> tuple[str, str]:

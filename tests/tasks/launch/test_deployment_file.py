@@ -92,6 +92,13 @@ def test_words_come_after_the_file(tmp_path: Path) -> None:
         ("deployments: [{name: a}, {name: a}]", "two deployments of the name a"),
         ("deployments: [{name: a, recipe: none-such}]", "There is no recipe none-such"),
         ("settings: {stepz: 3}\ndeployments: [{name: tiny}]", "Deployment tiny: stepz"),
+        (
+            "deployments: [{name: prune, settings: {steps: 3}}]",
+            "Deployment prune: its flow flows.prune:prune takes no setting steps. It takes: days",
+        ),
+        ("deployments: [{name: prune, settings: {days: -3}}]", "Deployment prune: days = -3"),
+        ("deployments: [{name: resume, settings: {steps: 0}}]", "Deployment resume: steps = 0"),
+        ("deployments: [{name: resume, settings: {store.urj: x}}]", "store.urj: there is no such"),
         ("- a", "names no deployments"),
         ("a: [", "deployment.yaml: "),
     ],
@@ -101,6 +108,32 @@ def test_what_is_wrong_in_the_file_is_said_in_a_sentence(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         team(tmp_path, text)
+
+
+def test_settings_of_deployments_without_a_recipe_arrive(tmp_path: Path) -> None:
+    text = """
+settings: {tracking.uri: "http://mlflow:5000", steps: 9}
+deployments:
+  - {name: prune, settings: {days: 7}}
+  - {name: resume, settings: {steps: 40, guards: []}}
+  - {name: evaluate, settings: {rollout.max_sequences: 8}}
+"""
+    found = team(tmp_path, text, "store.uri=s3://bucket/x")
+    of = {name: entry(found, name)["parameters"]["config"] for name in found.names}
+    assert of["prune"] == {"days": 7}, "it has neither steps nor a store"
+    assert of["resume"] == {
+        "store": {"uri": "s3://bucket/x"},
+        "steps": 40,
+        "settings": ["tracking.uri=http://mlflow:5000", "guards=[]"],
+    }
+    assert of["evaluate"]["settings"][-1] == "rollout.max_sequences=8"
+    days = deployments(PREFECT_FILE, ["prune"], ["days=3"], None)
+    assert entry(days, "prune")["parameters"]["config"] == {"days": 3}
+
+
+def test_a_word_that_nothing_takes_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"days=3 is no setting of evaluate, resume"):
+        deployments(PREFECT_FILE, ["evaluate", "resume"], ["days=3", "cluster.kind=local"], None)
 
 
 def test_a_name_that_no_deployment_has_is_refused() -> None:
