@@ -353,7 +353,7 @@ FORGED_FORMS = [
 
 @pytest.mark.parametrize("name", FORGERIES)
 def test_no_program_makes_up_its_results(name: str, sandboxes: None) -> None:
-    brief = SANDBOX.model_copy(update={"timeout": 8.0})  # for those that stop what tests them
+    brief = SANDBOX.model_copy(update={"timeout": 4.0})  # for those that stop what tests them
     reward = SHARE.model_copy(update={"sandbox": brief})
     assert None not in results(FORGERIES[name], FORGED_TESTS, reward)
     assert None not in results(FORGERIES[name], FORGED_FORMS, reward)

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
@@ -25,6 +26,7 @@ from configs.recipe import load_recipe
 from engines.models.checkpoints import materialize
 from engines.models.facts import ModelShape, model_facts
 from engines.train.cached_child import BrokeOff
+from engines.train.self_test import child
 from engines.train.self_test.verdict import Verdict
 from engines.workers import placement
 from tasks.memory import holders
@@ -660,6 +662,14 @@ def models_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holders, "traced_shape", broken_off)
 
 
+@pytest.fixture
+def tested_here(models_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, and self-tests in this process, which has imported what their own would."""
+    monkeypatch.setattr(
+        preflight_models, "self_test", lambda *given: nullcontext(partial(child.verdict, *given))
+    )
+
+
 @pytest.mark.parametrize("column", ["[]", "['import os']"])
 def test_a_resumed_run_keeps_rows_without_tests(tmp_path: Path, column: str) -> None:
     """Older versions began with such rows, whose samples fail; they cannot be taken out now."""
@@ -713,7 +723,7 @@ def test_a_model_that_the_train_engine_computes_otherwise_is_refused(tmp_path: P
     assert found.found.endswith("nats. A new run would be refused.")
 
 
-@pytest.mark.usefixtures("models_alone")
+@pytest.mark.usefixtures("tested_here")
 def test_what_a_model_of_other_layers_does_not_bear_is_refused(tmp_path: Path) -> None:
     hybrid = family(tmp_path / "lfm2", "lfm2", full_attn_idxs=[1], num_key_value_heads=2)
     assert not check(settings(tmp_path, hybrid))[-1].warning
@@ -755,7 +765,7 @@ def test_families_that_vllm_computes_otherwise_on_a_cpu_are_refused_there(
     check_settings(settings(tmp_path, model))
 
 
-@pytest.mark.usefixtures("models_alone")
+@pytest.mark.usefixtures("tested_here")
 def test_a_model_that_no_adapter_fits_on_is_refused(tmp_path: Path) -> None:
     """GPT-2's layers are products with transposed weights."""
     gpt2 = family(tmp_path / "gpt2", "gpt2", n_embd=64, n_head=4, n_positions=1024)
@@ -777,7 +787,7 @@ def test_a_model_that_no_adapter_fits_on_is_refused(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.usefixtures("models_alone")
+@pytest.mark.usefixtures("tested_here")
 def test_experts_are_spread_over_the_ranks_of_a_copy_where_these_divide_them(
     tmp_path: Path,
 ) -> None:
@@ -797,7 +807,7 @@ def test_experts_are_spread_over_the_ranks_of_a_copy_where_these_divide_them(
     )
 
 
-@pytest.mark.usefixtures("models_alone")
+@pytest.mark.usefixtures("tested_here")
 def test_experts_that_no_adapter_fits_on_are_refused(tmp_path: Path) -> None:
     mixture = family(
         *(tmp_path / "mixture", "qwen3_moe"),
@@ -857,7 +867,7 @@ def test_vllm_is_taken_within_the_window(tmp_path: Path) -> None:
     check_settings(settings(tmp_path, *words))
 
 
-@pytest.mark.usefixtures("models_alone")
+@pytest.mark.usefixtures("tested_here")
 def test_a_model_that_it_computes_as_transformers_does_is_good(tmp_path: Path) -> None:
     words = family(tmp_path / "model", "granite", logits_scaling=8.0, num_key_value_heads=2)
     found = check(settings(tmp_path, words))[-1]
