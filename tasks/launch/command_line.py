@@ -11,7 +11,6 @@ import importlib
 import logging
 import os
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 from configs.base import Settings
 from configs.flows import command, program, resume_command
 from configs.grpo import GRPOConfig
+from configs.help_topics import common_settings, help_on
 from configs.imports import described
 from configs.overrides import ConfigError, change, validate
 from configs.process import begin_process, close_folder, close_to_others
 from configs.recipe import DEMO, read_recipe, recipe_names
 from configs.resolving import Resolved, resolve, this_machine
-from configs.settings_help import fields
 from configs.storage import StoreConfig
 from configs.terminal_text import print_text
 from engines.processes.process_setup import imports_uncollected
@@ -52,7 +51,10 @@ def main(flow: str, model: type[GRPOConfig], words: Sequence[str] = ()) -> int:
         model: The class of its settings, the type of its parameter config.
         words: In place of those that the program was started with.
     """
-    arguments = _parser(flow, model).parse_intermixed_args(list(words) or sys.argv[1:])
+    parser = _parser(flow, model)
+    arguments = parser.parse_intermixed_args(list(words) or sys.argv[1:])
+    if arguments.help is not None:
+        return _help(parser, model, arguments.help)
     begin_process()  # flows of users begin here
     close_to_others()
     close_folder(HOME)
@@ -62,6 +64,15 @@ def main(flow: str, model: type[GRPOConfig], words: Sequence[str] = ()) -> int:
     except ConfigError as error:
         print_text(error, error=True)
         return BAD_SETTINGS
+
+
+def _help(parser: argparse.ArgumentParser, model: type[GRPOConfig], topic: str) -> int:
+    try:
+        print_text(help_on(model, topic) if topic else parser.format_help().rstrip())
+    except ConfigError as error:
+        print_text(error, error=True)
+        return BAD_SETTINGS
+    return 0
 
 
 def _begin(flow: str, resolved: Resolved[GRPOConfig], arguments: argparse.Namespace) -> int:
@@ -261,13 +272,22 @@ class _Stored(Settings):
 
 
 def _parser(flow: str, model: type[GRPOConfig]) -> argparse.ArgumentParser:
+    name = program(flow.partition(":")[0])
     parser = argparse.ArgumentParser(
-        prog=program(flow.partition(":")[0]),
+        prog=name,
         usage="%(prog)s [RECIPE] [key=value …] [--resume RUN | --fork RUN@STEP] [--name RUN] "
-        "[--check]",
+        "[--check] [--help [GROUP | SETTING | all]]",
         description="Post-train a language model by reinforcement learning, as a Prefect flow.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=settings_help(model),
+        epilog=common_settings(model, name),
+        add_help=False,
+    )
+    parser.add_argument(
+        *("-h", "--help"),
+        nargs="?",
+        const="",
+        metavar="GROUP",
+        help="this text; of a group, a setting, or all, what they are",
     )
     parser.add_argument(
         "words",
@@ -291,13 +311,3 @@ def _parser(flow: str, model: type[GRPOConfig]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--check", action="store_true", help="check everything, start nothing")
     return parser
-
-
-def settings_help(model: type[GRPOConfig]) -> str:
-    """Every setting with its type, default and meaning, as text for a terminal."""
-    lines = ["settings (name, type, default; then what it means):"]
-    for name, kind, default, meaning in fields(model):
-        head = "  ".join(part for part in (name, kind, f"[{default}]" if default else "") if part)
-        lines.append(f"  {head}")
-        lines += textwrap.wrap(meaning, 92, initial_indent="      ", subsequent_indent="      ")
-    return "\n".join(lines)

@@ -1,0 +1,79 @@
+"""What `--help` says of settings: first those that people change, then a group, one, or all."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Mapping
+
+from pydantic import BaseModel
+
+from configs.overrides import ConfigError
+from configs.setting_paths import like
+from configs.settings_help import fields
+
+WIDTH = 92  # characters of a line
+ALL = "all"
+
+# By group, in the order in which a first run is set up; * stands for the name of a pool.
+COMMON = (
+    *("model.path", "lora.rank"),
+    *("data.source", "data.prompt_column", "data.system_prompt", "data.max_prompt_tokens"),
+    *("data.epochs", "rewards.functions"),
+    *("steps", "prompts_per_step", "group_size", "max_staleness", "seed", "name"),
+    *("rollout.engine", "rollout.max_new_tokens", "rollout.temperature", "rollout.max_sequences"),
+    *("train.learning_rate", "train.micro_batch_tokens", "train.mini_batches", "train.recompute"),
+    *("algorithm.advantage", "algorithm.loss", "algorithm.kl.coefficient"),
+    *("cluster.pools.NAME.workers", "cluster.pools.NAME.gpus", "cluster.share_devices"),
+    *("evaluation.suites", "guards"),
+    *("store.uri", "store.snapshot_every", "store.keep_versions", "tracking.uri"),
+)
+
+
+def common_settings(model: type[BaseModel], program: str) -> str:
+    """The settings that people change, and how the others are asked for."""
+    known = {name: (kind, default, meaning) for name, kind, default, meaning in fields(model)}
+    shown = [(name, *known[name]) for name in COMMON if name in known]
+    groups = "\n".join(
+        textwrap.wrap(
+            ", ".join(group for group in model.model_fields if _inside(known, group)),
+            WIDTH,
+            initial_indent="  ",
+            subsequent_indent="  ",
+        )
+    )
+    return "\n".join(
+        [
+            f"settings that are often changed, of {len(known)} (name, type, default):",
+            *_lines(shown),
+            "",
+            f"{program} --help GROUP says what a group has:",
+            groups,
+            f"{program} --help SETTING says what one is, and {program} --help all what all are.",
+            "refrain recipe NAME writes a recipe with a comment on each setting.",
+        ]
+    )
+
+
+def help_on(model: type[BaseModel], topic: str) -> str:
+    """What a setting is, what a group has, or all; ConfigError if there is none of this name."""
+    found = [
+        line
+        for line in fields(model)
+        if topic == ALL or f"{line[0].partition(' ')[0]}.".startswith(f"{topic}.")
+    ]
+    if found:
+        return "\n".join(_lines(found))
+    near = like(model, topic)
+    hint = f"Did you mean {near}?" if near else f"There are: {', '.join(model.model_fields)}."
+    raise ConfigError(f"{topic} is no setting, and no group of settings. {hint}")
+
+
+def _lines(settings: Iterable[tuple[str, str, str, str]]) -> Iterable[str]:
+    for name, kind, default, meaning in settings:
+        head = "  ".join(part for part in (name, kind, f"[{default}]" if default else "") if part)
+        yield f"  {head}"
+        yield from textwrap.wrap(meaning, WIDTH, initial_indent="      ", subsequent_indent="      ")
+
+
+def _inside(known: Mapping[str, object], group: str) -> bool:
+    return any(name.startswith(f"{group}.") for name in known)

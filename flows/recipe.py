@@ -1,0 +1,45 @@
+"""Write a recipe with a comment on each setting, to begin one's own with; without a name, list them.
+
+    refrain recipe [NAME | FILE] [key=value …]
+
+    refrain recipe tiny steps=10 > mine.yaml
+    refrain grpo mine.yaml
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from configs.overrides import ConfigError
+from configs.recipe import about_recipes, write_recipe
+from configs.terminal_text import print_text
+from tasks.reporting.output import until_nobody_reads
+
+BAD_SETTINGS = 2  # exit code
+
+
+@until_nobody_reads
+def main() -> int:
+    """Write it to standard output; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="refrain recipe",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("recipe", nargs="?", metavar="NAME", help="a recipe, or a YAML file")
+    parser.add_argument("words", nargs="*", metavar="key=value", help="settings that change it")
+    asked = parser.parse_args()
+    try:
+        if asked.recipe is None:
+            print_text("\n".join(f"{name}  {what}" for name, what in about_recipes().items()))
+        else:
+            print_text(write_recipe(asked.recipe, asked.words).rstrip())
+    except ConfigError as error:
+        print_text(error, error=True)
+        return BAD_SETTINGS
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
