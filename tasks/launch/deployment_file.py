@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from configs.deployments import DeploymentEntry, DeploymentFile, words_of
-from configs.overrides import ConfigError
+from configs.overrides import ConfigError, value_of
 from configs.recipe import DEMO, find_recipe, load_recipe
 from engines.processes.node_process import python_path
 from tasks.run.recorded_flow import load_flow, settings_class
@@ -191,7 +191,7 @@ def _set_parameters(entry: dict[str, Any], words: Sequence[str]) -> None:
         place = given
         for group in groups:
             place = place.setdefault(group, {})
-        place[last] = yaml.safe_load(value)
+        place[last] = value_of(value)
     if given:
         entry["parameters"] = {**entry.get("parameters", {}), "config": given}
 

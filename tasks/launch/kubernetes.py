@@ -22,8 +22,8 @@ from configs.cluster.kinds import METADATA, KubernetesConfig, NetworkDestination
 from configs.flows import program
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
+from configs.settings_file import read_settings
 from configs.storage import StoreConfig
-from configs.yaml_text import KeyTwice, read_yaml
 from engines.clusters.kubernetes import tls_mounts, tls_volumes
 from engines.clusters.pods import Resource, both, gibibytes, merge_patch, metadata, pod_spec
 
@@ -74,16 +74,8 @@ _Dumper.add_representer(str, _text)
 
 
 def words_of(path: str) -> list[str]:
-    """The settings of a values file as words of a command line, key=value."""
-    try:
-        values = read_yaml(Path(path).read_text())
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
-    except (KeyTwice, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}.") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds no settings: its top level must be key: value lines.")
-    return list(_words(values))
+    """The settings of a values file as words of a command line, key=value. Raises ConfigError."""
+    return list(_words(read_settings(Path(path))))
 
 
 def local_files(config: GRPOConfig) -> list[str]:

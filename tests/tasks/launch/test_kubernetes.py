@@ -160,4 +160,4 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert command.main([*words, "--name", "Sums_1"]) == 2
     assert "cannot be a Job's name" in capsys.readouterr().err
     assert command.main(["render", "--values", "nothing.yaml"]) == 2
-    assert "nothing.yaml cannot be read" in capsys.readouterr().err
+    assert "There is no file nothing.yaml" in capsys.readouterr().err
