@@ -136,6 +136,12 @@ def test_the_flows_pod_has_its_own_settings_and_those_of_all_pods() -> None:
         ("cluster.kubernetes.destinations=[]", "workers could not reach s3://BUCKET/refrain"),
         ("tracking.uri=sqlite:///a.db", "would be lost with the flow's pod"),
         ("cluster.kubernetes.flow.prefect_api_url=null", "prefect_api_url is not set"),
+        ("store.uri=s3://me:hunter2@bucket", r"by a Secret \(cluster.kubernetes.secret\)"),
+        ("cluster.pools.cpu.env={API_KEY: a}", r"by a Secret \(cluster.kubernetes.secret\)"),
+        (
+            "cluster.kubernetes.patch={containers: [{name: flow, env: [{name: PASSWORD, value: a}]}]}",
+            r"patch.containers.0.env.0.value is that of PASSWORD.* by a Secret",
+        ),
     ],
 )
 def test_a_run_that_would_leave_nothing_is_refused(word: str, said: str) -> None:
