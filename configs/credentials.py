@@ -139,7 +139,7 @@ def credential_sentence(settings: BaseModel) -> str:
         return (
             f"{place} {why}, and settings are stored with the run, in MLflow and in Prefect. Remove "
             "it from the settings, and give it by an environment variable that your code or the "
-            "library reads: on Kubernetes by a Secret (cluster.kubernetes.secret), and docs/security.md "
-            "says how elsewhere."
+            "library reads: on Kubernetes by a Secret (cluster.kubernetes.secret), elsewhere as "
+            "docs/security.md says."
         )
     return ""

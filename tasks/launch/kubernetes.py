@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from configs.cluster.kinds import METADATA, KubernetesConfig, NetworkDestination, lies_in
+from configs.cluster.pod_patch import patch_sentence
 from configs.credentials import credential_sentence
 from configs.flows import program
 from configs.grpo import GRPOConfig
@@ -116,8 +117,8 @@ def _check(config: GRPOConfig, name: str) -> None:
             f"cluster.kind = {cluster.kind}, and these manifests are for Kubernetes. Set "
             "cluster.kind=kubernetes."
         )
-    if said := credential_sentence(config):  # a ConfigMap would show it
-        raise ConfigError(said)
+    if said := credential_sentence(config) or patch_sentence(kubernetes):
+        raise ConfigError(said)  # a ConfigMap would show credentials
     if local and not mounted:
         raise ConfigError(
             f"store.uri = {config.store.uri} is a folder of the flow's pod alone. Set store.uri to "

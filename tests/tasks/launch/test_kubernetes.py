@@ -136,6 +136,7 @@ def test_the_flows_pod_has_its_own_settings_and_those_of_all_pods() -> None:
         ("cluster.kubernetes.destinations=[]", "workers could not reach s3://BUCKET/refrain"),
         ("tracking.uri=sqlite:///a.db", "would be lost with the flow's pod"),
         ("cluster.kubernetes.flow.prefect_api_url=null", "prefect_api_url is not set"),
+        ("cluster.kubernetes.flow.patch={containers: [{name: flwo}]}", "Did you mean flow"),
         ("store.uri=s3://me:hunter2@bucket", r"by a Secret \(cluster.kubernetes.secret\)"),
         ("cluster.pools.cpu.env={API_KEY: a}", r"by a Secret \(cluster.kubernetes.secret\)"),
         (
