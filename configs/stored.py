@@ -32,8 +32,6 @@ def renamed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     if "shuffle" in data:
         shuffle = data.pop("shuffle")
         data.setdefault("order", "shuffled" if shuffle else "sequential")
-    if "store" in new:  # every registered version was kept, whatever the settings
-        new["store"].setdefault("keep_registered", None)
     return new
 
 

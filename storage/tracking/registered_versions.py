@@ -2,7 +2,7 @@
 
 MLflow's registry knows which are registered, since when, and under which aliases; the settings say
 how many stay (`store.keep_registered`, `store.keep_registered_days`). What is removed keeps its entry
-in the registry, with a tag that says so, as does what will be.
+in the registry, with a tag that says so.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-LEAVING_TAG = "refrain.will_be_removed"  # by which setting
 REMOVED_TAG = "refrain.removed"  # when retention removed the version's files
 DAY = 86400.0  # seconds
 
@@ -29,7 +28,6 @@ class RegisteredVersion:
     number: str  # MLflow's
     at: float  # when it was registered, in seconds since 1970
     aliases: tuple[str, ...] = ()
-    leaving: bool = False  # the registry says that its files will be removed
     removed: bool = False  # its files are known to be gone
 
 
@@ -51,7 +49,6 @@ def versions_of(client: MlflowClient, run_id: str) -> list[RegisteredVersion]:
                 number=number,
                 at=one.creation_timestamp / 1000,
                 aliases=tuple(own),
-                leaving=LEAVING_TAG in one.tags,
                 removed=REMOVED_TAG in one.tags,
             )
         )
@@ -76,29 +73,6 @@ def that_stay(
     return {*newest, *young, *(one.version for one in registered if one.aliases)}
 
 
-def let_go(
-    client: MlflowClient, run_id: str, keep: int | None, days: float, now: float
-) -> set[int]:
-    """The policy versions that may be removed; the registry says so of each before this returns.
-
-    Aliases are asked for again after that. So a version that got one before it was said stays, and
-    who gives it one later could read that it goes. Arguments as `that_stay`, and the run in MLflow.
-    """
-    known = versions_of(client, run_id)
-    going = {one.version for one in known} - that_stay(known, keep, days, now)
-    for one in known:
-        if one.version in going and not one.leaving and not one.removed:
-            client.set_model_version_tag(
-                one.model, one.number, LEAVING_TAG, "store.keep_registered"
-            )
-    known = versions_of(client, run_id)
-    going -= that_stay(known, keep, days, now)
-    for one in known:
-        if one.leaving and one.version not in going:
-            client.delete_model_version_tag(one.model, one.number, LEAVING_TAG)
-    return going
-
-
 def tag_removed(
     client: MlflowClient, registered: Sequence[RegisteredVersion], gone: Collection[int]
 ) -> None:
@@ -108,5 +82,3 @@ def tag_removed(
         if one.version in gone and not one.removed:
             text = f"{today}, by store.keep_registered of its run"
             client.set_model_version_tag(one.model, one.number, REMOVED_TAG, text)
-        if one.version in gone and one.leaving:
-            client.delete_model_version_tag(one.model, one.number, LEAVING_TAG)

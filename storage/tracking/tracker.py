@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
@@ -36,12 +35,7 @@ from storage.tracking.mlflow_entities import (
     shown_metrics,
     watched_machine,
 )
-from storage.tracking.registered_versions import (
-    RegisteredVersion,
-    let_go,
-    tag_removed,
-    versions_of,
-)
+from storage.tracking.registered_versions import RegisteredVersion, tag_removed, versions_of
 from storage.tracking.traces import TracedSample, trace_of
 from storage.tracking.tracked_run import (
     DIGEST_TAG,
@@ -334,14 +328,6 @@ class Tracker:
         """What the registry says of the policy versions of this run, aliases included."""
         with as_tracking_errors(self._place.uri):
             return versions_of(self.client, self.run_id)
-
-    def let_go(self, keep: int | None, days: float) -> set[int]:
-        """The policy versions of this run that may be removed, of which the registry then says so.
-
-        keep: so many registered ones stay, None for all; days: those younger than that besides.
-        """
-        with as_tracking_errors(self._place.uri):
-            return let_go(self.client, self.run_id, keep, days, time.time())
 
     def tag_removed(self, versions: Collection[int]) -> None:
         """Have the registry say that these policy versions are no longer in the store."""

@@ -46,8 +46,7 @@ class Registry:
     """What MLflow says of the run's policy versions."""
 
     stay: frozenset[int] = frozenset()  # of the registered ones
-    versions: frozenset[int] = frozenset()  # the registered ones
-    registered: int = 0  # how many of them have their files
+    registered: int = 0  # how many are
     aliases: tuple[str, ...] = ()  # with their versions, for people
     tracker: Tracker | None = None  # of the run's page
     unknown: str = ""  # why nothing is known, and so every version stays
@@ -129,9 +128,6 @@ def _deleted(
         done = head(files)  # only now: a moment ago a flow may have been committing
         assert done is not None, "commits stay"
         held = replace(files, store=_WhileHeld(files.store, lease))
-        if registry.tracker is not None:
-            going = registry.tracker.let_go(keep.keep_registered, keep.keep_registered_days)
-            registry = replace(registry, stay=registry.stay | (registry.versions - going))
         return _collect(held, config, keep, registry, done)
 
 
@@ -196,11 +192,7 @@ def _registry(request: Request, config: GRPOConfig, keep: StoreConfig) -> Regist
     there = [one for one in versions if not one.removed]
     aliases = [f"{alias} (v{one.version})" for one in there for alias in one.aliases]
     return Registry(
-        stay=frozenset(stay),
-        versions=frozenset(one.version for one in versions),
-        registered=len(there),
-        aliases=tuple(aliases),
-        tracker=tracker,
+        stay=frozenset(stay), registered=len(there), aliases=tuple(aliases), tracker=tracker
     )
 
 

@@ -19,6 +19,7 @@ from storage.runs.working_tree import working_tree
 from storage.tracking.connection import TrackingAddress, TrackingError
 from storage.tracking.cost import DEVICE_HOURS_SO_FAR, MONEY_SO_FAR, SO_FAR
 from storage.tracking.machine_samples import MachineSample
+from storage.tracking.registered_versions import that_stay
 from storage.tracking.traces import TracedSample
 from storage.tracking.tracked_run import TrackedData, TrackedEvaluation, TrackedRun
 from storage.tracking.tracker import Tracker
@@ -191,8 +192,8 @@ class RunTracker:
     def retained(self) -> Collection[int]:
         """The registered policy versions that retention leaves, by the settings and the aliases.
 
-        No step waits for MLflow, which is asked after each version that is registered, and says then
-        which ones it will not have any longer: what it was not asked about stays.
+        No step waits for MLflow, which is asked after each version that is registered: what it was
+        not asked about stays, and what gets an alias in the moment between is not known of.
         """
         return self.registered.keys() - self._let_go
 
@@ -205,8 +206,9 @@ class RunTracker:
         store = self._facts.config.store
         if store.keep_registered is None or len(self._numbers) <= store.keep_registered:
             return
-        found = self._tracker.let_go(store.keep_registered, store.keep_registered_days)
-        self._let_go = frozenset(found)
+        versions = self._tracker.registered_versions()
+        stay = that_stay(versions, store.keep_registered, store.keep_registered_days, time.time())
+        self._let_go = frozenset({one.version for one in versions} - stay)
 
     def version_evaluated(self, event: VersionEvaluated) -> None:
         """Record what a suite says of a policy version."""

@@ -11,7 +11,6 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -370,35 +369,6 @@ def test_a_drawing_changes_with_its_numbers() -> None:
     assert once != progress_png(steps, [record(1), record(9)])
 
 
-def leaving(tracker: Tracker) -> list[int]:
-    """The versions of which the registry says that they will be removed."""
-    return [one.version for one in tracker.registered_versions() if one.leaving]
-
-
-def test_a_version_that_gets_an_alias_before_it_is_said_to_go_stays(
-    tracker: Tracker, config: TrackingConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Somebody promotes it in the moment between the question and the answer."""
-    for version in range(1, 5):
-        tracker.register_version(
-            version, uri=f"file:///v{version}", digest=f"d{version}", step=version, store_uri="s"
-        )
-    numbers, registry = tracker.registered(), Registry(config)
-    set_tag = type(tracker.client).set_model_version_tag
-
-    def promoting(own: Any, model: str, number: str, name: str, text: str) -> None:
-        registry.give(model, "champion", numbers[1])
-        set_tag(own, model, number, name, text)
-
-    monkeypatch.setattr(type(tracker.client), "set_model_version_tag", promoting)
-    assert tracker.let_go(1, 0.0) == {2, 3}
-    assert leaving(tracker) == [2, 3]
-    monkeypatch.undo()
-    registry.give(tracker.model_name, "champion", numbers[2])  # one that was about to go
-    assert tracker.let_go(1, 0.0) == {1, 3}
-    assert leaving(tracker) == [1, 3]
-
-
 def test_retention_goes_by_alias_number_and_age(tracker: Tracker, config: TrackingConfig) -> None:
     for version in range(1, 7):
         tracker.register_version(
@@ -415,10 +385,7 @@ def test_retention_goes_by_alias_number_and_age(tracker: Tracker, config: Tracki
     assert that_stay(known, 2, 11.0, now) == {1, 2, 3, 4, 5, 6}, "all are younger"
     assert that_stay(known, None, 0.0, now) == {1, 2, 3, 4, 5, 6}
     assert that_stay([], 2, 0.0, now) == set()
-    assert tracker.let_go(2, 0.0) == {1, 3, 4}
-    assert leaving(tracker) == [1, 3, 4]
     tracker.tag_removed([1, 3])
-    assert leaving(tracker) == [4]
     assert [one.version for one in tracker.registered_versions() if one.removed] == [1, 3]
     tags = client(config).get_model_version(tracker.model_name, numbers[3]).tags
     assert tags["refrain.removed"].endswith("by store.keep_registered of its run")

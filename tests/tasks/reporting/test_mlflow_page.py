@@ -10,6 +10,7 @@ import pytest
 
 from configs.storage import StoreConfig, TrackingConfig
 from storage.tracking.connection import TrackingError
+from storage.tracking.registered_versions import RegisteredVersion
 from tasks.reporting import mlflow_page
 from tasks.reporting.mlflow_page import RunTracker
 from tasks.reporting.page_queue import Write
@@ -151,11 +152,12 @@ def test_what_the_registry_does_not_need_is_let_go_once_it_has_been_asked(
     facts.start = 0
     told: list[Any] = []
     aliases = {1: ("champion",)}
-    writer.let_go = lambda keep, days: {
-        version
+    writer.registered_versions = lambda: [
+        RegisteredVersion(
+            version=version, model="tiny", number="1", at=0.0, aliases=aliases.get(version, ())
+        )
         for version in tracker.registered
-        if version not in aliases and version <= max(tracker.registered) - keep
-    }
+    ]
     writer.tag_removed = told.append
     writer.start, writer.registered = lambda tracked: None, dict
     monkeypatch.setattr(RunTracker, "_tracked", lambda tracker: None)
