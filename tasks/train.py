@@ -35,12 +35,19 @@ from tasks.run.continue_from import NothingNew
 from tasks.run.events import Note, SnapshotStored, StepBegan
 from tasks.run.findings import curves_of_one_machine, slow_here
 from tasks.run.flow_options import forget_results, result_of
-from tasks.run.flow_run import attempt, begun_before, deployment_name, part_from_earlier_attempts
+from tasks.run.flow_run import (
+    attempt,
+    begun_before,
+    deployment_name,
+    filled_in,
+    part_from_earlier_attempts,
+)
 from tasks.run.flow_run_names import name_before
 from tasks.run.life_cycle import BranchEnded, begun_anew, finish, shown, started
 from tasks.run.opening import open_run
 from tasks.run.preflight import check
 from tasks.run.recorded_flow import path_of
+from tasks.run.resuming import told_kept
 from tasks.run.run import Run
 from tasks.run.staleness_gate import StepGivenUp
 from tasks.start import start_engines
@@ -79,9 +86,11 @@ def train(
             findings += slow_here(config)  # a deployment was made on another machine
             findings += curves_of_one_machine(config, deployment_name())
             try:
-                opened = open_run(_this_flow(), config, resume, fork)
+                form = filled_in(GRPOConfig)
+                opened = open_run(_this_flow(), config, resume, fork, filled_in=form)
             except NothingNew as nothing:
                 return skipped(nothing)
+            findings += told_kept(config, opened.config)
             patience = RUN_OUT if tried > 1 else 0.0
             reporting = reporting_on(Terminal())
             run = stack.enter_context(started(opened, reporting, patience=patience))

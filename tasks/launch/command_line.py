@@ -92,6 +92,7 @@ def _begin(flow: str, resolved: Resolved[GRPOConfig], arguments: argparse.Namesp
         findings += slow_here(config)
     from tasks.run.continue_from import NothingNew
     from tasks.run.opening import open_run
+    from tasks.run.resuming import told_kept
 
     try:
         opened = open_run(flow, config, resume, fork, arguments.name)
@@ -101,6 +102,7 @@ def _begin(flow: str, resolved: Resolved[GRPOConfig], arguments: argparse.Namesp
     except RuntimeError as error:  # of the store
         print_text(f"{type(error).__name__}: {error}", error=True)
         return FAILED
+    findings += told_kept(config, opened.config)
     if arguments.check:
         for finding in findings:
             print_text(f"{finding.check:10} {finding.found}")

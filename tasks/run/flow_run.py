@@ -37,6 +37,11 @@ def deployment_name() -> str | None:
     return deployment.name
 
 
+def filled_in(settings: type[object]) -> bool:
+    """Whether the flow run's parameters are a form's, with all settings of this type, set or not."""
+    return deployment.name is not None and isinstance(flow_run.parameters.get("config"), settings)
+
+
 def flow_run_url() -> str | None:
     """Page of the flow run on the dashboard."""
     found = flow_run_id()

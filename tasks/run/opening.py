@@ -45,7 +45,7 @@ from tasks.run.meaning_changes import FIELD as MEANINGS
 from tasks.run.opened_run import OpenedRun, Position
 from tasks.run.opponent import frozen_version
 from tasks.run.packages import installed
-from tasks.run.resuming import check_resumable, going_on_as
+from tasks.run.resuming import check_resumable, going_on_as, keeping_no_less
 from tasks.run.version_names import FIELD as VERSION_NAMES
 from tasks.run.version_names import names_to_begin_with
 
@@ -57,16 +57,21 @@ def open_run(
     fork: str | None = None,
     name: str | None = None,
     cause: RollbackCause | None = None,
+    filled_in: bool = False,
 ) -> OpenedRun:
     """The run that these settings mean: a stored one that goes on, or a new one, perhaps a fork.
 
     `flow`: package.module:function that is to make it. `resume`: of a run that was rolled back, the
     one that goes on with it is meant. `fork`: RUN@STEP; `name`, `cause`: of a fork that a rollback
-    makes. Raises ConfigError where it cannot be, and NothingNew where there is nothing to do.
+    makes. `filled_in`: by a form, which has every setting, set or not. Raises ConfigError where it
+    cannot be, and NothingNew where there is nothing to do.
     """
     store = Store(config.store.uri, config.store.options, cache_bytes=config.store.cache_mib << 20)
     if resume is not None:
-        resume, config = going_on_as(RunStore(store, resume), config, flow)
+        before = RunStore(store, resume)
+        if before.read_run() is not None:
+            config = keeping_no_less(before, config, filled_in)
+        resume, config = going_on_as(before, config, flow)
     files = OwnRunStore(store, resume or name or new_name(config.name))
     source = open_source(config.data.source)
     origin, seen = None, np.empty(0, np.uint64)
