@@ -22,7 +22,6 @@ from storage.objects.store import Store
 from storage.prompts.cursor import Exhausted
 from storage.runs.commit_log import Commit, head
 from storage.runs.live import goes_on_as, is_done
-from storage.runs.run_lease import RUN_OUT
 from storage.runs.run_store import RunStore
 from tasks.commit import snapshot
 from tasks.evaluation.evaluate import evaluation
@@ -67,8 +66,6 @@ def train(
     Skipped. A later attempt of the flow run goes on with what an earlier one began.
     """
     tried = attempt()
-    if tried > 1:
-        part_from_earlier_attempts(tried, (step_flow, evaluation))
     with contextlib.ExitStack() as stack:
         if run is not None and tried > 1:
             run = stack.enter_context(begun_anew(run))
@@ -81,6 +78,7 @@ def train(
                 resume, fork = begun.run, None  # it has been made
                 last = goes_on_as(begun)
                 if is_done(last, head(last) or 0):
+                    part_from_earlier_attempts(tried)
                     return Completed(message=f"Run {last.run} was finished by an earlier attempt.")
             findings = check(config, resumed=resume is not None)
             findings += slow_here(config)  # a deployment was made on another machine
@@ -91,14 +89,15 @@ def train(
             except NothingNew as nothing:
                 return skipped(nothing)
             findings += told_kept(config, opened.config)
-            patience = RUN_OUT if tried > 1 else 0.0
             reporting = reporting_on(Terminal())
-            run = stack.enter_context(started(opened, reporting, patience=patience))
+            run = stack.enter_context(started(opened, reporting, waits=tried > 1))
             if resume is not None:
                 run.tell(Note(text=f"Going on with {run.name} after step {run.head}"))
             for finding in findings:
                 if finding.warning:
                     run.tell(Note(text=finding.found, warning=True))
+        if tried > 1:  # only now: until the run was held, another attempt may have been alive
+            part_from_earlier_attempts(tried, (step_flow, evaluation))
         pages = stack.enter_context(contextlib.ExitStack())
         pages.enter_context(shown(run))
         start_engines(run)
