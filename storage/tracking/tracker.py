@@ -35,7 +35,12 @@ from storage.tracking.mlflow_entities import (
     shown_metrics,
     watched_machine,
 )
-from storage.tracking.registered_versions import RegisteredVersion, tag_removed, versions_of
+from storage.tracking.registered_versions import (
+    RegisteredVersion,
+    let_go,
+    tag_removed,
+    versions_of,
+)
 from storage.tracking.traces import TracedSample, trace_of
 from storage.tracking.tracked_run import (
     DIGEST_TAG,
@@ -328,6 +333,11 @@ class Tracker:
         """What the registry says of the policy versions of this run, aliases included."""
         with as_tracking_errors(self._place.uri):
             return versions_of(self.client, self.run_id)
+
+    def let_go(self, versions: Collection[int]) -> set[int]:
+        """Those of these policy versions that may be removed: see registered_versions.let_go."""
+        with as_tracking_errors(self._place.uri):
+            return let_go(self.client, self.run_id, versions)
 
     def tag_removed(self, versions: Collection[int]) -> None:
         """Have the registry say that these policy versions are no longer in the store."""

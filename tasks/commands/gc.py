@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from configs.grpo import GRPOConfig
@@ -17,11 +18,11 @@ from storage.objects.store import Store
 from storage.runs.commit_log import head
 from storage.runs.origins import start_of
 from storage.runs.orphans import clear
-from storage.runs.retention import removed_versions, sweep
+from storage.runs.retention import is_there, sweep
 from storage.runs.run_lease import LeaseHeld, RunLease
 from storage.runs.run_store import RunStore
 from storage.tracking.connection import TrackingAddress, TrackingError
-from storage.tracking.registered_versions import that_stay
+from storage.tracking.registered_versions import that_stay, unsaid
 from storage.tracking.tracker import Tracker
 from tasks.commands.command import Answer, Request, bytes_text, heading, table, text
 from tasks.run.features import tidy
@@ -77,11 +78,10 @@ def answer(request: Request) -> Answer:
     sizes = files.store.sizes_below(files.run)
     if asked.delete:
         removed = _deleted(files, config, keep, registry)
-        if registry.tracker is not None and (gone := removed_versions(files, removed)):
-            registry.tracker.tag_removed(gone)
+        _say_what_is_gone(files, registry)
     else:
         dry = DryRunStore(files.store)
-        _collect(replace(files, store=dry), config, keep, registry, done)
+        _collect(replace(files, store=dry), config, keep, registry, done, dry=True)
         removed = dry.removed
     removed = sorted({*removed} & sizes.keys())  # an object that two reasons remove counts once
     gone_bytes = sum(sizes[key] for key in removed)
@@ -108,6 +108,15 @@ def answer(request: Request) -> Answer:
     return Answer(record=record, shown=shown)
 
 
+def _say_what_is_gone(files: RunStore, registry: Registry) -> None:
+    """Of what this process removed, or one before it that died, have the registry say so."""
+    if registry.tracker is None:
+        return
+    known = registry.tracker.registered_versions()
+    if gone := unsaid(known, partial(is_there, files)):
+        registry.tracker.tag_removed(gone)
+
+
 def kept_by(own: StoreConfig, given: StoreConfig) -> StoreConfig:
     """What the run's settings keep, with the settings keep_… of the command line."""
     words = {name for name in given.model_fields_set if name.startswith("keep_")}
@@ -132,7 +141,12 @@ def _deleted(
 
 
 def _collect(
-    files: RunStore, config: GRPOConfig, keep: StoreConfig, registry: Registry, done: int
+    files: RunStore,
+    config: GRPOConfig,
+    keep: StoreConfig,
+    registry: Registry,
+    done: int,
+    dry: bool = False,
 ) -> list[str]:
     """Remove it; returns the keys. The same as after a step, and what dead writers left."""
     start = start_of(files)
@@ -147,6 +161,7 @@ def _collect(
         keep_snapshots=keep.keep_snapshots,
         tagged=named,
         rebuilt_from=max(start, done - config.rollback_steps),
+        may_go=None if dry or registry.tracker is None else registry.tracker.let_go,
     )
     return removed + clear(files, done)
 

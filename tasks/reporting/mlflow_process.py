@@ -206,6 +206,11 @@ class PageWriter:
         found: list[RegisteredVersion] = self._call("registered_versions")
         return found
 
+    def let_go(self, versions: Collection[int]) -> set[int]:
+        """As Tracker.let_go."""
+        found: set[int] = self._call("let_go", versions)
+        return found
+
     def tag_removed(self, versions: Collection[int]) -> None:
         """As Tracker.tag_removed."""
         self._call("tag_removed", versions)
