@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from pydantic import BaseModel
 
+from configs.cluster.kinds import JsonObject, KubernetesPods
 from configs.environment import SECRET
 
 # Of variables, parameters and headers, beside those of configs.environment.
@@ -23,6 +24,9 @@ NO_NAME = re.compile(
     r"(by|com|tres|sur|en|(^|[_-])(one|first|second|single))[_-]?pass$", re.IGNORECASE
 )
 KEY = re.compile(r"key$", re.IGNORECASE)
+OBJECTS = (JsonObject, list[JsonObject])  # settings that are written as Kubernetes has them
+# Of Kubernetes' own objects: what these hold is the name of something.
+KUBERNETES_NAMES = {"key", "topologyKey", "secretName", "secretProviderClass", "imagePullSecrets"}
 HARMLESS_HEADERS = {"accept", "accept-encoding", "content-type", "user-agent", "host", "referer"}
 RANDOM = re.compile(r"(?=\S*\d)(?=\S*[A-Za-z])[\w+/=.~-]{16,}")  # a token's look
 WORD = r"[A-Za-z0-9._~+/=-]"
@@ -55,7 +59,8 @@ ASSIGNED = re.compile(r"(?<![\w$])([A-Za-z_]\w*)=(?=[\"']?(?![$`])([^\s\"',;&]{6
 
 
 def secret_name(name: str, value: object) -> bool:
-    """Whether a variable, parameter or header of that name and value is a credential's."""
+    """Whether a variable, parameter, header or label of that name and value is a credential's."""
+    name = name.rpartition("/")[2]  # labels and annotations begin with whose they are
     if not isinstance(value, str) or not value:
         return bool(SECRET.search(name)) and not isinstance(value, (bool, int, float, Mapping))
     if SECRET.search(name) or (NAME.search(name) and not NO_NAME.search(name)):
@@ -85,8 +90,10 @@ def credentials_of(settings: BaseModel) -> Iterator[tuple[str, str]]:
 def _within(place: str, value: object, header: bool = False) -> Iterator[tuple[str, str]]:
     """header: whether names at this place are those of headers."""
     if isinstance(value, BaseModel):
-        for name in type(value).model_fields:
-            yield from _within(f"{place}.{name}", getattr(value, name))
+        for name, field in type(value).model_fields.items():
+            kubernetes = isinstance(value, KubernetesPods) and field.annotation in OBJECTS
+            look = _within_object if kubernetes else _within
+            yield from look(f"{place}.{name}", getattr(value, name))
     elif isinstance(value, Mapping):
         for key, one in value.items():
             name, below = str(key), f"{place}.{key}"
@@ -107,12 +114,32 @@ def _within(place: str, value: object, header: bool = False) -> Iterator[tuple[s
         yield place, f"holds {what}"
 
 
+def _within_object(place: str, value: object) -> Iterator[tuple[str, str]]:
+    """The same of an object of Kubernetes, whose variables and headers are {name: …, value: …}."""
+    if isinstance(value, Mapping):
+        name = value.get("name")
+        if isinstance(name, str) and secret_name(name, value.get("value")) and "value" in value:
+            yield f"{place}.value", f"is that of {name}, which looks like a credential by its name"
+            return
+        for key, one in value.items():
+            if key not in KUBERNETES_NAMES and secret_name(str(key), one):
+                yield f"{place}.{key}", "looks like a credential by its name"
+            else:
+                yield from _within_object(f"{place}.{key}", one)
+    elif isinstance(value, list):
+        for number, one in enumerate(value):
+            yield from _within_object(f"{place}.{number}", one)
+    else:
+        yield from _within(place, value)
+
+
 def credential_sentence(settings: BaseModel) -> str:
     """What a person is told of the first one; empty where there is none."""
     for place, why in credentials_of(settings):
         return (
             f"{place} {why}, and settings are stored with the run, in MLflow and in Prefect. Remove "
             "it from the settings, and give it by an environment variable that your code or the "
-            "library reads (docs/security.md says how workers get them)."
+            "library reads: on Kubernetes by a Secret (cluster.kubernetes.secret), elsewhere as "
+            "docs/security.md says."
         )
     return ""

@@ -21,12 +21,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import Field
 
 from configs.base import Settings
 from configs.overrides import ConfigError, validate
-from configs.yaml_text import KeyTwice, read_yaml
+from configs.settings_file import read_settings
 
 DEFAULT_FILE = "deployment.yaml"  # in the folder that is deployed from
 # What an entry has of Prefect's own, under its names: as in a prefect.yaml.
@@ -93,15 +92,8 @@ class DeploymentFile(Settings):
 
 
 def read_deployments(path: Path) -> DeploymentFile:
-    """The file; ConfigError where there is none, or says what is wrong in it."""
-    try:
-        raw = read_yaml(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"There is no file {path} ({error.strerror}).") from None
-    except (KeyTwice, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: {error}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path} names no deployments. Write a list under deployments.")
+    """The file; ConfigError says what is wrong with it."""
+    raw = read_settings(path)
     try:
         found = validate(DeploymentFile, raw)
     except ConfigError as error:

@@ -119,5 +119,6 @@ def refuse_password(where: str, address: str) -> None:
     if IN_ADDRESS.match(address):
         raise ValueError(
             f"{where} holds a password, and settings are stored with the run, in MLflow and in "
-            "Prefect. Take it out of the address and give it by the environment."
+            "Prefect. Take it out of the address and give it by the environment, on Kubernetes by a "
+            "Secret (cluster.kubernetes.secret)."
         )

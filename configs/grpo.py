@@ -26,6 +26,7 @@ from configs.rules.images import IMAGES
 from configs.rules.logprobs import LOGPROBS, STALE_SAMPLES
 from configs.rules.lora import LORA
 from configs.rules.over_sampling import OVER_SAMPLING
+from configs.rules.pods import PATCHES
 from configs.rules.promotion import PROMOTION
 from configs.rules.quarantine import QUARANTINE
 from configs.rules.retraining import RETRAINING
@@ -59,6 +60,7 @@ ESTIMATOR: tuple[Rule[RunConfig], ...] = (
 # Without the estimator's, of which a flow that trains or samples otherwise has its own.
 OF_EVERY_FLOW: tuple[Rule[RunConfig], ...] = (
     *CREDENTIALS,
+    *PATCHES,
     *STALE_SAMPLES,
     *OVER_SAMPLING,
     *SAMPLING,

@@ -45,7 +45,7 @@ def change(
     _fit_shards(raw, {word.partition("=")[0] for word in words})
     if folder is None:
         return validate(model, raw)
-    named = {path for word in words for path in _paths(_value(word.partition("=")[2]))}
+    named = {path for word in words for path in _paths(value_of(word.partition("=")[2]))}
     return validate(model, raw, SettingsOrigin(folder=str(folder), words=frozenset(named)))
 
 
@@ -119,7 +119,7 @@ def apply_word(raw: dict[str, Any], word: str) -> None:
             "first."
         )
     try:
-        value = _value(text)
+        value = value_of(text)
     except KeyTwice as error:
         raise ConfigError(f"{word}: {error}. Remove one.") from None
     if key.startswith("cluster.pools.") and "pools" not in raw.get("cluster", {}):
@@ -157,7 +157,7 @@ def apply_word(raw: dict[str, Any], word: str) -> None:
         place[last] = value
 
 
-def _value(text: str) -> Any:
+def value_of(text: str) -> Any:
     """What stands after the equals sign, read as YAML."""
     try:
         value = read_yaml(text)

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import yaml
-
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError, change
 from configs.resolving import resolve, this_machine
-from configs.yaml_text import KeyTwice, read_yaml
+from configs.settings_file import read_settings
 
 Run = TypeVar("Run", bound=GRPOConfig)
 FOLDER = Path(__file__).parent / "recipes"
@@ -24,10 +22,12 @@ def recipe_names() -> list[str]:
 
 
 def find_recipe(recipe: str) -> Path:
-    """The file of a recipe given by name or path; ConfigError if there is none."""
+    """The file of a recipe given by name or path; ConfigError if there is none of the name."""
     for path in (Path(recipe), FOLDER / f"{recipe}.yaml"):
         if path.is_file():
             return path
+    if "/" in recipe or recipe.endswith((".yaml", ".yml")) or Path(recipe).exists():
+        return Path(recipe)
     raise ConfigError(
         f"There is no recipe {recipe}. Give the path of a YAML file, or one of: "
         f"{', '.join(recipe_names())}."
@@ -46,22 +46,5 @@ def read_recipe(model: type[Run], recipe: str = DEMO, overrides: Sequence[str] =
     Files that the recipe names are looked for beside it first.
     """
     path = find_recipe(recipe)
-    try:
-        raw = read_yaml(path.read_text())
-    except KeyTwice as error:
-        raise ConfigError(f"{path}: {error}. Remove one.") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {_why_no_yaml(error)}.") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path} holds no settings: its top level must be key: value lines.")
+    raw = read_settings(path)
     return change(model, raw, overrides, path.absolute().parent)
-
-
-def _why_no_yaml(error: yaml.YAMLError) -> str:
-    """What is wrong, and in which line where that is known."""
-    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
-        return str(error).splitlines()[0]
-    place = f"in line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
-    if "'\\t'" in (error.problem or ""):
-        return f"{place} is a tab. Indent with spaces"
-    return f"{error.problem or error.context}, {place}"

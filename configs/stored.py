@@ -8,6 +8,8 @@ from typing import Any
 
 # Functions of ours that recipes name by import path and that have moved.
 MOVED = {"engines.scorers:share_of_digits": "engines.rewards.builtin:share_of_digits"}
+# What a run does that began before there was a setting, where today's default does something else.
+BEFORE: dict[str, dict[str, Any]] = {"store": {"keep_registered": None}}
 
 
 def upgraded_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -21,7 +23,8 @@ def upgraded_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renamed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as version 2 of run.json has them, with what has another name or form by now."""
+    """Settings as version 2 of run.json has them: what has another name or form by now has that, and
+    what an older Refrain could not set is as it was then."""
     new = copy.deepcopy(dict(settings))
     if "staleness_guard" in new:
         guard = new.pop("staleness_guard")
@@ -32,8 +35,9 @@ def renamed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     if "shuffle" in data:
         shuffle = data.pop("shuffle")
         data.setdefault("order", "shuffled" if shuffle else "sequential")
-    if "store" in new:  # every registered version was kept, whatever the settings
-        new["store"].setdefault("keep_registered", None)
+    for group, values in BEFORE.items():
+        if group in new:
+            new[group] = {**values, **new[group]}
     return new
 
 

@@ -229,6 +229,7 @@ def tidy(run: Run, step: int, written: float) -> None:
         keep_snapshots=keep.keep_snapshots,
         rebuilt_from=max(run.start, run.head - run.config.rollback_steps),
         tagged={*run.tracking.retained(), *run.to_be_evaluated()},
+        may_go=run.tracking.let_go,
     )
     if removed:
         run.tracking.removed(removed_versions(run.files, removed))

@@ -22,7 +22,6 @@ from storage.objects.store import Store
 from storage.prompts.cursor import Exhausted
 from storage.runs.commit_log import Commit, head
 from storage.runs.live import goes_on_as, is_done
-from storage.runs.run_lease import RUN_OUT
 from storage.runs.run_store import RunStore
 from tasks.commit import snapshot
 from tasks.evaluation.evaluate import evaluation
@@ -35,12 +34,19 @@ from tasks.run.continue_from import NothingNew
 from tasks.run.events import Note, SnapshotStored, StepBegan
 from tasks.run.findings import curves_of_one_machine, slow_here
 from tasks.run.flow_options import forget_results, result_of
-from tasks.run.flow_run import attempt, begun_before, deployment_name, part_from_earlier_attempts
+from tasks.run.flow_run import (
+    attempt,
+    begun_before,
+    deployment_name,
+    filled_in,
+    part_from_earlier_attempts,
+)
 from tasks.run.flow_run_names import name_before
 from tasks.run.life_cycle import BranchEnded, begun_anew, finish, shown, started
 from tasks.run.opening import open_run
 from tasks.run.preflight import check
 from tasks.run.recorded_flow import path_of
+from tasks.run.resuming import told_kept
 from tasks.run.run import Run
 from tasks.run.staleness_gate import StepGivenUp
 from tasks.start import start_engines
@@ -60,8 +66,6 @@ def train(
     Skipped. A later attempt of the flow run goes on with what an earlier one began.
     """
     tried = attempt()
-    if tried > 1:
-        part_from_earlier_attempts(tried, (step_flow, evaluation))
     with contextlib.ExitStack() as stack:
         if run is not None and tried > 1:
             run = stack.enter_context(begun_anew(run))
@@ -74,22 +78,26 @@ def train(
                 resume, fork = begun.run, None  # it has been made
                 last = goes_on_as(begun)
                 if is_done(last, head(last) or 0):
+                    part_from_earlier_attempts(tried)
                     return Completed(message=f"Run {last.run} was finished by an earlier attempt.")
             findings = check(config, resumed=resume is not None)
             findings += slow_here(config)  # a deployment was made on another machine
             findings += curves_of_one_machine(config, deployment_name())
             try:
-                opened = open_run(_this_flow(), config, resume, fork)
+                form = filled_in(GRPOConfig)
+                opened = open_run(_this_flow(), config, resume, fork, filled_in=form)
             except NothingNew as nothing:
                 return skipped(nothing)
-            patience = RUN_OUT if tried > 1 else 0.0
+            findings += told_kept(config, opened.config)
             reporting = reporting_on(Terminal())
-            run = stack.enter_context(started(opened, reporting, patience=patience))
+            run = stack.enter_context(started(opened, reporting, waits=tried > 1))
             if resume is not None:
                 run.tell(Note(text=f"Going on with {run.name} after step {run.head}"))
             for finding in findings:
                 if finding.warning:
                     run.tell(Note(text=finding.found, warning=True))
+        if tried > 1:  # only now: until the run was held, another attempt may have been alive
+            part_from_earlier_attempts(tried, (step_flow, evaluation))
         pages = stack.enter_context(contextlib.ExitStack())
         pages.enter_context(shown(run))
         start_engines(run)

@@ -35,8 +35,8 @@ POD_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 Kind = Literal["local", "address", "slurm", "kubernetes", "ssh"]
 
 GIVEN_TO_WORKERS = (
-    "workers get credentials from their own environment (docs/security.md says how, for each kind "
-    "of cluster)."
+    "workers get credentials from their own environment, on Kubernetes by a Secret "
+    "(cluster.kubernetes.secret); docs/security.md says how for each kind of cluster."
 )
 
 

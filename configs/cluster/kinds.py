@@ -246,8 +246,9 @@ class KubernetesPods(Settings):
     patch: JsonObject = Field(
         default_factory=dict,
         description="What else the pod's spec shall have, as a merge patch: objects are merged, null "
-        "removes, and lists are replaced, but for those whose entries have a name (or a mountPath), "
-        "which are merged by it. The container is called worker, scheduler or flow.",
+        "removes, containers, env and volumes are merged by name, volumeMounts by mountPath, "
+        "tolerations are added, and other lists replaced. The container is called worker, scheduler "
+        "or flow; another one needs an image.",
     )
 
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from configs.cluster.kinds import KubernetesPods
+from configs.cluster.pod_patch import ADDED_LISTS, LIST_KEYS, PROGRAMS
 
 Resource = dict[str, Any]  # as Kubernetes' API takes it
 Pods = TypeVar("Pods", bound=KubernetesPods)
 
 USER = 1000  # of the image
 GRACE_SECONDS = 120
-NAMES = ("name", "mountPath")  # by which entries of lists are known
 TMP = "/tmp"
 
 
@@ -140,36 +140,39 @@ def gibibytes(size: float) -> str:
 
 
 def merge_patch(target: Any, patch: Any) -> Any:
-    """A JSON merge patch (RFC 7396) that merges lists whose entries have names by those.
+    """A JSON merge patch (RFC 7396) that merges lists as `kubectl patch` does, by LIST_KEYS.
 
-    An entry whose other keys are all null removes the one of its name. The arguments stay as is.
+    An entry whose other keys are all null removes the one of its name, a container aside. Entries of
+    ADDED_LISTS are added. A program's container that the target lacks is another pod's. The arguments
+    stay as is.
     """
     if isinstance(patch, list):
-        return _merge_list(target, patch)
+        return [merge_patch(None, entry) for entry in patch]
     if not isinstance(patch, dict):
         return copy.deepcopy(patch)
     merged = dict(target) if isinstance(target, dict) else {}
     for key, value in patch.items():
+        before = merged.get(key)
         if value is None:
             merged.pop(key, None)
+        elif isinstance(value, list) and key in LIST_KEYS:
+            merged[key] = _merge_list(key, before or [], value)
+        elif isinstance(value, list) and key in ADDED_LISTS:
+            merged[key] = [*(before or []), *(one for one in value if one not in (before or []))]
         else:
-            merged[key] = merge_patch(merged.get(key), value)
+            merged[key] = merge_patch(before, value)
     return merged
 
 
-def _merge_list(target: Any, patch: list[Any]) -> list[Any]:
-    key = next((one for one in NAMES if patch and all(_has(entry, one) for entry in patch)), None)
-    if key is None or not isinstance(target, list) or not all(_has(entry, key) for entry in target):
-        return [merge_patch(None, entry) for entry in patch]
+def _merge_list(field: str, target: list[Any], patch: list[Any]) -> list[Any]:
+    key = LIST_KEYS[field]
     merged = {entry[key]: entry for entry in target}
     for entry in patch:
         name, rest = entry[key], [value for other, value in entry.items() if other != key]
-        if rest and all(value is None for value in rest):
+        if field == "containers" and name in PROGRAMS and name not in merged:
+            continue
+        if field != "containers" and rest and all(value is None for value in rest):
             merged.pop(name, None)
         else:
             merged[name] = merge_patch(merged.get(name), entry)
     return list(merged.values())
-
-
-def _has(entry: Any, key: str) -> bool:
-    return isinstance(entry, dict) and isinstance(entry.get(key), str)

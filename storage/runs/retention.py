@@ -13,7 +13,7 @@ listed, whatever the number of steps.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from storage.objects import documents
@@ -42,12 +42,14 @@ def sweep(
     keep_snapshots: int,
     tagged: Collection[int] = (),
     rebuilt_from: int | None = None,
+    may_go: Callable[[Collection[int]], Collection[int]] | None = None,
 ) -> list[str]:
     """Remove what is no longer needed; returns the keys removed, in that order.
 
     keep_versions: policy versions; keep_steps: steps whose batches stay, None for all;
     keep_snapshots: of the trainer's state; tagged: versions that always stay; rebuilt_from: the
-    trainer's state of this step and those after it can be rebuilt, whatever the settings keep. It
+    trainer's state of this step and those after it can be rebuilt, whatever the settings keep;
+    may_go: asked last of all which of the policy versions that go may. It
     may be stopped and run again at any time. Run it only under the run's lease.
     """
     head = commits.head(run)
@@ -64,7 +66,7 @@ def sweep(
     removed = _sweep_snapshots(run, index, kept, stay)
     # What a run is compared with is the version that it began with.
     named = {start, *kept, *tagged, *(pin.step for pin in shared)}
-    removed += _sweep_versions(run, index, head, keep_versions, named)
+    removed += _sweep_versions(run, index, head, keep_versions, named, may_go)
     if keep_steps is None:
         index.borrowed, index.borrowed_from = {}, head + 1  # nobody asks
     else:
@@ -105,7 +107,12 @@ def _sweep_snapshots(
 
 
 def _sweep_versions(
-    run: RunStore, index: RunIndex, head: int, keep_versions: int, named: Collection[int]
+    run: RunStore,
+    index: RunIndex,
+    head: int,
+    keep_versions: int,
+    named: Collection[int],
+    may_go: Callable[[Collection[int]], Collection[int]] | None,
 ) -> list[str]:
     """named: versions that stay besides the newest and those of the last commit."""
     last = commits.read_outline(run, head)
@@ -113,12 +120,22 @@ def _sweep_versions(
     stay.update(index.versions[-keep_versions:])
     stay |= _bases(run, index, stay)
     gone = [version for version in index.versions if version not in stay]
+    if may_go is not None and gone:
+        whole = [version for version in gone if is_there(run, version)]
+        if refused := {*whole} - {*may_go(whole)}:
+            stay |= refused | _bases(run, index, refused)
+            gone = [version for version in gone if version not in stay]
     removed = []
     for version in gone:
         removed += _remove(run, run.store.list(run.weights_key(version)), MANIFEST)
     index.versions = [version for version in index.versions if version in stay]
     index.bases = {version: base for version, base in index.bases.items() if version in stay}
     return removed
+
+
+def is_there(run: RunStore, version: int) -> bool:
+    """Whether a policy version is whole, and not partly removed or written."""
+    return run.store.exists(f"{run.weights_key(version)}/{MANIFEST}")
 
 
 def removed_versions(run: RunStore, keys: Collection[str]) -> list[int]:

@@ -1,8 +1,10 @@
 """One writer per run: a lease with an epoch that grows, kept in the store beside HEAD.
 
-The epoch is the fencing token: every engine call carries it, and workers refuse an older one. Time
-is the wall clock of each process, so clocks must agree to within GRACE of the ttl. A holder that is
-known to be dead, because it ran on this machine, is not waited for.
+The epoch is the fencing token: every engine call carries it, and workers refuse an older one. Who
+takes a run at once goes by the wall clock, by which machines must agree to within GRACE of the ttl;
+who waits for a holder on another machine goes by the renewals that it sees (`acquire_patiently`),
+whatever the clock there says. A holder that is known to be dead, because it ran on this machine, is
+not waited for.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ FORMAT = "refrain.lease/1"
 GRACE = 0.1  # share of its ttl that a lease is respected beyond its end
 RENEWALS = 3  # of each ttl, by `keep`
 TTL = 60.0  # seconds
+MOST_APART = 3600.0  # seconds by which the wall clocks of two machines may differ where one waits
+LOOK = 1.0  # seconds between looks by who waits
 RUN_OUT = TTL * (1 + GRACE) + 1.0  # seconds after which one that nobody renews has run out
 
 
@@ -90,19 +94,22 @@ class RunLease:
 
     @classmethod
     def acquire(
-        cls, run: RunStore, owner: str, ttl: float = TTL, clock: Callable[[], float] = time.time
+        cls,
+        run: RunStore,
+        owner: str,
+        ttl: float = TTL,
+        clock: Callable[[], float] = time.time,
+        silent: bytes | None = None,
     ) -> RunLease:
-        """Take the run for `ttl` seconds. Raises LeaseHeld naming a live holder."""
+        """Take the run for `ttl` seconds. Raises LeaseHeld naming a live holder.
+
+        silent: what the store says of a holder that was seen not to renew its lease (LeaseWatch).
+        """
         while True:
             current = _read(run)
             now = clock()
-            if current is not None and not current[0].gone(now):
-                holder = current[0]
-                raise LeaseHeld(
-                    f"Run {run.run} is being written by {holder.owner} (process {holder.pid} on "
-                    f"{holder.host}) for the next {holder.expires - now:.0f} s. Stop it, or choose "
-                    "another run name."
-                )
+            if current is not None and current[1] != silent and not current[0].gone(now):
+                raise _held(run, current[0], f"for the next {current[0].expires - now:.0f} s")
             mine = LeaseHolder(
                 owner=owner,
                 host=_host(),
@@ -206,6 +213,74 @@ class RunLease:
         trace: TracebackType | None,
     ) -> None:
         self.release()
+
+
+class LeaseWatch:
+    """Whether the process that holds a run lives, by the renewals of its lease that are seen.
+
+    On another machine the wall clock may be minutes off. What counts is for how long the lease has
+    not changed, by this process's own clock.
+    """
+
+    def __init__(
+        self,
+        run: RunStore,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run, self._clock, self._monotonic = run, clock, monotonic
+        self._since = monotonic()
+        self.seen: bytes | None = None  # what the store said at the last look
+
+    @property
+    def unchanged(self) -> float:
+        """Seconds since the lease was first seen as it is."""
+        return self._monotonic() - self._since
+
+    def look(self) -> LeaseHolder | None:
+        """Who holds the run; None when nobody does, or nobody that lives."""
+        current = _read(self._run)
+        if current is None:
+            return None
+        holder, data = current
+        if data != self.seen:
+            self.seen, self._since = data, self._monotonic()
+        if holder.host == _host():
+            gone = holder.gone(self._clock())
+        else:
+            silent = self.unchanged > (1 + GRACE) * holder.ttl
+            gone = silent or self._clock() > holder.expires + MOST_APART
+        return None if gone else holder
+
+
+def acquire_patiently(
+    run: RunStore,
+    owner: str,
+    patience: float = RUN_OUT,
+    watch: LeaseWatch | None = None,
+    sleep: Callable[[float], object] = time.sleep,
+) -> RunLease:
+    """Take the run from a process that may have been killed. Raises LeaseHeld where it lives.
+
+    patience: seconds for which one that renews its lease may yet end; the next renewal says that it
+    lives. One that is silent by then is waited for until it has been so for its ttl.
+    """
+    watch = watch or LeaseWatch(run)
+    waited, before = 0.0, None
+    while (holder := watch.look()) is not None:
+        if waited > patience and watch.seen != before:
+            raise _held(run, holder, f"and renews its lease after {waited:.0f} s of waiting for it")
+        before = watch.seen
+        sleep(LOOK)
+        waited += LOOK
+    return RunLease.acquire(run, owner, silent=watch.seen)
+
+
+def _held(run: RunStore, holder: LeaseHolder, how_long: str) -> LeaseHeld:
+    return LeaseHeld(
+        f"Run {run.run} is being written by {holder.owner} (process {holder.pid} on {holder.host}) "
+        f"{how_long}. Stop it, or choose another run name."
+    )
 
 
 def holder_of(run: RunStore, clock: Callable[[], float] = time.time) -> LeaseHolder | None:

@@ -2,21 +2,23 @@
 
 MLflow's registry knows which are registered, since when, and under which aliases; the settings say
 how many stay (`store.keep_registered`, `store.keep_registered_days`). What is removed keeps its entry
-in the registry, with a tag that says so, as does what will be.
+in the registry, with a tag that says so. Before anything is removed the registry says what will be,
+and is then asked for aliases once more: one that was given until then keeps its version, and who
+gives one later has read the tag.
 """
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-LEAVING_TAG = "refrain.will_be_removed"  # by which setting
-REMOVED_TAG = "refrain.removed"  # when retention removed the version's files
+GOING_TAG = "refrain.to_be_removed"  # since when retention is about to remove the version's files
+REMOVED_TAG = "refrain.removed"  # when it did
 DAY = 86400.0  # seconds
 
 
@@ -29,7 +31,7 @@ class RegisteredVersion:
     number: str  # MLflow's
     at: float  # when it was registered, in seconds since 1970
     aliases: tuple[str, ...] = ()
-    leaving: bool = False  # the registry says that its files will be removed
+    going: bool = False  # its files are about to be removed, or were just before a process died
     removed: bool = False  # its files are known to be gone
 
 
@@ -51,7 +53,7 @@ def versions_of(client: MlflowClient, run_id: str) -> list[RegisteredVersion]:
                 number=number,
                 at=one.creation_timestamp / 1000,
                 aliases=tuple(own),
-                leaving=LEAVING_TAG in one.tags,
+                going=GOING_TAG in one.tags,
                 removed=REMOVED_TAG in one.tags,
             )
         )
@@ -76,37 +78,38 @@ def that_stay(
     return {*newest, *young, *(one.version for one in registered if one.aliases)}
 
 
-def let_go(
-    client: MlflowClient, run_id: str, keep: int | None, days: float, now: float
-) -> set[int]:
-    """The policy versions that may be removed; the registry says so of each before this returns.
+def let_go(client: MlflowClient, run_id: str, wanted: Collection[int]) -> set[int]:
+    """Those of the policy versions in `wanted` that may be removed, which the registry says first."""
+    for one in versions_of(client, run_id):
+        if one.version in wanted and not (one.going or one.removed):
+            text = f"since {_today()}, by store.keep_registered of its run; an alias would keep it"
+            client.set_model_version_tag(one.model, one.number, GOING_TAG, text)
+    known = [one for one in versions_of(client, run_id) if one.version in wanted]
+    stay = {one.version for one in known if one.aliases}
+    for one in known:
+        if one.version in stay and one.going:
+            client.delete_model_version_tag(one.model, one.number, GOING_TAG)
+    return {*wanted} - stay
 
-    Aliases are asked for again after that. So a version that got one before it was said stays, and
-    who gives it one later could read that it goes. Arguments as `that_stay`, and the run in MLflow.
-    """
-    known = versions_of(client, run_id)
-    going = {one.version for one in known} - that_stay(known, keep, days, now)
-    for one in known:
-        if one.version in going and not one.leaving and not one.removed:
-            client.set_model_version_tag(
-                one.model, one.number, LEAVING_TAG, "store.keep_registered"
-            )
-    known = versions_of(client, run_id)
-    going -= that_stay(known, keep, days, now)
-    for one in known:
-        if one.leaving and one.version not in going:
-            client.delete_model_version_tag(one.model, one.number, LEAVING_TAG)
-    return going
+
+def unsaid(registered: Sequence[RegisteredVersion], there: Callable[[int], bool]) -> list[int]:
+    """The policy versions that a process removed which died before the registry said so."""
+    return sorted({one.version for one in registered if one.going and not there(one.version)})
 
 
 def tag_removed(
     client: MlflowClient, registered: Sequence[RegisteredVersion], gone: Collection[int]
 ) -> None:
     """Have the registry say of the policy versions in `gone` that their files are no longer there."""
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
     for one in registered:
-        if one.version in gone and not one.removed:
-            text = f"{today}, by store.keep_registered of its run"
+        if one.version not in gone:
+            continue
+        if not one.removed:
+            text = f"{_today()}, by store.keep_registered of its run"
             client.set_model_version_tag(one.model, one.number, REMOVED_TAG, text)
-        if one.version in gone and one.leaving:
-            client.delete_model_version_tag(one.model, one.number, LEAVING_TAG)
+        if one.going:
+            client.delete_model_version_tag(one.model, one.number, GOING_TAG)
+
+
+def _today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()

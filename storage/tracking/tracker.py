@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
@@ -335,13 +334,10 @@ class Tracker:
         with as_tracking_errors(self._place.uri):
             return versions_of(self.client, self.run_id)
 
-    def let_go(self, keep: int | None, days: float) -> set[int]:
-        """The policy versions of this run that may be removed, of which the registry then says so.
-
-        keep: so many registered ones stay, None for all; days: those younger than that besides.
-        """
+    def let_go(self, versions: Collection[int]) -> set[int]:
+        """Those of these policy versions that may be removed: see registered_versions.let_go."""
         with as_tracking_errors(self._place.uri):
-            return let_go(self.client, self.run_id, keep, days, time.time())
+            return let_go(self.client, self.run_id, versions)
 
     def tag_removed(self, versions: Collection[int]) -> None:
         """Have the registry say that these policy versions are no longer in the store."""

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from configs.grpo import GRPOConfig
@@ -17,11 +18,11 @@ from storage.objects.store import Store
 from storage.runs.commit_log import head
 from storage.runs.origins import start_of
 from storage.runs.orphans import clear
-from storage.runs.retention import removed_versions, sweep
+from storage.runs.retention import is_there, sweep
 from storage.runs.run_lease import LeaseHeld, RunLease
 from storage.runs.run_store import RunStore
 from storage.tracking.connection import TrackingAddress, TrackingError
-from storage.tracking.registered_versions import that_stay
+from storage.tracking.registered_versions import that_stay, unsaid
 from storage.tracking.tracker import Tracker
 from tasks.commands.command import Answer, Request, bytes_text, heading, table, text
 from tasks.run.features import tidy
@@ -46,8 +47,7 @@ class Registry:
     """What MLflow says of the run's policy versions."""
 
     stay: frozenset[int] = frozenset()  # of the registered ones
-    versions: frozenset[int] = frozenset()  # the registered ones
-    registered: int = 0  # how many of them have their files
+    registered: int = 0  # how many are
     aliases: tuple[str, ...] = ()  # with their versions, for people
     tracker: Tracker | None = None  # of the run's page
     unknown: str = ""  # why nothing is known, and so every version stays
@@ -78,11 +78,10 @@ def answer(request: Request) -> Answer:
     sizes = files.store.sizes_below(files.run)
     if asked.delete:
         removed = _deleted(files, config, keep, registry)
-        if registry.tracker is not None and (gone := removed_versions(files, removed)):
-            registry.tracker.tag_removed(gone)
+        _say_what_is_gone(files, registry)
     else:
         dry = DryRunStore(files.store)
-        _collect(replace(files, store=dry), config, keep, registry, done)
+        _collect(replace(files, store=dry), config, keep, registry, done, dry=True)
         removed = dry.removed
     removed = sorted({*removed} & sizes.keys())  # an object that two reasons remove counts once
     gone_bytes = sum(sizes[key] for key in removed)
@@ -109,6 +108,15 @@ def answer(request: Request) -> Answer:
     return Answer(record=record, shown=shown)
 
 
+def _say_what_is_gone(files: RunStore, registry: Registry) -> None:
+    """Of what this process removed, or one before it that died, have the registry say so."""
+    if registry.tracker is None:
+        return
+    known = registry.tracker.registered_versions()
+    if gone := unsaid(known, partial(is_there, files)):
+        registry.tracker.tag_removed(gone)
+
+
 def kept_by(own: StoreConfig, given: StoreConfig) -> StoreConfig:
     """What the run's settings keep, with the settings keep_… of the command line."""
     words = {name for name in given.model_fields_set if name.startswith("keep_")}
@@ -129,14 +137,16 @@ def _deleted(
         done = head(files)  # only now: a moment ago a flow may have been committing
         assert done is not None, "commits stay"
         held = replace(files, store=_WhileHeld(files.store, lease))
-        if registry.tracker is not None:
-            going = registry.tracker.let_go(keep.keep_registered, keep.keep_registered_days)
-            registry = replace(registry, stay=registry.stay | (registry.versions - going))
         return _collect(held, config, keep, registry, done)
 
 
 def _collect(
-    files: RunStore, config: GRPOConfig, keep: StoreConfig, registry: Registry, done: int
+    files: RunStore,
+    config: GRPOConfig,
+    keep: StoreConfig,
+    registry: Registry,
+    done: int,
+    dry: bool = False,
 ) -> list[str]:
     """Remove it; returns the keys. The same as after a step, and what dead writers left."""
     start = start_of(files)
@@ -151,6 +161,7 @@ def _collect(
         keep_snapshots=keep.keep_snapshots,
         tagged=named,
         rebuilt_from=max(start, done - config.rollback_steps),
+        may_go=None if dry or registry.tracker is None else registry.tracker.let_go,
     )
     return removed + clear(files, done)
 
@@ -196,11 +207,7 @@ def _registry(request: Request, config: GRPOConfig, keep: StoreConfig) -> Regist
     there = [one for one in versions if not one.removed]
     aliases = [f"{alias} (v{one.version})" for one in there for alias in one.aliases]
     return Registry(
-        stay=frozenset(stay),
-        versions=frozenset(one.version for one in versions),
-        registered=len(there),
-        aliases=tuple(aliases),
-        tracker=tracker,
+        stay=frozenset(stay), registered=len(there), aliases=tuple(aliases), tracker=tracker
     )
 
 

@@ -103,6 +103,7 @@ def _begin(flow: str, resolved: Resolved[GRPOConfig], arguments: argparse.Namesp
         findings += slow_here(config)
     from tasks.run.continue_from import NothingNew
     from tasks.run.opening import open_run
+    from tasks.run.resuming import told_kept
 
     try:
         opened = open_run(flow, config, resume, fork, arguments.name)
@@ -112,6 +113,7 @@ def _begin(flow: str, resolved: Resolved[GRPOConfig], arguments: argparse.Namesp
     except RuntimeError as error:  # of the store
         print_text(f"{type(error).__name__}: {error}", error=True)
         return FAILED
+    findings += told_kept(config, opened.config)
     if arguments.check:
         for finding in findings:
             print_text(f"{finding.check:10} {finding.found}")
@@ -120,18 +122,23 @@ def _begin(flow: str, resolved: Resolved[GRPOConfig], arguments: argparse.Namesp
     for finding in findings:
         if finding.warning:
             print_text(finding.found, error=True)
-    if arguments.name is not None and resume is not None:
-        from tasks.run.named_run import await_writer
+    waits = arguments.name is not None and resume is not None
+    if waits:
+        from tasks.run.named_run import wait_for_writer
 
-        await_writer(opened.files, print_text)
+        if said := wait_for_writer(opened.files):
+            print_text(said)
     from tasks.run.recorded_flow import load_flow
 
     call = load_flow(flow)
-    return _run(lambda run: call(config=config, resume=resume, fork=fork, run=run), opened)
+    return _run(lambda run: call(config=config, resume=resume, fork=fork, run=run), opened, waits)
 
 
-def _run(call: Callable[[Run], Any], opened: OpenedRun) -> int:
-    """Start engines and server side by side, run the flow, say where everything is."""
+def _run(call: Callable[[Run], Any], opened: OpenedRun, waits: bool) -> int:
+    """Start engines and server side by side, run the flow, say where everything is.
+
+    waits: for the end of another process that may have been killed.
+    """
     import httpx
     from prefect.exceptions import PrefectException
 
@@ -145,7 +152,7 @@ def _run(call: Callable[[Run], Any], opened: OpenedRun) -> int:
     run: Run | None = None
     try:
         last_words = partial(_stopped, terminal, again)
-        with started(opened, reporting_on(terminal), last_words) as run:
+        with started(opened, reporting_on(terminal), last_words, waits=waits) as run:
             terminal.say(f"Run {name}: {config.steps} steps of {config.samples_per_step} samples")
             if run.origin is not None:
                 terminal.say(f"It begins after {run.origin}; {_data_of(run)}.")

@@ -19,11 +19,13 @@ from typing import Any
 import yaml
 
 from configs.cluster.kinds import METADATA, KubernetesConfig, NetworkDestination, lies_in
+from configs.cluster.pod_patch import patch_sentence
+from configs.credentials import credential_sentence
 from configs.flows import program
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
+from configs.settings_file import read_settings
 from configs.storage import StoreConfig
-from configs.yaml_text import KeyTwice, read_yaml
 from engines.clusters.kubernetes import tls_mounts, tls_volumes
 from engines.clusters.pods import Resource, both, gibibytes, merge_patch, metadata, pod_spec
 
@@ -74,16 +76,8 @@ _Dumper.add_representer(str, _text)
 
 
 def words_of(path: str) -> list[str]:
-    """The settings of a values file as words of a command line, key=value."""
-    try:
-        values = read_yaml(Path(path).read_text())
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
-    except (KeyTwice, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}.") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds no settings: its top level must be key: value lines.")
-    return list(_words(values))
+    """The settings of a values file as words of a command line, key=value. Raises ConfigError."""
+    return list(_words(read_settings(Path(path))))
 
 
 def local_files(config: GRPOConfig) -> list[str]:
@@ -123,6 +117,8 @@ def _check(config: GRPOConfig, name: str) -> None:
             f"cluster.kind = {cluster.kind}, and these manifests are for Kubernetes. Set "
             "cluster.kind=kubernetes."
         )
+    if said := credential_sentence(config) or patch_sentence(kubernetes):
+        raise ConfigError(said)  # a ConfigMap would show credentials
     if local and not mounted:
         raise ConfigError(
             f"store.uri = {config.store.uri} is a folder of the flow's pod alone. Set store.uri to "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from configs.storage import TrackingConfig
@@ -14,11 +15,13 @@ from storage.objects.digests import digest
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit, read_commit
 from storage.runs.origins import Origin
+from storage.runs.retention import is_there
 from storage.runs.run_store import RunStore
 from storage.runs.working_tree import working_tree
 from storage.tracking.connection import TrackingAddress, TrackingError
 from storage.tracking.cost import DEVICE_HOURS_SO_FAR, MONEY_SO_FAR, SO_FAR
 from storage.tracking.machine_samples import MachineSample
+from storage.tracking.registered_versions import that_stay, unsaid
 from storage.tracking.traces import TracedSample
 from storage.tracking.tracked_run import TrackedData, TrackedEvaluation, TrackedRun
 from storage.tracking.tracker import Tracker
@@ -51,6 +54,7 @@ from tasks.run.metrics import numbers_of
 PLOT = "plots/progress.png"
 START_DELAY = 5.0  # seconds
 LINK_PATIENCE = 15.0  # seconds for which a run that ends waits for the address of its page
+LET_GO_PATIENCE = 10.0  # seconds for which the removal of old versions waits for MLflow
 PATIENCE = 120.0  # seconds for which a run that has ended waits for a server that is away
 PATIENCE_AT_FAILURE = 10.0  # the same of one that failed or was stopped
 
@@ -131,6 +135,7 @@ class RunTracker:
         self._numbers |= self._tracker.registered()
         if snapshot and self._numbers.get(newest.version_out.version) is None:
             self._register(newest)
+        self._say_what_is_gone()
         self._ask_what_stays()
 
     def step_committed(self, event: StepCommitted) -> None:
@@ -191,22 +196,46 @@ class RunTracker:
     def retained(self) -> Collection[int]:
         """The registered policy versions that retention leaves, by the settings and the aliases.
 
-        No step waits for MLflow, which is asked after each version that is registered, and says then
-        which ones it will not have any longer: what it was not asked about stays.
+        No step waits for MLflow, which is asked after each version that is registered: what it was
+        not asked about stays. Before one goes it is asked again (`let_go`).
         """
         return self.registered.keys() - self._let_go
+
+    def let_go(self, versions: Collection[int]) -> Collection[int]:
+        """Those of these policy versions that may be removed now, which the registry says first.
+
+        Waits for MLflow, in the background of a step; where it does not answer soon, all of those
+        that are registered stay until it has been asked again.
+        """
+        own = [version for version in versions if version in self._numbers]
+        if not own:
+            return versions
+        what = "Which versions are to be removed"
+        try:
+            gone = self._queue.ask(what, lambda: self._tracker.let_go(own), LET_GO_PATIENCE)
+        except TrackingError:
+            gone = ()
+            self._let_go = frozenset()
+        return {*versions} - ({*own} - {*gone})
 
     def removed(self, versions: Collection[int]) -> None:
         """Have the registry say that the files of these policy versions are gone."""
         if gone := [version for version in versions if version in self._numbers]:
             self._add("The versions that were removed", lambda: self._tracker.tag_removed(gone))
 
+    def _say_what_is_gone(self) -> None:
+        """What a process removed that died before it could say so."""
+        known = self._tracker.registered_versions()
+        if gone := unsaid(known, partial(is_there, self._facts.files)):
+            self._tracker.tag_removed(gone)
+
     def _ask_what_stays(self) -> None:
         store = self._facts.config.store
         if store.keep_registered is None or len(self._numbers) <= store.keep_registered:
             return
-        found = self._tracker.let_go(store.keep_registered, store.keep_registered_days)
-        self._let_go = frozenset(found)
+        versions = self._tracker.registered_versions()
+        stay = that_stay(versions, store.keep_registered, store.keep_registered_days, time.time())
+        self._let_go = frozenset({one.version for one in versions} - stay)
 
     def version_evaluated(self, event: VersionEvaluated) -> None:
         """Record what a suite says of a policy version."""

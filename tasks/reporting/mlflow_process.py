@@ -29,6 +29,7 @@ from engines.processes.child_process import CallLost, ChildProcess, NotStarted, 
 from engines.processes.user_code import answer_calls, begin
 from storage.tracking.connection import TrackingAddress, TrackingError
 from storage.tracking.machine_samples import MachineSample
+from storage.tracking.registered_versions import RegisteredVersion
 from storage.tracking.traces import TracedSample
 from storage.tracking.tracked_run import TrackedEvaluation, TrackedRun
 from tasks.reporting.registered_files import Page
@@ -200,9 +201,14 @@ class PageWriter:
         found: dict[int, str] = self._call("registered")
         return found
 
-    def let_go(self, keep: int | None, days: float) -> set[int]:
+    def registered_versions(self) -> list[RegisteredVersion]:
+        """As Tracker.registered_versions."""
+        found: list[RegisteredVersion] = self._call("registered_versions")
+        return found
+
+    def let_go(self, versions: Collection[int]) -> set[int]:
         """As Tracker.let_go."""
-        found: set[int] = self._call("let_go", keep, days)
+        found: set[int] = self._call("let_go", versions)
         return found
 
     def tag_removed(self, versions: Collection[int]) -> None:

@@ -61,10 +61,11 @@ class PageQueue:
         """Have something written after all that was added before."""
         self._put(Write(what=what, do=do))
 
-    def ask(self, what: str, do: Callable[[], Any]) -> Any:
+    def ask(self, what: str, do: Callable[[], Any], patience: float | None = None) -> Any:
         """The same, and wait for what it returns; what it raises is raised here.
 
-        TrackingError where MLflow has been away for ASKED seconds.
+        TrackingError where MLflow has been away for ASKED seconds. `patience`: seconds after which it
+        is not waited for any more, whatever holds it up.
         """
         write = Write(what=what, do=do, answer=Future())
         self._put(write)
@@ -76,8 +77,9 @@ class PageQueue:
             except TimeoutError:
                 if write.answer.done():
                     raise  # it is the write's own
-            away = self._away
-            if away is not None and time.monotonic() - max(began, away) > ASKED:
+            away, now = self._away, time.monotonic()
+            late = patience is not None and now - began > patience
+            if late or (away is not None and now - max(began, away) > ASKED):
                 self._drop(write)
                 raise TrackingError(f"{what} is not in MLflow: {self._why}")
 

@@ -37,6 +37,11 @@ def deployment_name() -> str | None:
     return deployment.name
 
 
+def filled_in(settings: type[object]) -> bool:
+    """Whether the flow run's parameters are a form's, with all settings of this type, set or not."""
+    return deployment.name is not None and isinstance(flow_run.parameters.get("config"), settings)
+
+
 def flow_run_url() -> str | None:
     """Page of the flow run on the dashboard."""
     found = flow_run_id()
@@ -69,12 +74,13 @@ def begun_before(store: Store, family: str) -> RunStore | None:
     return next((run for run in runs if run.constant(FIELD) == str(found)), None)
 
 
-def part_from_earlier_attempts(attempt: int, flows: Iterable[object]) -> None:
+def part_from_earlier_attempts(attempt: int, flows: Iterable[object] = ()) -> None:
     """Have a later attempt's flow runs below this one be its own, and end what a crash left.
 
     Prefect 3.7.7 tells the flow runs below one by their flow and the order of the calls, so the first
     step of a later attempt would be the first attempt's first step, run again under another name. A
-    process that was killed leaves those that it had under way running for ever.
+    process that was killed leaves those that it had under way running for ever. To be called once
+    no earlier attempt lives: when this one holds the run, or the run is done.
     """
     context, found = FlowRunContext.get(), flow_run_id()
     if context is None or found is None:

@@ -60,18 +60,18 @@ def started(
     reporting: Reporting,
     last_words: Callable[[], object] = lambda: None,
     cluster: Cluster | None = None,
-    patience: float = 0.0,
+    waits: bool = False,
 ) -> Iterator[Run]:
     """Take a run over, begin it, and start its engines in the background; all ends with the body.
 
     `reporting`: who is told of it. `last_words` are said before a process that cannot be stopped in
-    order ends itself. `cluster`: workers on which the engines start; None: on new ones. `patience`:
-    seconds in which another process has to have ended its writing. Raises LeaseHeld.
+    order ends itself. `cluster`: workers on which the engines start; None: on new ones. `waits`:
+    for the end of another process that may have been killed. Raises LeaseHeld.
     """
     with contextlib.ExitStack() as failed:
         if cluster is not None:
             failed.callback(cluster.close)
-        lease, position = take_over(opened, patience)
+        lease, position = take_over(opened, waits)
         failed.callback(lease.release)
         begin(opened, position)
         run = Run(opened, lease, position, reporting)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from storage.objects.store import Store
 from storage.runs.commit_log import head
 from storage.runs.live import goes_on_as, is_done
-from storage.runs.run_lease import GRACE, holder_of
+from storage.runs.run_lease import RUN_OUT, LeaseWatch
 from storage.runs.run_store import RUN_NAME, RunStore
 
 
@@ -33,20 +30,15 @@ def finished(config: GRPOConfig, name: str) -> str:
     return f"Run {name} is finished: {step} of {config.steps} steps are committed."
 
 
-def await_writer(files: RunStore, say: Callable[[str], object]) -> None:
-    """Wait for the end of the lease of a process that may have been killed, as it says now.
-
-    One that lives renews its lease meanwhile, and is found when the run is taken over.
-    """
-    holder = holder_of(files)
+def wait_for_writer(files: RunStore) -> str:
+    """What to say where a process may still write the run, which is waited for; empty else."""
+    holder = LeaseWatch(files).look()
     if holder is None:
-        return
-    seconds = holder.expires + GRACE * holder.ttl - time.time()
-    say(
-        f"Run {files.run} may still be written by {holder.owner} on {holder.host}: waiting "
-        f"{max(0.0, seconds):.0f} s for it to say so again."
+        return ""
+    return (
+        f"Run {files.run} may still be written by {holder.owner} on {holder.host}: waiting up to "
+        f"{RUN_OUT:.0f} s for it to say so again."
     )
-    time.sleep(max(0.0, seconds) + 1.0)
 
 
 def _files(config: GRPOConfig, name: str) -> RunStore:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import secrets
-import time
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +27,7 @@ from storage.runs.opponents import FIELD as OPPONENT
 from storage.runs.opponents import keep, recorded_opponent
 from storage.runs.origins import FIELD, RollbackCause, origin_of, parent_of
 from storage.runs.orphans import clear
-from storage.runs.run_lease import LeaseHeld, RunLease
+from storage.runs.run_lease import RunLease, acquire_patiently
 from storage.runs.run_store import OwnRunStore, RunStore
 from storage.runs.seen_rows import seen_before, write_seen
 from storage.runs.working_tree import FIELD as GIT
@@ -45,7 +44,7 @@ from tasks.run.meaning_changes import FIELD as MEANINGS
 from tasks.run.opened_run import OpenedRun, Position
 from tasks.run.opponent import frozen_version
 from tasks.run.packages import installed
-from tasks.run.resuming import check_resumable, going_on_as
+from tasks.run.resuming import check_resumable, going_on_as, keeping_no_less
 from tasks.run.version_names import FIELD as VERSION_NAMES
 from tasks.run.version_names import names_to_begin_with
 
@@ -57,16 +56,21 @@ def open_run(
     fork: str | None = None,
     name: str | None = None,
     cause: RollbackCause | None = None,
+    filled_in: bool = False,
 ) -> OpenedRun:
     """The run that these settings mean: a stored one that goes on, or a new one, perhaps a fork.
 
     `flow`: package.module:function that is to make it. `resume`: of a run that was rolled back, the
     one that goes on with it is meant. `fork`: RUN@STEP; `name`, `cause`: of a fork that a rollback
-    makes. Raises ConfigError where it cannot be, and NothingNew where there is nothing to do.
+    makes. `filled_in`: by a form, which has every setting, set or not. Raises ConfigError where it
+    cannot be, and NothingNew where there is nothing to do.
     """
     store = Store(config.store.uri, config.store.options, cache_bytes=config.store.cache_mib << 20)
     if resume is not None:
-        resume, config = going_on_as(RunStore(store, resume), config, flow)
+        before = RunStore(store, resume)
+        if before.read_run() is not None:
+            config = keeping_no_less(before, config, filled_in)
+        resume, config = going_on_as(before, config, flow)
     files = OwnRunStore(store, resume or name or new_name(config.name))
     source = open_source(config.data.source)
     origin, seen = None, np.empty(0, np.uint64)
@@ -137,13 +141,15 @@ def _check_first_step(opened: OpenedRun) -> None:
     )
 
 
-def take_over(opened: OpenedRun, patience: float = 0.0) -> tuple[RunLease, Position]:
+def take_over(opened: OpenedRun, waits: bool = False) -> tuple[RunLease, Position]:
     """Keep every other writer out, then see where the run stands. Raises LeaseHeld.
 
-    The lease renews itself until it is released. patience: seconds in which that of another process,
-    which may have been killed on a machine that cannot be asked, has to run out.
+    The lease renews itself until it is released. waits: for the end of another process, which may
+    have been killed on a machine that cannot be asked.
     """
-    lease = _lease(opened, patience)
+    owner = f"{user()}'s flow"
+    take = acquire_patiently if waits else RunLease.acquire
+    lease = take(opened.files, owner)
     with contextlib.ExitStack() as failed:
         failed.callback(lease.release)
         lease.keep()
@@ -152,17 +158,6 @@ def take_over(opened: OpenedRun, patience: float = 0.0) -> tuple[RunLease, Posit
         position = _inherited(opened) if own is None else _committed(opened, own)
         failed.pop_all()
     return lease, position
-
-
-def _lease(opened: OpenedRun, patience: float) -> RunLease:
-    until = time.monotonic() + patience
-    while True:
-        try:
-            return RunLease.acquire(opened.files, f"{user()}'s flow")
-        except LeaseHeld:
-            if time.monotonic() >= until:
-                raise
-            time.sleep(1.0)
 
 
 def _committed(opened: OpenedRun, step: int) -> Position:

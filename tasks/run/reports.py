@@ -21,6 +21,9 @@ class Tracking(Protocol):
     def retained(self) -> Collection[int]:
         """The registered policy versions that retention leaves."""
 
+    def let_go(self, versions: Collection[int]) -> Collection[int]:
+        """Those of these policy versions that may be removed now."""
+
     def removed(self, versions: Collection[int]) -> None:
         """Have the registry say that the files of these policy versions are gone."""
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
 from configs.grpo import GRPOConfig
 from configs.judge import HOW_ASKED
 from configs.overrides import ConfigError, validate
+from configs.storage import StoreConfig
 from storage.runs.commit_log import head
 from storage.runs.live import DataOver, read_end
 from storage.runs.run_store import RunStore
 from tasks.run.decay import check_decay
+from tasks.run.findings import Finding
 from tasks.run.recorded_flow import check_same_flow, settings_of
 
 # What may change between the parts of a run without making its past unrepeatable. A name stands
@@ -66,6 +69,9 @@ MAY_CHANGE = (
     "evaluation",
     "promotion",
 )
+
+# Numbers of what is kept; None is all.
+KEPT = {name for name in StoreConfig.model_fields if name.startswith("keep_")}
 
 
 def check_resumable(files: RunStore, config: GRPOConfig, flow: str) -> None:
@@ -138,6 +144,34 @@ def _place(settings: Any, key: str, given: Any) -> None:
         settings, given = settings[index], given[index]
     index = int(last) if isinstance(settings, list) else last
     settings[index] = given[index]
+
+
+def keeping_no_less(files: RunStore, config: GRPOConfig, filled_in: bool = False) -> GRPOConfig:
+    """The settings, by which no less of a stored run is kept than so far unless somebody said so.
+
+    What a recipe or the words leave open has today's default, which may be another than when the run
+    began. filled_in: a form has filled in what nobody set, so a default there is nobody's word.
+    """
+    store, usual, kept = config.store, StoreConfig(), {}
+    for name, before in settings_of(files).store.model_dump(include=KEPT).items():
+        given = getattr(store, name)
+        said = name in store.model_fields_set and not (filled_in and given == getattr(usual, name))
+        if not said and given is not None and (before is None or before > given):
+            kept[name] = before
+    return config.model_copy(update={"store": store.model_copy(update=kept)}) if kept else config
+
+
+def told_kept(asked: GRPOConfig, opened: GRPOConfig) -> list[Finding]:
+    """That of a run which goes on more is kept than the settings ask that it was to go on with."""
+    old, new = (one.store.model_dump(mode="json", include=KEPT) for one in (asked, opened))
+    kept = [f"store.{name}={json.dumps(new[name])}" for name in differing(old, new)]
+    if not kept:
+        return []
+    said = (
+        f"Kept as when the run began: {', '.join(kept)}. To keep less, say so for this run: "
+        "refrain … --resume RUN store.…=…"
+    )
+    return [Finding(check="settings", found=said, warning=True)]
 
 
 def may_change(key: str) -> bool:

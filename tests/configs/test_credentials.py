@@ -134,3 +134,41 @@ def test_variables_of_workers_are_looked_at() -> None:
     ) as caught:
         check_new_run(config)
     assert PLANTED not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "tolerations=[{key: nvidia.com/gpu, operator: Exists}]",
+        "topology_spread=[{maxSkew: 1, topologyKey: topology.example.com/block-layer-1}]",
+        "volumes=[{name: c, secret: {secretName: creds}}]",
+        "volumes=[{name: c, csi: {driver: d, volumeAttributes: {secretProviderClass: vault}}}]",
+        "patch={imagePullSecrets: [{name: registry}], automountServiceAccountToken: false}",
+        "patch={containers: [{name: worker, env: [{name: HF_TOKEN, valueFrom: {secretKeyRef: "
+        "{name: creds, key: hf}}}, {name: HF_HOME, value: /data}]}]}",
+    ],
+)
+def test_names_in_kubernetes_objects_are_no_credentials(word: str) -> None:
+    config = load_recipe(GRPOConfig, "tiny", [f"cluster.kubernetes.pools.train.{word}"])
+    assert credential_sentence(config) == ""
+
+
+@pytest.mark.parametrize(
+    ("word", "place"),
+    [
+        (f"patch={{containers: [{{env: [{{name: MY_PASSWORD, value: {PLANTED}}}]}}]}}",
+         "patch.containers.0.env.0.value is that of MY_PASSWORD"),
+        (f"patch={{a: {{httpHeaders: [{{name: Authorization, value: {PLANTED}}}]}}}}",
+         "patch.a.httpHeaders.0.value is that of Authorization"),
+        ("patch={a: [http://me:hunter2@mirror]}", "patch.a.0 holds an address with a password"),
+        (f"volumes=[{{flexVolume: {{options: {{password: {PLANTED}}}}}}}]",
+         "volumes.0.flexVolume.options.password looks like a credential"),
+        (f"annotations={{example.org/token: {PLANTED}}}",
+         "annotations.example.org/token looks like a credential"),
+    ],
+)  # fmt: skip
+def test_credentials_in_kubernetes_objects_are_refused(word: str, place: str) -> None:
+    said = credential_sentence(load_recipe(GRPOConfig, "tiny", [f"cluster.kubernetes.{word}"]))
+    assert said.startswith(f"cluster.kubernetes.{place}")
+    assert "by a Secret (cluster.kubernetes.secret)" in said
+    assert PLANTED not in said and "hunter2" not in said

@@ -11,9 +11,7 @@ from configs.stored import upgraded_settings
 
 def test_settings_of_version_1_are_read() -> None:
     today = load_recipe(GRPOConfig, "tiny").model_dump(mode="json")
-    today["store"]["keep_registered"] = None
     stored = copy.deepcopy(today)
-    del stored["store"]["keep_registered"]
     stored["rollout"]["shards_in_flight"] = 2
     stored["rewards"]["functions"][0]["path"] = "engines.scorers:share_of_digits"
     before = copy.deepcopy(stored)

@@ -164,6 +164,12 @@ class Platform:
     def flow_run(self, identity: str) -> dict[str, Any]:
         return API.get(f"{self.api}/flow_runs/{identity}").raise_for_status().json()
 
+    def flow_runs_of(self, deployment: str) -> list[dict[str, Any]]:
+        """Those of the deployment of this id that somebody asked for."""
+        asked = {"deployments": {"id": {"any_": [deployment]}}}
+        answer = API.post(f"{self.api}/flow_runs/filter", json=asked).raise_for_status()
+        return [one for one in answer.json() if not one["auto_scheduled"]]
+
     def wait(self, identity: str, *states: str, timeout: float = 240) -> dict[str, Any]:
         """The flow run, once it is in one of the states."""
         until = time.monotonic() + timeout

@@ -79,8 +79,8 @@ def test_the_page_shows_it_and_takes_a_run(server: Platform, browser: Browser) -
 
     # As it is, nothing is refused: what is empty is not sent.
     page.get_by_role("button", name="Submit").click()
-    page.wait_for_url("**/runs/flow-run/**", timeout=60_000)
-    made = server.flow_run(page.url.rpartition("/")[2].partition("?")[0])
+    page.wait_for_url(f"**/deployments/deployment/{identity}?tab=Runs", timeout=60_000)
+    (made,) = server.flow_runs_of(identity)
     asked = made["parameters"]["config"]
     given = server.config("tiny")
     assert asked["rewards"]["functions"] == given["rewards"]["functions"]

@@ -81,7 +81,9 @@ def test_settings_and_commits_are_read(unpacked: Path, name: str) -> None:
     found = runs(unpacked, name)
     assert len(found) == (2 if name == "grpo" else 1)
     for run in found:
-        assert settings_of(run).name == ("distill" if name == "teacher" else name)
+        config = settings_of(run)
+        assert config.name == ("distill" if name == "teacher" else name)
+        assert config.store.keep_registered is None, "it kept them all"
         commits = list(history(run))
         assert commits[0].step == head(run)
         assert all(commit.version_out.version == commit.step for commit in commits)

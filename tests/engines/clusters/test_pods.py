@@ -10,19 +10,38 @@ from configs.cluster.kinds import KubernetesConfig, KubernetesPool, NetworkDesti
 from engines.clusters.pods import both, merge_patch, metadata, pod_spec
 
 SPEC: dict[str, Any] = {
-    "containers": [{"name": "worker", "image": "a", "env": [{"name": "A", "value": "1"}]}],
+    "containers": [
+        {
+            "name": "worker",
+            "image": "a",
+            "env": [{"name": "A", "value": "1"}],
+            "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+            "livenessProbe": {},
+            "command": ["a"],
+        }
+    ],
     "volumes": [{"name": "tmp", "emptyDir": {}}],
     "priorityClassName": "low",
     "tolerations": [{"key": "a"}],
 }
 
 
-def test_a_patch_merges_what_has_names_and_replaces_other_lists() -> None:
+def test_a_patch_merges_lists_by_the_keys_of_their_entries() -> None:
     patch = {
-        "containers": [{"name": "worker", "env": [{"name": "B", "value": "2"}]}, {"name": "side"}],
-        "volumes": [{"name": "tmp", "emptyDir": None}],
+        "containers": [
+            {
+                "name": "worker",
+                "env": [{"name": "B", "value": "2"}, {"name": "A", "value": "3"}],
+                "volumeMounts": [{"name": "tmp", "mountPath": "/var", "subPath": "var"}],
+                "livenessProbe": None,
+                "command": ["b"],
+            },
+            {"name": "side", "image": "b"},
+            {"name": "flow", "tty": True},  # of the flow's pod
+        ],
+        "volumes": [{"name": "tmp", "emptyDir": None}, {"name": "new", "emptyDir": {}}],
         "priorityClassName": None,
-        "tolerations": [{"key": "b"}],
+        "tolerations": [{"key": "b"}, {"key": "a"}],
         "hostPID": False,
     }
     assert merge_patch(SPEC, patch) == {
@@ -30,15 +49,26 @@ def test_a_patch_merges_what_has_names_and_replaces_other_lists() -> None:
             {
                 "name": "worker",
                 "image": "a",
-                "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "2"}],
+                "env": [{"name": "A", "value": "3"}, {"name": "B", "value": "2"}],
+                "volumeMounts": [
+                    {"name": "tmp", "mountPath": "/tmp"},
+                    {"name": "tmp", "mountPath": "/var", "subPath": "var"},
+                ],
+                "command": ["b"],
             },
-            {"name": "side"},
+            {"name": "side", "image": "b"},
         ],
-        "volumes": [],
-        "tolerations": [{"key": "b"}],
+        "volumes": [{"name": "new", "emptyDir": {}}],
+        "tolerations": [{"key": "a"}, {"key": "b"}],
         "hostPID": False,
     }
     assert SPEC["priorityClassName"] == "low"  # it is as it was
+
+
+def test_a_container_is_never_removed() -> None:
+    patch = {"containers": [{"name": "worker", "livenessProbe": None}]}
+    (container,) = merge_patch(SPEC, patch)["containers"]
+    assert container["image"] == "a" and "livenessProbe" not in container
 
 
 @pytest.mark.parametrize(

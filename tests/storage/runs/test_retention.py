@@ -1,5 +1,6 @@
 """What a sweep removes, and that it never takes what a kept commit needs."""
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
@@ -251,3 +252,21 @@ def test_a_first_version_that_an_older_refrain_removed_is_no_matter(swept: RunSt
     swept.store.delete(swept.store.list(swept.weights_key(0)))
     sweep(swept, keep_versions=1, keep_steps=1, keep_snapshots=1)
     assert versions(swept) == [9, 10]
+
+
+def test_what_is_refused_in_the_last_moment_stays_with_what_it_is_based_on(run: RunStore) -> None:
+    refs: dict[int, WeightsRef] = {}
+    for step in range(1, 9):
+        refs[step] = step_of(run, step, base=refs.get({2: 1, 3: 2, 6: 5}.get(step, 0)))
+    run.store.delete([f"{run.weights_key(4)}/{MANIFEST}"])  # a sweep that was killed in the middle
+    asked: list[list[int]] = []
+
+    def all_but_3(versions: Collection[int]) -> Collection[int]:
+        asked.append([*versions])
+        return {*versions} - {3}
+
+    sweep(run, 1, None, 1, may_go=all_but_3)
+    assert asked == [[1, 2, 3, 5, 6]], "of version 4 there is nothing left to keep"
+    assert versions(run) == [0, 1, 2, 3, 7, 8]
+    sweep(run, 1, None, 1, may_go=lambda versions: versions)
+    assert versions(run) == [0, 7, 8]

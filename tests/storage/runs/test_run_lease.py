@@ -10,7 +10,18 @@ import psutil
 import pytest
 
 from storage.objects.errors import StoreUnavailable
-from storage.runs.run_lease import LeaseHeld, LeaseHolder, LeaseLost, RunLease, _encode, _host
+from storage.runs import run_lease
+from storage.runs.run_lease import (
+    RUN_OUT,
+    LeaseHeld,
+    LeaseHolder,
+    LeaseLost,
+    LeaseWatch,
+    RunLease,
+    _encode,
+    _host,
+    acquire_patiently,
+)
 from storage.runs.run_store import RunStore
 
 
@@ -156,3 +167,61 @@ def test_who_takes_over_knows_whether_the_holder_before_died(run: RunStore, cloc
     second.release()
     third = RunLease.acquire(run, "third", ttl=60, clock=clock)
     assert third.died is None, "the second ended in order"
+
+
+class World:
+    """Two machines: what the second one sees while it waits, its clock so many seconds ahead."""
+
+    def __init__(self, run: RunStore, monkeypatch: pytest.MonkeyPatch, ahead: float) -> None:
+        self.seconds, self.dies = 0.0, 0.0
+        self._ahead = ahead
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(run_lease, "_host", lambda: "another machine")
+            self.first = RunLease.acquire(run, "first", ttl=60, clock=lambda: 1e6 + self.seconds)
+        self._watch = LeaseWatch(run, lambda: 1e6 + self.seconds + ahead, lambda: self.seconds)
+        self._run = run
+
+    def _sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+        assert self.seconds < 300, "it waits for ever"
+        if self.seconds <= self.dies and self.seconds % 20 == 0:
+            self.first.renew()
+
+    def second(self) -> RunLease:
+        return acquire_patiently(self._run, "second", watch=self._watch, sleep=self._sleep)
+
+
+@pytest.mark.parametrize("ahead", [0.0, 300.0, -300.0])
+@pytest.mark.parametrize("dies", [0.0, 50.0, 60.0])
+def test_a_holder_on_another_machine_is_waited_for_by_what_is_seen(
+    run: RunStore, monkeypatch: pytest.MonkeyPatch, ahead: float, dies: float
+) -> None:
+    """Whatever the clocks say: until it has been silent for its ttl, and no longer."""
+    world = World(run, monkeypatch, ahead)
+    world.dies = dies
+    assert world.second().epoch == 2
+    last = dies - dies % 20
+    assert last + 66 < world.seconds < last + 70
+
+
+@pytest.mark.parametrize("ahead", [0.0, 300.0, -300.0])
+def test_one_that_lives_is_left_alone(
+    run: RunStore, monkeypatch: pytest.MonkeyPatch, ahead: float
+) -> None:
+    world = World(run, monkeypatch, ahead)
+    world.dies = 1000.0
+    with pytest.raises(LeaseHeld, match=r"is being written by first .*renews its lease"):
+        world.second()
+    assert RUN_OUT <= world.seconds < RUN_OUT + 21
+    world.first.renew()
+
+
+def test_one_that_ran_out_long_ago_or_let_go_is_not_waited_for(
+    run: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(run, monkeypatch, ahead=2 * 3600.0)
+    assert world.second().epoch == 2 and world.seconds == 0
+    run.store.delete([run.lease_key])
+    world = World(run, monkeypatch, ahead=-300.0)
+    world.first.release()
+    assert world.second().epoch == 2 and world.seconds == 0

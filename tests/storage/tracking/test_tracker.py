@@ -8,10 +8,10 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -20,7 +20,13 @@ from configs.storage import TrackingConfig
 from storage.objects.json_values import JsonValue
 from storage.tracking.connection import TrackingAddress, TrackingError
 from storage.tracking.plots import progress_png
-from storage.tracking.registered_versions import DAY, that_stay
+from storage.tracking.registered_versions import (
+    DAY,
+    GOING_TAG,
+    REMOVED_TAG,
+    that_stay,
+    unsaid,
+)
 from storage.tracking.registry import Registry
 from storage.tracking.tracked_run import TrackedData, TrackedRun
 from storage.tracking.tracker import Tracker, flatten
@@ -370,35 +376,6 @@ def test_a_drawing_changes_with_its_numbers() -> None:
     assert once != progress_png(steps, [record(1), record(9)])
 
 
-def leaving(tracker: Tracker) -> list[int]:
-    """The versions of which the registry says that they will be removed."""
-    return [one.version for one in tracker.registered_versions() if one.leaving]
-
-
-def test_a_version_that_gets_an_alias_before_it_is_said_to_go_stays(
-    tracker: Tracker, config: TrackingConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Somebody promotes it in the moment between the question and the answer."""
-    for version in range(1, 5):
-        tracker.register_version(
-            version, uri=f"file:///v{version}", digest=f"d{version}", step=version, store_uri="s"
-        )
-    numbers, registry = tracker.registered(), Registry(config)
-    set_tag = type(tracker.client).set_model_version_tag
-
-    def promoting(own: Any, model: str, number: str, name: str, text: str) -> None:
-        registry.give(model, "champion", numbers[1])
-        set_tag(own, model, number, name, text)
-
-    monkeypatch.setattr(type(tracker.client), "set_model_version_tag", promoting)
-    assert tracker.let_go(1, 0.0) == {2, 3}
-    assert leaving(tracker) == [2, 3]
-    monkeypatch.undo()
-    registry.give(tracker.model_name, "champion", numbers[2])  # one that was about to go
-    assert tracker.let_go(1, 0.0) == {1, 3}
-    assert leaving(tracker) == [1, 3]
-
-
 def test_retention_goes_by_alias_number_and_age(tracker: Tracker, config: TrackingConfig) -> None:
     for version in range(1, 7):
         tracker.register_version(
@@ -415,10 +392,36 @@ def test_retention_goes_by_alias_number_and_age(tracker: Tracker, config: Tracki
     assert that_stay(known, 2, 11.0, now) == {1, 2, 3, 4, 5, 6}, "all are younger"
     assert that_stay(known, None, 0.0, now) == {1, 2, 3, 4, 5, 6}
     assert that_stay([], 2, 0.0, now) == set()
-    assert tracker.let_go(2, 0.0) == {1, 3, 4}
-    assert leaving(tracker) == [1, 3, 4]
     tracker.tag_removed([1, 3])
-    assert leaving(tracker) == [4]
     assert [one.version for one in tracker.registered_versions() if one.removed] == [1, 3]
     tags = client(config).get_model_version(tracker.model_name, numbers[3]).tags
     assert tags["refrain.removed"].endswith("by store.keep_registered of its run")
+
+
+def test_an_alias_that_is_given_before_the_removal_keeps_a_version(
+    tracker: Tracker, config: TrackingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in range(1, 4):
+        tracker.register_version(
+            version, uri=f"file:///v{version}", digest=f"d{version}", step=version, store_uri="s"
+        )
+    numbers, registry = tracker.registered(), Registry(config)
+    assert that_stay(tracker.registered_versions(), 1, 0.0, time.time()) == {3}
+    registry.give(tracker.model_name, "champion", numbers[2])  # by somebody else, since then
+    assert tracker.let_go([1, 2, 99]) == {1, 99}
+
+    def tags(version: int) -> set[str]:
+        found = registry.tags(tracker.model_name, numbers[version])
+        return {GOING_TAG, REMOVED_TAG} & set(found)
+
+    assert [tags(version) for version in (1, 2, 3)] == [{GOING_TAG}, set(), set()]
+    # Its process dies here; then somebody gives the version an alias, and another process asks.
+    registry.give(tracker.model_name, "challenger", numbers[1])
+    assert tracker.let_go([1]) == set() and tags(1) == set()
+    # Or the process dies behind the removal: whoever comes next says so.
+    client(config).delete_registered_model_alias(tracker.model_name, "challenger")
+    assert tracker.let_go([1]) == {1}
+    assert unsaid(tracker.registered_versions(), lambda version: version != 1) == [1]
+    assert unsaid(tracker.registered_versions(), lambda version: True) == []
+    tracker.tag_removed([1])
+    assert tags(1) == {REMOVED_TAG}

@@ -99,8 +99,8 @@ def test_words_come_after_the_file(tmp_path: Path) -> None:
         ("deployments: [{name: prune, settings: {days: -3}}]", "Deployment prune: days = -3"),
         ("deployments: [{name: resume, settings: {steps: 0}}]", "Deployment resume: steps = 0"),
         ("deployments: [{name: resume, settings: {store.urj: x}}]", "store.urj: there is no such"),
-        ("- a", "names no deployments"),
-        ("a: [", "deployment.yaml: "),
+        ("- a", "holds no settings: its top level"),
+        ("a: [", "is not valid YAML"),
     ],
 )
 def test_what_is_wrong_in_the_file_is_said_in_a_sentence(
@@ -150,3 +150,9 @@ def test_a_page_says_that_those_who_wait_are_in_no_queue() -> None:
     found = deployments(PREFECT_FILE, ["tiny", "nightly"], [], None)
     assert "Runs at once: 1. Others wait, and not in a queue" in entry(found, "tiny")["description"]
     assert "queue" not in entry(found, "nightly")["description"], "a second one is left out"
+
+
+def test_a_date_in_the_file_is_a_text(tmp_path: Path) -> None:
+    text = "deployments: [{name: tiny, settings: {tracking.experiment: 2026-11-29}}]"
+    found = settings(team(tmp_path, text), "tiny")
+    assert found["tracking.experiment"] == "2026-11-29"

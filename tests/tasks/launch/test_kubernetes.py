@@ -136,6 +136,13 @@ def test_the_flows_pod_has_its_own_settings_and_those_of_all_pods() -> None:
         ("cluster.kubernetes.destinations=[]", "workers could not reach s3://BUCKET/refrain"),
         ("tracking.uri=sqlite:///a.db", "would be lost with the flow's pod"),
         ("cluster.kubernetes.flow.prefect_api_url=null", "prefect_api_url is not set"),
+        ("cluster.kubernetes.flow.patch={containers: [{name: flwo}]}", "Did you mean flow"),
+        ("store.uri=s3://me:hunter2@bucket", r"by a Secret \(cluster.kubernetes.secret\)"),
+        ("cluster.pools.cpu.env={API_KEY: a}", r"by a Secret \(cluster.kubernetes.secret\)"),
+        (
+            "cluster.kubernetes.patch={containers: [{name: flow, env: [{name: PASSWORD, value: a}]}]}",
+            r"patch.containers.0.env.0.value is that of PASSWORD.* by a Secret",
+        ),
     ],
 )
 def test_a_run_that_would_leave_nothing_is_refused(word: str, said: str) -> None:
@@ -160,4 +167,4 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert command.main([*words, "--name", "Sums_1"]) == 2
     assert "cannot be a Job's name" in capsys.readouterr().err
     assert command.main(["render", "--values", "nothing.yaml"]) == 2
-    assert "nothing.yaml cannot be read" in capsys.readouterr().err
+    assert "There is no file nothing.yaml" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import pytest
 
 from configs.storage import StoreConfig, TrackingConfig
 from storage.tracking.connection import TrackingError
+from storage.tracking.registered_versions import RegisteredVersion
 from tasks.reporting import mlflow_page
 from tasks.reporting.mlflow_page import RunTracker
 from tasks.reporting.page_queue import Write
@@ -39,6 +40,9 @@ class Writer:
     def register_version(self, version: int, **_: object) -> str:
         self._hear(f"version {version}")
         return str(version * 10)
+
+    def registered_versions(self) -> list[RegisteredVersion]:
+        return []
 
     def finish(self, status: str) -> None:
         self._hear(status)
@@ -151,11 +155,12 @@ def test_what_the_registry_does_not_need_is_let_go_once_it_has_been_asked(
     facts.start = 0
     told: list[Any] = []
     aliases = {1: ("champion",)}
-    writer.let_go = lambda keep, days: {
-        version
+    writer.registered_versions = lambda: [
+        RegisteredVersion(
+            version=version, model="tiny", number="1", at=0.0, aliases=aliases.get(version, ())
+        )
         for version in tracker.registered
-        if version not in aliases and version <= max(tracker.registered) - keep
-    }
+    ]
     writer.tag_removed = told.append
     writer.start, writer.registered = lambda tracked: None, dict
     monkeypatch.setattr(RunTracker, "_tracked", lambda tracker: None)
@@ -164,6 +169,33 @@ def test_what_the_registry_does_not_need_is_let_go_once_it_has_been_asked(
         tracker.step_committed(committed(step, True, {}))
     assert tracker.model_name == "tiny"  # all has been written
     assert set(tracker.retained()) == {1, 3, 4}
+    champions = {2}
+    writer.let_go = lambda versions: {*versions} - champions
+    assert set(tracker.let_go([0, 1, 2])) == {0, 1}, "one that was promoted meanwhile stays"
+    champions.clear()
+    assert set(tracker.let_go([0, 2])) == {0, 2}
     tracker.removed([2, 7])  # a version that was never registered among them
     assert tracker.model_name == "tiny"
     assert told == [[2]]
+
+
+@pytest.mark.parametrize("how", ["away", "hangs"])
+def test_nothing_registered_is_removed_while_mlflow_does_not_answer(
+    tracker: RunTracker, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(mlflow_page, "LET_GO_PATIENCE", 0.3)
+    released = threading.Event()
+
+    def let_go(versions: object) -> object:
+        if how == "away":
+            raise TrackingError("MLflow is away.")
+        released.wait(10)
+        return versions
+
+    writer: Any = tracker._tracker
+    writer.let_go = let_go
+    tracker._queue.start(Write(what="page", do=lambda: None, first=True))
+    tracker._numbers, tracker._let_go = {2: "1", 3: "2"}, frozenset({2})
+    assert set(tracker.let_go([1, 2])) == {1}
+    assert set(tracker.retained()) == {2, 3}, "until the registry has been asked again"
+    released.set()

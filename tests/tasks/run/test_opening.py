@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,19 +13,21 @@ from storage.runs import run_lease
 from storage.runs.run_lease import LeaseHeld, RunLease
 from storage.runs.run_store import RunStore
 from tasks.run.opened_run import OpenedRun
-from tasks.run.opening import _lease
+from tasks.run.opening import take_over
 
 
 def test_the_lease_of_a_process_killed_elsewhere_is_waited_for_where_it_may_run_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = RunStore(Store(f"file://{tmp_path}"), "tiny-1")
-    opened = cast(OpenedRun, cast(Any, SimpleNamespace(files=files)))
+    opened = cast(
+        OpenedRun,
+        cast(Any, SimpleNamespace(files=files, resumed=False, origin=None, start=0, first=None)),
+    )
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(run_lease, "_host", lambda: "another machine")
         RunLease.acquire(files, "the first attempt", ttl=1.0)
     with pytest.raises(LeaseHeld, match="is being written by the first attempt"):
-        _lease(opened, patience=0.0)
-    began = time.monotonic()
-    _lease(opened, patience=20.0).release()
-    assert time.monotonic() - began < 10
+        take_over(opened)
+    lease, _ = take_over(opened, waits=True)
+    lease.release()

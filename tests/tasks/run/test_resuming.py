@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from configs.grpo import GRPOConfig
@@ -10,7 +12,9 @@ from configs.recipe import load_recipe
 from storage.objects.store import Store
 from storage.runs.live import End, RolledBack, goes_on_as, write_end
 from storage.runs.run_store import RunStore
-from tasks.run.resuming import differing, going_on_as, may_change
+from tasks.run.opening import open_run
+from tasks.run.recorded_flow import settings_of
+from tasks.run.resuming import differing, going_on_as, keeping_no_less, may_change, told_kept
 
 
 @pytest.mark.parametrize(
@@ -80,3 +84,43 @@ def test_a_run_that_was_rolled_back_goes_on_as_its_last_child() -> None:
         ConfigError, match=r"Run r was made with other values of train.learning_rate"
     ):
         going_on_as(run, other, FLOW)
+
+
+def begun_before(tmp_path: Path) -> tuple[RunStore, str]:
+    """A run of a Refrain that knew no bound for registered versions and kept every step."""
+    where = f"store.uri=file://{tmp_path}"
+    config = load_recipe(GRPOConfig, "tiny", [where]).model_dump(mode="json")
+    config["store"] |= {"keep_steps": None}
+    del config["store"]["keep_registered"], config["store"]["keep_registered_days"]
+    run = RunStore(Store(f"file://{tmp_path}"), "r")
+    run.write_run({"config": config, "flow": FLOW})
+    return run, where
+
+
+@pytest.mark.parametrize(
+    ("words", "registered", "steps"),
+    [
+        ([], None, None),
+        (["store.keep_registered=10"], 10, None),
+        (["store.keep_registered=3", "store.keep_steps=20"], 3, 20),
+    ],
+)
+def test_no_default_of_today_removes_what_an_older_run_kept(
+    tmp_path: Path, words: list[str], registered: int | None, steps: int | None
+) -> None:
+    run, where = begun_before(tmp_path)
+    assert settings_of(run).store.keep_registered is None
+    asked = load_recipe(GRPOConfig, "tiny", [where, *words])
+    opened = open_run(FLOW, asked, resume="r").config
+    assert (opened.store.keep_registered, opened.store.keep_steps) == (registered, steps)
+    assert len(told_kept(asked, opened)) == (len(words) < 2)
+
+
+def test_a_form_that_shows_defaults_says_nothing_about_what_is_kept(tmp_path: Path) -> None:
+    run, where = begun_before(tmp_path)
+    shown = load_recipe(GRPOConfig, "tiny", [where])
+    whole = GRPOConfig.model_validate(shown.model_dump(mode="json"))
+    assert keeping_no_less(run, whole).store.keep_registered == 10  # a command's are a person's
+    assert keeping_no_less(run, whole, filled_in=True).store.keep_registered is None
+    typed = load_recipe(GRPOConfig, "tiny", [where, "store.keep_registered=4"])
+    assert keeping_no_less(run, typed, filled_in=True).store.keep_registered == 4
