@@ -3,17 +3,55 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from configs.dapo import DAPOConfig
+from configs.distill import DistillConfig
+from configs.grpo import GRPOConfig
+from configs.overrides import ConfigError, changed
+from configs.ppo import PPOConfig
+from configs.recipe import find_recipe, read_recipe
+from configs.recipe_files import flow_of, remarks
 from configs.setting_paths import kind_of
+from configs.settings_file import read_settings
 from configs.settings_help import groups_of
+from configs.srpo import SRPOConfig
+from configs.tree import TreeConfig
 
 WIDTH = 96  # characters of a line
+# Flows in the order in which they are asked whether a recipe is theirs.
+FLOWS: dict[str, type[GRPOConfig]] = {
+    "grpo": GRPOConfig,
+    "dapo": DAPOConfig,
+    "ppo": PPOConfig,
+    "tree": TreeConfig,
+    "srpo": SRPOConfig,
+    "distill": DistillConfig,
+}
+
+
+def commented_recipe(recipe: str, words: Sequence[str]) -> str:
+    """A recipe with key=value overrides, for the flow that it names, or the first that takes it.
+
+    Raises ConfigError as the first of all flows does, if none takes them.
+    """
+    path = find_recipe(recipe)
+    faults, own = [], flow_of(path)
+    for name, model in sorted(FLOWS.items(), key=lambda flow: flow[0] != own):
+        try:
+            read_recipe(model, recipe, words)
+        except ConfigError as error:
+            faults.append(error)
+            continue
+        head = [*remarks(path), "", f"This file: refrain {name} FILE"]
+        lines = "".join(f"# {line}".rstrip() + "\n" for line in head)
+        return f"{lines}\n{commented(model, changed(read_settings(path), words))}"
+    raise faults[0]
 
 
 def commented(model: type[BaseModel], settings: Mapping[str, Any]) -> str:
@@ -34,9 +72,7 @@ def _group(model: type[BaseModel], settings: Mapping[str, Any], indent: str) -> 
         yield from _setting(name, value, groups, indent)
 
 
-def _setting(
-    name: str, value: Any, groups: list[type[BaseModel]], indent: str
-) -> Iterator[str]:
+def _setting(name: str, value: Any, groups: list[type[BaseModel]], indent: str) -> Iterator[str]:
     deeper = f"{indent}  "
     if groups and isinstance(value, Mapping) and (inner := _chosen(groups, value)):
         yield f"{indent}{name}:"
@@ -45,7 +81,9 @@ def _setting(
         yield f"{indent}{name}:"
         for key, one in value.items():
             yield from _setting(str(key), one, groups, deeper)
-    elif groups and isinstance(value, list) and all(_chosen(groups, one) for one in value) and value:
+    elif (
+        groups and isinstance(value, list) and all(_chosen(groups, one) for one in value) and value
+    ):
         yield f"{indent}{name}:"
         for one in value:
             inner = _chosen(groups, one)

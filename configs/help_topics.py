@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 
 from pydantic import BaseModel
 
@@ -14,7 +15,7 @@ from configs.settings_help import fields
 WIDTH = 92  # characters of a line
 ALL = "all"
 
-# By group, in the order in which a first run is set up; * stands for the name of a pool.
+# By group, in the order in which a first run is set up.
 COMMON = (
     *("model.path", "lora.rank"),
     *("data.source", "data.prompt_column", "data.system_prompt", "data.max_prompt_tokens"),
@@ -56,23 +57,34 @@ def common_settings(model: type[BaseModel], program: str) -> str:
 
 def help_on(model: type[BaseModel], topic: str) -> str:
     """What a setting is, what a group has, or all; ConfigError if there is none of this name."""
-    found = [
-        line
-        for line in fields(model)
-        if topic == ALL or f"{line[0].partition(' ')[0]}.".startswith(f"{topic}.")
-    ]
+    asked = topic.split(".")
+    found = [line for line in fields(model) if topic == ALL or _is_in(asked, line[0])]
     if found:
         return "\n".join(_lines(found))
-    near = like(model, topic)
+    near = like(model, topic) or next(iter(get_close_matches(topic, model.model_fields)), None)
     hint = f"Did you mean {near}?" if near else f"There are: {', '.join(model.model_fields)}."
     raise ConfigError(f"{topic} is no setting, and no group of settings. {hint}")
+
+
+def _is_in(asked: Sequence[str], name: str) -> bool:
+    """Whether a setting is the one that is asked for, or in that group.
+
+    Names of pools, suites and the like are the user's, and numbers count from 0.
+    """
+    known = name.partition(" ")[0].split(".")
+    return len(known) >= len(asked) and all(
+        theirs == ours or ours == "NAME" or (ours == "0" and theirs.isdigit())
+        for theirs, ours in zip(asked, known, strict=False)
+    )
 
 
 def _lines(settings: Iterable[tuple[str, str, str, str]]) -> Iterable[str]:
     for name, kind, default, meaning in settings:
         head = "  ".join(part for part in (name, kind, f"[{default}]" if default else "") if part)
         yield f"  {head}"
-        yield from textwrap.wrap(meaning, WIDTH, initial_indent="      ", subsequent_indent="      ")
+        yield from textwrap.wrap(
+            meaning, WIDTH, initial_indent="      ", subsequent_indent="      "
+        )
 
 
 def _inside(known: Mapping[str, object], group: str) -> bool:

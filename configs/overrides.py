@@ -34,6 +34,15 @@ def change(
 
     folder: where files that the settings name are looked for first; None: in the working folder.
     """
+    raw = changed(settings, overrides)
+    if folder is None:
+        return validate(model, raw)
+    named = {path for word in overrides for path in _paths(value_of(word.partition("=")[2]))}
+    return validate(model, raw, SettingsOrigin(folder=str(folder), words=frozenset(named)))
+
+
+def changed(settings: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Plain settings with key=value overrides applied, not checked."""
     raw = copy.deepcopy(dict(settings))
     words = sorted(overrides, key=_turn)
     kinds = {word.partition("=")[0] for word in words if _turn(word) == 1}
@@ -43,10 +52,7 @@ def change(
             apply_word(raw, f"{group}.kind=pretrained")
         apply_word(raw, word)
     _fit_shards(raw, {word.partition("=")[0] for word in words})
-    if folder is None:
-        return validate(model, raw)
-    named = {path for word in words for path in _paths(value_of(word.partition("=")[2]))}
-    return validate(model, raw, SettingsOrigin(folder=str(folder), words=frozenset(named)))
+    return raw
 
 
 def _paths(value: Any) -> Iterator[str]:

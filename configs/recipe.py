@@ -8,17 +8,12 @@ from typing import TypeVar
 
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError, change
+from configs.recipe_files import FOLDER, recipe_names
 from configs.resolving import resolve, this_machine
 from configs.settings_file import read_settings
 
 Run = TypeVar("Run", bound=GRPOConfig)
-FOLDER = Path(__file__).parent / "recipes"
 DEMO = "smollm2-arithmetic"
-
-
-def recipe_names() -> list[str]:
-    """Names of the recipes that come with Refrain."""
-    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def find_recipe(recipe: str) -> Path:

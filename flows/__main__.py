@@ -1,7 +1,7 @@
 """The command `refrain`, also `python -m flows`: every command of this folder by its name.
 
 `refrain grpo tiny` is `python -m flows.grpo tiny`. A module of this folder is a command if it can be
-started. `refrain --help` shows the first line of its docstring, for which nothing is imported.
+started. `refrain` alone shows the first line of its docstring, for which nothing is imported.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ import ast
 import difflib
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from configs.recipe_files import about_recipes
 from configs.terminal_text import print_text
 from tasks.reporting.output import until_nobody_reads
 
 USAGE = "usage: refrain COMMAND [word …]        refrain COMMAND --help says what a command takes"
 BAD_COMMAND = 2  # exit code
+TRAINS = "from tasks.launch.command_line import main"  # in the text of a flow that does
 STARTED = '__name__ == "__main__"'  # in the text of a module that can be started
 
 
@@ -27,18 +29,44 @@ def main(words: Sequence[str] = ()) -> int:
     name, *rest = list(words) or sys.argv[1:] or ["--help"]
     found = commands()
     if name in ("-h", "--help"):
-        width = max(map(len, found))
-        lines = [f"  {one:<{width}}  {about}" for one, about in found.items()]
-        print_text("\n".join([USAGE, "", *lines]))
+        print_text(overview(found))
         return 0
     if name not in found:
         near = difflib.get_close_matches(name, found, n=1)
         hint = f"Did you mean {near[0]}? " if near else ""
         print_text(f"There is no command {name}. {hint}See refrain --help.", error=True)
         return BAD_COMMAND
+    if trains(name) and all("=" in word or word == "--check" for word in rest):
+        print_text(
+            f"Name a recipe, or a YAML file: refrain {name} RECIPE\n\n{recipes()}", error=True
+        )
+        return BAD_COMMAND
     sys.argv[1:] = rest
     runpy.run_module(f"flows.{name}", run_name="__main__", alter_sys=True)  # it exits itself
     return 0
+
+
+def overview(found: Mapping[str, str]) -> str:
+    """What there is: flows that train, recipes for them, other commands."""
+    width = max(map(len, found))
+    lines = {name: f"  {name:<{width}}  {about}" for name, about in found.items()}
+    train = [line for name, line in lines.items() if trains(name)]
+    others = [line for name, line in lines.items() if not trains(name)]
+    parts = ["Train:", *train, "", recipes(), "", "Other commands:", *others]
+    return "\n".join([USAGE, "", *parts])
+
+
+def recipes() -> str:
+    """The recipes that come with Refrain, a line each."""
+    found = about_recipes()
+    width = max(map(len, found))
+    lines = [f"  {name:<{width}}  {what}" for name, what in found.items()]
+    return "\n".join(["Recipes (refrain recipe NAME > mine.yaml writes one to change):", *lines])
+
+
+def trains(command: str) -> bool:
+    """Whether a command of this folder is a flow that trains."""
+    return TRAINS in (Path(__file__).parent / f"{command}.py").read_text(encoding="utf-8")
 
 
 def commands() -> dict[str, str]:

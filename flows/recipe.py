@@ -1,9 +1,9 @@
 """Write a recipe with a comment on each setting, to begin one's own with; without a name, list them.
 
-    refrain recipe [NAME | FILE] [key=value …]
+refrain recipe [NAME | FILE] [key=value …]
 
-    refrain recipe tiny steps=10 > mine.yaml
-    refrain grpo mine.yaml
+refrain recipe tiny steps=10 > mine.yaml
+refrain grpo mine.yaml
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import argparse
 import sys
 
+from configs.commented_recipe import commented_recipe
 from configs.overrides import ConfigError
-from configs.recipe import about_recipes, write_recipe
+from configs.recipe_files import about_recipes
 from configs.terminal_text import print_text
 from tasks.reporting.output import until_nobody_reads
 
@@ -32,9 +33,11 @@ def main() -> int:
     asked = parser.parse_args()
     try:
         if asked.recipe is None:
-            print_text("\n".join(f"{name}  {what}" for name, what in about_recipes().items()))
+            found = about_recipes()
+            width = max(map(len, found))
+            print_text("\n".join(f"{name:<{width}}  {what}" for name, what in found.items()))
         else:
-            print_text(write_recipe(asked.recipe, asked.words).rstrip())
+            print_text(commented_recipe(asked.recipe, asked.words).rstrip())
     except ConfigError as error:
         print_text(error, error=True)
         return BAD_SETTINGS

@@ -11,12 +11,14 @@ import pytest
 
 from configs.grpo import GRPOConfig
 from configs.recipe import load_recipe
-from flows.__main__ import commands
+from configs.recipe_files import recipe_names
+from flows.__main__ import commands, main
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
 
 FLOWS = Path(__file__).parents[3] / "flows"
 COMMANDS = list(commands())
+FLOWS_THAT_TRAIN = ("grpo", "ppo", "dapo", "tree", "srpo", "distill")
 HEAVY = ["prefect", "distributed", "torch", "transformers", "mlflow", "vllm"]
 RUN = """
 import runpy, sys
@@ -48,6 +50,33 @@ def test_help_answers_at_once(command: str, tmp_path: Path) -> None:
     done = answer(tmp_path, command, "--help")
     assert done.returncode == 0
     assert done.stdout.startswith("usage: ")
+
+
+def test_help_on_a_topic_answers_at_once(tmp_path: Path) -> None:
+    done = answer(tmp_path, "ppo", "--help", "critic.epochs")
+    assert (done.returncode, done.stdout.split()[0]) == (0, "critic.epochs")
+    done = answer(tmp_path, "grpo", "tiny", "--help", "nothing.of.this")
+    assert (done.returncode, done.stderr.split(".")[0]) == (2, "nothing")
+
+
+@pytest.mark.parametrize("words", [[], ["steps=3"], ["--check"]])
+def test_a_flow_asks_for_a_recipe(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["grpo", *words]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("Name a recipe, or a YAML file: refrain grpo RECIPE")
+    assert all(name in said for name in recipe_names())
+
+
+def test_the_command_alone_shows_flows_recipes_and_the_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["refrain"])
+    assert main() == 0
+    train, recipes, others = capsys.readouterr().out.split("\n\n")[1:]
+    shown = [line.split()[0] for line in [*train.splitlines()[1:], *others.splitlines()[1:]]]
+    assert sorted(shown) == sorted(COMMANDS)
+    assert [line.split()[0] for line in train.splitlines()[1:]] == sorted(FLOWS_THAT_TRAIN)
+    assert [line.split()[0] for line in recipes.splitlines()[1:]] == recipe_names()
 
 
 @pytest.mark.parametrize(
