@@ -83,8 +83,10 @@ def train(
             except NothingNew as nothing:
                 return skipped(nothing)
             patience = RUN_OUT if tried > 1 else 0.0
-            reporting = reporting_on(Terminal())
-            run = stack.enter_context(started(opened, reporting, patience=patience))
+            terminal = Terminal()
+            run = stack.enter_context(
+                started(opened, reporting_on(terminal), patience=patience, say=terminal.say)
+            )
             if resume is not None:
                 run.tell(Note(text=f"Going on with {run.name} after step {run.head}"))
             for finding in findings:

@@ -109,21 +109,22 @@ def _begin(flow: str, resolved: Resolved[GRPOConfig], arguments: argparse.Namesp
     for finding in findings:
         if finding.warning:
             print_text(finding.found, error=True)
-    if arguments.name is not None and resume is not None:
-        from tasks.run.named_run import await_writer
-
-        await_writer(opened.files, print_text)
     from tasks.run.recorded_flow import load_flow
 
     call = load_flow(flow)
-    return _run(lambda run: call(config=config, resume=resume, fork=fork, run=run), opened)
+    named = arguments.name is not None  # perhaps by a Job, whose pod before was lost
+    return _run(lambda run: call(config=config, resume=resume, fork=fork, run=run), opened, named)
 
 
-def _run(call: Callable[[Run], Any], opened: OpenedRun) -> int:
-    """Start engines and server side by side, run the flow, say where everything is."""
+def _run(call: Callable[[Run], Any], opened: OpenedRun, named: bool = False) -> int:
+    """Start engines and server side by side, run the flow, say where everything is.
+
+    named: whether a writer of the run that was killed is waited for.
+    """
     import httpx
     from prefect.exceptions import PrefectException
 
+    from storage.runs.run_lease import RUN_OUT
     from tasks.launch.server import prefect_server
     from tasks.reporting.listeners import reporting_on
     from tasks.reporting.terminal import Terminal
@@ -134,7 +135,10 @@ def _run(call: Callable[[Run], Any], opened: OpenedRun) -> int:
     run: Run | None = None
     try:
         last_words = partial(_stopped, terminal, again)
-        with started(opened, reporting_on(terminal), last_words) as run:
+        patience = RUN_OUT if named else 0.0
+        with started(
+            opened, reporting_on(terminal), last_words, patience=patience, say=terminal.say
+        ) as run:
             terminal.say(f"Run {name}: {config.steps} steps of {config.samples_per_step} samples")
             if run.origin is not None:
                 terminal.say(f"It begins after {run.origin}; {_data_of(run)}.")

@@ -61,17 +61,19 @@ def started(
     last_words: Callable[[], object] = lambda: None,
     cluster: Cluster | None = None,
     patience: float = 0.0,
+    say: Callable[[str], object] = lambda text: None,
 ) -> Iterator[Run]:
     """Take a run over, begin it, and start its engines in the background; all ends with the body.
 
     `reporting`: who is told of it. `last_words` are said before a process that cannot be stopped in
     order ends itself. `cluster`: workers on which the engines start; None: on new ones. `patience`:
-    seconds in which another process has to have ended its writing. Raises LeaseHeld.
+    seconds in which another process has to have ended its writing; `say` is told of it. Raises
+    LeaseHeld, Conflict.
     """
     with contextlib.ExitStack() as failed:
         if cluster is not None:
             failed.callback(cluster.close)
-        lease, position = take_over(opened, patience)
+        lease, position = take_over(opened, patience, say)
         failed.callback(lease.release)
         begin(opened, position)
         run = Run(opened, lease, position, reporting)

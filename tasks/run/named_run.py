@@ -1,16 +1,15 @@
-"""A run whose name is given, as by the Job of a Kubernetes cluster: begun once, then gone on with."""
+"""A run whose name is given, as by the Job of a Kubernetes cluster: begun once, then gone on with.
+
+Its writer before may have been killed on another machine; tasks/run/opening.py waits for its lease.
+"""
 
 from __future__ import annotations
-
-import time
-from collections.abc import Callable
 
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from storage.objects.store import Store
 from storage.runs.commit_log import head
 from storage.runs.live import goes_on_as, is_done
-from storage.runs.run_lease import GRACE, holder_of
 from storage.runs.run_store import RUN_NAME, RunStore
 
 
@@ -31,22 +30,6 @@ def finished(config: GRPOConfig, name: str) -> str:
     if step < config.steps or not is_done(files, step):
         return ""
     return f"Run {name} is finished: {step} of {config.steps} steps are committed."
-
-
-def await_writer(files: RunStore, say: Callable[[str], object]) -> None:
-    """Wait for the end of the lease of a process that may have been killed, as it says now.
-
-    One that lives renews its lease meanwhile, and is found when the run is taken over.
-    """
-    holder = holder_of(files)
-    if holder is None:
-        return
-    seconds = holder.expires + GRACE * holder.ttl - time.time()
-    say(
-        f"Run {files.run} may still be written by {holder.owner} on {holder.host}: waiting "
-        f"{max(0.0, seconds):.0f} s for it to say so again."
-    )
-    time.sleep(max(0.0, seconds) + 1.0)
 
 
 def _files(config: GRPOConfig, name: str) -> RunStore:

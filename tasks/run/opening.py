@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import secrets
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from configs.environment import user
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from engines.meanings import VERSIONS
+from storage.objects.errors import Conflict
 from storage.objects.store import Store
 from storage.prompts.cursor import Cursor, check_same_data
 from storage.prompts.datasets import open_source
@@ -28,7 +30,7 @@ from storage.runs.opponents import FIELD as OPPONENT
 from storage.runs.opponents import keep, recorded_opponent
 from storage.runs.origins import FIELD, RollbackCause, origin_of, parent_of
 from storage.runs.orphans import clear
-from storage.runs.run_lease import LeaseHeld, RunLease
+from storage.runs.run_lease import LeaseHeld, RunLease, holder_of
 from storage.runs.run_store import OwnRunStore, RunStore
 from storage.runs.seen_rows import seen_before, write_seen
 from storage.runs.working_tree import FIELD as GIT
@@ -137,32 +139,45 @@ def _check_first_step(opened: OpenedRun) -> None:
     )
 
 
-def take_over(opened: OpenedRun, patience: float = 0.0) -> tuple[RunLease, Position]:
-    """Keep every other writer out, then see where the run stands. Raises LeaseHeld.
+def take_over(
+    opened: OpenedRun, patience: float = 0.0, say: Callable[[str], object] = lambda text: None
+) -> tuple[RunLease, Position]:
+    """Keep every other writer out, then see where the run stands. Raises LeaseHeld, Conflict.
 
     The lease renews itself until it is released. patience: seconds in which that of another process,
-    which may have been killed on a machine that cannot be asked, has to run out.
+    which may have been killed on a machine that cannot be asked, has to run out; `say` is told.
     """
-    lease = _lease(opened, patience)
+    lease = _lease(opened, patience, say)
     with contextlib.ExitStack() as failed:
         failed.callback(lease.release)
         lease.keep()
         # Only now: until a moment ago another flow may have been committing.
+        if not opened.resumed and opened.files.read_run() is not None:
+            raise Conflict(
+                f"Run {opened.name} was begun by another process meanwhile. Give the same command "
+                "again to go on with it."
+            )
         own = head(opened.files) if opened.resumed else None
         position = _inherited(opened) if own is None else _committed(opened, own)
         failed.pop_all()
     return lease, position
 
 
-def _lease(opened: OpenedRun, patience: float) -> RunLease:
-    until = time.monotonic() + patience
+def _lease(opened: OpenedRun, patience: float, say: Callable[[str], object]) -> RunLease:
+    began, told = time.monotonic(), False
     while True:
         try:
             return RunLease.acquire(opened.files, f"{user()}'s flow")
         except LeaseHeld:
-            if time.monotonic() >= until:
+            if time.monotonic() - began >= patience:
                 raise
-            time.sleep(1.0)
+        if not told and (holder := holder_of(opened.files)) is not None:
+            say(
+                f"Run {opened.name} may still be written by {holder.owner} on {holder.host}: waiting "
+                f"up to {patience:.0f} s for it to end."
+            )
+            told = True
+        time.sleep(1.0)
 
 
 def _committed(opened: OpenedRun, step: int) -> Position:

@@ -1,8 +1,7 @@
-"""Runs whose name is given: begun once, then gone on with, after the writer before has gone."""
+"""Runs whose name is given: begun once, then gone on with."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,9 @@ from configs.overrides import ConfigError
 from configs.recipe import load_recipe
 from storage.objects.store import Store
 from storage.runs.live import End, write_end
-from storage.runs.run_lease import LeaseHeld, RunLease
 from storage.runs.run_store import RunStore
 from tasks.run import named_run
-from tasks.run.named_run import await_writer, begun, finished
+from tasks.run.named_run import begun, finished
 
 
 def config_for(folder: Path) -> GRPOConfig:
@@ -41,18 +39,3 @@ def test_it_is_finished_when_all_is_done(tmp_path: Path, monkeypatch: pytest.Mon
     write_end(run, End(step=3))
     assert finished(config, "sums-1") == "Run sums-1 is finished: 3 of 3 steps are committed."
     assert finished(config.model_copy(update={"steps": 4}), "sums-1") == ""
-
-
-def test_the_end_of_a_lease_is_waited_for(tmp_path: Path) -> None:
-    run = RunStore(Store(tmp_path.as_uri()), "sums-1")
-    said: list[str] = []
-    await_writer(run, said.append)
-    assert said == []  # nobody writes it
-    killed = RunLease.acquire(run, "the flow of a pod", ttl=0.5)
-    with pytest.raises(LeaseHeld):
-        RunLease.acquire(run, "the next one")
-    began = time.monotonic()
-    await_writer(run, said.append)
-    assert time.monotonic() - began >= 0.5
-    assert said[0].startswith("Run sums-1 may still be written by the flow of a pod on ")
-    assert RunLease.acquire(run, "the next one").epoch == killed.epoch + 1

@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from storage.objects.errors import Conflict
 from storage.objects.store import Store
 from storage.runs import run_lease
-from storage.runs.run_lease import LeaseHeld, RunLease
+from storage.runs.run_lease import LeaseHeld, RunLease, holder_of
 from storage.runs.run_store import RunStore
 from tasks.run.opened_run import OpenedRun
-from tasks.run.opening import _lease
+from tasks.run.opening import _lease, take_over
 
 
 def test_the_lease_of_a_process_killed_elsewhere_is_waited_for_where_it_may_run_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = RunStore(Store(f"file://{tmp_path}"), "tiny-1")
-    opened = cast(OpenedRun, cast(Any, SimpleNamespace(files=files)))
+    opened = cast(OpenedRun, cast(Any, SimpleNamespace(name="tiny-1", files=files)))
+    said: list[str] = []
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(run_lease, "_host", lambda: "another machine")
         RunLease.acquire(files, "the first attempt", ttl=1.0)
     with pytest.raises(LeaseHeld, match="is being written by the first attempt"):
-        _lease(opened, patience=0.0)
-    began = time.monotonic()
-    _lease(opened, patience=20.0).release()
-    assert time.monotonic() - began < 10
+        _lease(opened, patience=0.0, say=said.append)
+    assert said == []
+    _lease(opened, patience=60.0, say=said.append).release()
+    (sentence,) = said
+    assert sentence.startswith("Run tiny-1 may still be written by the first attempt on another")
+    assert sentence.endswith("waiting up to 60 s for it to end.")
+
+
+def test_a_run_that_another_process_began_meanwhile_is_not_begun_again(tmp_path: Path) -> None:
+    files = RunStore(Store(f"file://{tmp_path}"), "sums-1")
+    files.write_run({"config": {}, "flow": "flows.grpo:grpo"})
+    opened = cast(OpenedRun, cast(Any, SimpleNamespace(name="sums-1", files=files, resumed=False)))
+    with pytest.raises(Conflict, match=r"sums-1 was begun by another process.*the same command"):
+        take_over(opened)
+    assert holder_of(files) is None  # it can be gone on with at once
