@@ -13,7 +13,7 @@ LOGINS = (team_servers.PREFECT_LOGIN, team_servers.MLFLOW_LOGIN)
 
 
 def places(host: str, url: str | None = None) -> tuple[Place, Place]:
-    return place("--prefect-url", host, 4200, url), place("--mlflow-url", host, 5000, url)
+    return place("prefect", host, 4200, url), place("mlflow", host, 5000, url)
 
 
 @pytest.fixture
