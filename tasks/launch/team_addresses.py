@@ -81,18 +81,18 @@ def _is_origin(parts: SplitResult) -> bool:
     return bool(named) and not parts.path.strip("/")
 
 
-def check_host(host: str) -> None:
-    """ConfigError where this machine cannot listen at a host."""
-    _listen("--host", host, 0)
-
-
-def check_ports(prefect: Place, mlflow: Place) -> None:
-    """ConfigError where a server cannot listen at its place now."""
+def check_places(prefect: Place, mlflow: Place) -> None:
+    """ConfigError where no two servers of this machine can be there."""
     if prefect.port == mlflow.port:
         raise ConfigError(
             f"--prefect-port and --mlflow-port are both {prefect.port}. Give one of them another."
         )
-    check_host(prefect.host)
+    _listen("--host", prefect.host, 0)
+
+
+def check_free(prefect: Place, mlflow: Place) -> None:
+    """ConfigError where one of them cannot listen at its place now."""
+    check_places(prefect, mlflow)
     for name, one in (("prefect", prefect), ("mlflow", mlflow)):
         _listen(f"--{name}-port", one.host, one.port)
 

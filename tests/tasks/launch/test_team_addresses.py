@@ -8,8 +8,8 @@ import pytest
 
 from configs.overrides import ConfigError
 from tasks.launch.team_addresses import (
-    check_host,
-    check_ports,
+    check_free,
+    check_places,
     own_addresses,
     place,
     seen_by_others,
@@ -68,21 +68,21 @@ def test_a_port_is_one() -> None:
 @pytest.mark.parametrize("host", ["192.0.2.1", "none.invalid", "a..b", "2001:db8::1"])
 def test_a_host_is_of_this_machine(host: str) -> None:
     with pytest.raises(ConfigError, match=rf"--host = {host} is no address of this machine \("):
-        check_host(host)
-    check_host("0.0.0.0")
-    check_host("localhost")
+        check_places(place("prefect", host, 4200, None), place("mlflow", host, 5000, None))
+    for own in ("0.0.0.0", "localhost"):
+        check_places(place("prefect", own, 4200, None), place("mlflow", own, 5000, None))
 
 
 def test_ports_are_free_and_two() -> None:
     one, other = free_ports(2)
     places = [place("prefect", "127.0.0.1", one, None), place("mlflow", "127.0.0.1", other, None)]
-    check_ports(*places)
+    check_free(*places)
     with pytest.raises(ConfigError, match=f"are both {one}. Give one of them another"):
-        check_ports(places[0], place("mlflow", "127.0.0.1", one, None))
+        check_places(places[0], place("mlflow", "127.0.0.1", one, None))
     with (
         socket.create_server(("127.0.0.1", other)),
         pytest.raises(
             ConfigError, match=rf"--mlflow-port = {other} cannot .*Address already in use"
         ),
     ):
-        check_ports(*places)
+        check_free(*places)
