@@ -117,8 +117,8 @@ def _within(place: str, value: object, header: bool = False) -> Iterator[tuple[s
 def _within_object(place: str, value: object) -> Iterator[tuple[str, str]]:
     """The same of an object of Kubernetes, whose variables and headers are {name: …, value: …}."""
     if isinstance(value, Mapping):
-        name = value.get("name")
-        if isinstance(name, str) and secret_name(name, value.get("value")) and "value" in value:
+        name, text = value.get("name"), value.get("value")
+        if isinstance(name, str) and text is not None and secret_name(name, text):
             yield f"{place}.value", f"is that of {name}, which looks like a credential by its name"
             return
         for key, one in value.items():

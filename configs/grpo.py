@@ -17,6 +17,7 @@ from configs.resolving import (
     slots,
 )
 from configs.rules.batches import BATCHES
+from configs.rules.clusters import CLUSTERS
 from configs.rules.elastic import ELASTIC
 from configs.rules.episodes import EPISODES
 from configs.rules.evaluation import EVALUATION
@@ -26,7 +27,6 @@ from configs.rules.images import IMAGES
 from configs.rules.logprobs import LOGPROBS, STALE_SAMPLES
 from configs.rules.lora import LORA
 from configs.rules.over_sampling import OVER_SAMPLING
-from configs.rules.pods import PATCHES
 from configs.rules.promotion import PROMOTION
 from configs.rules.quarantine import QUARANTINE
 from configs.rules.retraining import RETRAINING
@@ -60,7 +60,7 @@ ESTIMATOR: tuple[Rule[RunConfig], ...] = (
 # Without the estimator's, of which a flow that trains or samples otherwise has its own.
 OF_EVERY_FLOW: tuple[Rule[RunConfig], ...] = (
     *CREDENTIALS,
-    *PATCHES,
+    *CLUSTERS,
     *STALE_SAMPLES,
     *OVER_SAMPLING,
     *SAMPLING,

@@ -53,13 +53,14 @@ def main(words: Sequence[str] = ()) -> int:
     folder = Path(asked.folder).absolute()
     # Late: --help answers at once.
     from tasks.launch.systemd_unit import unit, writable
-    from tasks.launch.team_addresses import place
+    from tasks.launch.team_addresses import check_places, place
     from tasks.launch.team_servers import serve
 
     try:
-        prefect = place("--prefect-url", asked.host, asked.prefect_port, asked.prefect_url)
-        mlflow = place("--mlflow-url", asked.host, asked.mlflow_port, asked.mlflow_url)
+        prefect = place("prefect", asked.host, asked.prefect_port, asked.prefect_url)
+        mlflow = place("mlflow", asked.host, asked.mlflow_port, asked.mlflow_url)
         if asked.systemd:
+            check_places(prefect, mlflow)
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # the unit may make none
             rest = [word for word in given if word != "--systemd"]
             print_text(unit("servers", rest, writable(folder)))

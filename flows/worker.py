@@ -29,7 +29,7 @@ def main(words: Sequence[str] = ()) -> int:
     """Hold workers until Ctrl-C or SIGTERM; returns the exit code."""
     given = list(words) or sys.argv[1:]
     asked = _parser().parse_intermixed_args(given)
-    from tasks.launch.own_workers import hold  # late: --help answers at once
+    from tasks.launch.own_workers import check, hold  # late: --help answers at once
     from tasks.run.recorded_flow import load_flow, settings_class
 
     rest = list(asked.words)
@@ -40,6 +40,7 @@ def main(words: Sequence[str] = ()) -> int:
         if asked.systemd:
             from tasks.launch.systemd_unit import unit
 
+            check(config, asked.pool, asked.workers, asked.name)
             run = [word for word in given if word != "--systemd"]
             print_text(unit("worker", run, ["LimitMEMLOCK=infinity", "TasksMax=infinity"]))
             return 0

@@ -78,7 +78,9 @@ def docker_engine(folder: Path) -> Iterator[Docker]:
         except subprocess.TimeoutExpired:
             engine.kill()
             engine.wait()
-        shutil.rmtree(folder, ignore_errors=True)
+        for network in folder.glob("exec/netns/*"):  # which the engine leaves mounted
+            subprocess.run(["umount", str(network)], stderr=subprocess.DEVNULL)
+        shutil.rmtree(folder)
 
 
 def import_base(docker: Docker, folder: Path) -> None:

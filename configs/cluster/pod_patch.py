@@ -20,7 +20,6 @@ LIST_KEYS = {
     "volumeDevices": "devicePath",
     "ports": "containerPort",
     "hostAliases": "ip",
-    "topologySpreadConstraints": "topologyKey",
 }
 ADDED_LISTS = ("tolerations", "envFrom")  # whose entries are added to those that there are
 PROGRAMS = ("worker", "scheduler", "flow")  # containers of the pods

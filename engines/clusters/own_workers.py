@@ -36,6 +36,12 @@ ASK_EVERY = 2.0  # seconds between looks whether the scheduler is there
 Tell = Callable[[str], None]  # says a sentence to who started the workers
 
 
+def check_machine(config: ClusterConfig, pool: str, count: int) -> None:
+    """ValueError, in one sentence, where so many workers of a pool cannot be on this machine."""
+    check_fits(pool, config.pools[pool], count, this_node())
+    certificates_for(config.encryption)
+
+
 def check_fits(pool: str, wanted: PoolConfig, count: int, node: NodeResources) -> None:
     """ValueError, in one sentence, where so many workers of a pool do not fit this machine."""
     if len(node.gpus) < count * wanted.gpus:
@@ -52,13 +58,12 @@ def check_fits(pool: str, wanted: PoolConfig, count: int, node: NodeResources) -
 
 
 def serve(config: ClusterConfig, pool: str, names: Sequence[str], logs: Path, tell: Tell) -> None:
-    """Hold workers of these names until Ctrl-C or SIGTERM. ValueError for what does not fit.
+    """Hold workers of these names until Ctrl-C or SIGTERM, on a machine that was checked for them.
 
     `config`: of the runs that join, with the scheduler's address; `logs`: folder of a file for each.
     """
     assert config.address is not None
     wanted, node = config.pools[pool], this_node()
-    check_fits(pool, wanted, len(names), node)
     certificates = certificates_for(config.encryption)
     options = [config.address, *worker_options(pool, wanted.slots, certificates)]
     variables = worker_variables(wanted, wanted.env) | {"PYTHONPATH": python_path()}

@@ -166,6 +166,8 @@ def merge_patch(target: Any, patch: Any) -> Any:
 
 def _merge_list(field: str, target: list[Any], patch: list[Any]) -> list[Any]:
     key = LIST_KEYS[field]
+    if not all(isinstance(entry, dict) and key in entry for entry in [*target, *patch]):
+        return [merge_patch(None, entry) for entry in patch]  # of a stored run; no new one has it
     merged = {entry[key]: entry for entry in target}
     for entry in patch:
         name, rest = entry[key], [value for other, value in entry.items() if other != key]

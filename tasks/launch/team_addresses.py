@@ -6,7 +6,7 @@ import contextlib
 import ipaddress
 import socket
 from dataclasses import dataclass
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import psutil
 
@@ -47,21 +47,81 @@ class Place:
         return not is_loopback(self.host) or not is_loopback(urlsplit(self.url).hostname or "")
 
 
-def place(option: str, host: str, port: int, url: str | None) -> Place:
-    """A server's place; ConfigError where `url`, which the option gave, is no address of one."""
+def place(name: str, host: str, port: int, url: str | None) -> Place:
+    """The place of a server, such as prefect; ConfigError for a port or an address that is none."""
+    if not 1 <= port <= 65535:
+        raise ConfigError(f"--{name}-port = {port} is no port. Give one from 1 to 65535.")
     if url is None:
         return Place(host=host, port=port, url=f"http://{bracketed(seen_by_others(host))}:{port}")
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
+    if not _is_origin(parts):
         raise ConfigError(
-            f"{option} = {url} is no address of a server. Give it as http://NAME:PORT or "
+            f"--{name}-url = {url} is no address of a server. Give it as http://NAME:PORT or "
             "https://NAME[:PORT], with nothing after it."
         )
     if parts.username or parts.query or parts.fragment:
         raise ConfigError(
-            f"{option} has a login or a query in it. Give it as https://NAME[:PORT] alone."
+            f"--{name}-url has a login or a query in it. Give it as https://NAME[:PORT] alone."
+        )
+    if parts.hostname in EVERYWHERE:
+        raise ConfigError(
+            f"--{name}-url = {url} is where a server listens, and none that a browser can open. Give "
+            "the name or address by which others reach this machine, or the proxy's."
         )
     return Place(host=host, port=port, url=f"{parts.scheme}://{parts.netloc}")
+
+
+def _is_origin(parts: SplitResult) -> bool:
+    """Whether an address names a server and no page of it."""
+    try:
+        port = parts.port
+    except ValueError:  # no number, or none that there is
+        return False
+    named = parts.scheme in ("http", "https") and parts.hostname and port != 0
+    return bool(named) and not parts.path.strip("/")
+
+
+def check_places(prefect: Place, mlflow: Place) -> None:
+    """ConfigError where no two servers of this machine can be there."""
+    if prefect.port == mlflow.port:
+        raise ConfigError(
+            f"--prefect-port and --mlflow-port are both {prefect.port}. Give one of them another."
+        )
+    _listen("--host", prefect.host, 0)
+
+
+def check_free(prefect: Place, mlflow: Place) -> None:
+    """ConfigError where one of them cannot listen at its place now."""
+    check_places(prefect, mlflow)
+    for name, one in (("prefect", prefect), ("mlflow", mlflow)):
+        _listen(f"--{name}-port", one.host, one.port)
+
+
+def _listen(option: str, host: str, port: int) -> None:
+    """Listen for a moment; ConfigError that names the option where that cannot be."""
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.bind(where)
+            listener.listen()
+    except (OSError, UnicodeError) as error:  # socket.gaierror is an OSError
+        if port == 0:
+            raise ConfigError(
+                f"{option} = {host} is no address of this machine ({_reason(error)}). Give one of "
+                f"{', '.join(['0.0.0.0', *own_addresses()])}, or a name of it."
+            ) from None
+        raise ConfigError(
+            f"{option} = {port} cannot be listened at ({_reason(error)}). Give another, or end "
+            "what is there."
+        ) from None
+
+
+def _reason(error: OSError | UnicodeError) -> str:
+    """What went wrong, in the system's words."""
+    return str((isinstance(error, OSError) and error.strerror) or error)
 
 
 def seen_by_others(host: str) -> str:

@@ -14,7 +14,7 @@ from configs.environment import given, mlflow_database
 from configs.optional_packages import pip_install
 from configs.terminal_text import print_text
 from tasks.launch.server_process import KeptServer, ServerError, ServerProcess
-from tasks.launch.team_addresses import Place, is_loopback
+from tasks.launch.team_addresses import Place, check_free, is_loopback
 from tasks.run.packages import installed
 
 PREFECT_LOGIN = "PREFECT_SERVER_API_AUTH_STRING"
@@ -104,7 +104,7 @@ def serve(prefect: Place, mlflow: Place, folder: Path) -> int:
     """Run both until Ctrl-C or SIGTERM; returns the exit code.
 
     One that has answered once is started again when it ends. `folder`: for logs, and for databases
-    where the environment names none.
+    where the environment names none. Raises ConfigError for a place at which one cannot listen.
     """
     if installed("mlflow") is None:
         print_text(
@@ -116,6 +116,7 @@ def serve(prefect: Place, mlflow: Place, folder: Path) -> int:
     if (refusal := open_to_all(prefect, mlflow)) is not None:
         print_text(refusal, error=True)
         return 2
+    check_free(prefect, mlflow)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     servers = (prefect_server(prefect, folder), mlflow_server(mlflow, folder))
 

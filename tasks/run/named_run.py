@@ -1,4 +1,7 @@
-"""A run whose name is given, as by the Job of a Kubernetes cluster: begun once, then gone on with."""
+"""A run whose name is given, as by the Job of a Kubernetes cluster: begun once, then gone on with.
+
+Its writer before may have been killed on another machine; tasks/run/opening.py waits for its lease.
+"""
 
 from __future__ import annotations
 

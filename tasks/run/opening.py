@@ -17,6 +17,7 @@ from configs.environment import user
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from engines.meanings import VERSIONS
+from storage.objects.errors import Conflict
 from storage.objects.store import Store
 from storage.prompts.cursor import Cursor, check_same_data
 from storage.prompts.datasets import open_source
@@ -154,6 +155,11 @@ def take_over(opened: OpenedRun, waits: bool = False) -> tuple[RunLease, Positio
         failed.callback(lease.release)
         lease.keep()
         # Only now: until a moment ago another flow may have been committing.
+        if not opened.resumed and opened.files.read_run() is not None:
+            raise Conflict(
+                f"Run {opened.name} was begun by another process meanwhile. Give the same command "
+                "again to go on with it."
+            )
         own = head(opened.files) if opened.resumed else None
         position = _inherited(opened) if own is None else _committed(opened, own)
         failed.pop_all()

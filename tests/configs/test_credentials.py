@@ -143,6 +143,7 @@ def test_variables_of_workers_are_looked_at() -> None:
         "topology_spread=[{maxSkew: 1, topologyKey: topology.example.com/block-layer-1}]",
         "volumes=[{name: c, secret: {secretName: creds}}]",
         "volumes=[{name: c, csi: {driver: d, volumeAttributes: {secretProviderClass: vault}}}]",
+        "patch={containers: [{name: worker, env: [{name: HF_TOKEN, value: null}]}]}",
         "patch={imagePullSecrets: [{name: registry}], automountServiceAccountToken: false}",
         "patch={containers: [{name: worker, env: [{name: HF_TOKEN, valueFrom: {secretKeyRef: "
         "{name: creds, key: hf}}}, {name: HF_HOME, value: /data}]}]}",

@@ -11,7 +11,7 @@ import pytest
 from tests.configs.test_form import in_order
 from tests.deploy.conftest import Make, Platform
 from tests.deploy.test_browser import Browser, browser
-from tests.flows.test_servers import postgres
+from tests.flows.test_servers import need_drivers, postgres
 
 __all__ = ["browser"]  # a fixture
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -27,6 +27,7 @@ def server(
     with contextlib.ExitStack() as stack:
         variables: dict[str, str] = {}
         if request.param == "postgres":
+            need_drivers()
             variables = stack.enter_context(postgres(tmp_path_factory.mktemp("pg")))
         platform = make_platform(database=variables.get("PREFECT_SERVER_DATABASE_CONNECTION_URL"))
         try:

@@ -13,7 +13,7 @@ from storage.runs.run_store import RunStore
 from tests.contract.conftest import BUCKET, Endpoint, s3_server  # noqa: F401
 from tests.deploy.conftest import API, Make, Platform
 from tests.deploy.test_deployment import wait_for_a_step
-from tests.flows.test_servers import postgres
+from tests.flows.test_servers import need_drivers, postgres
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -51,6 +51,7 @@ def test_on_an_s3_endpoint(
 def test_with_postgres(make_platform: Make, tmp_path: Path) -> None:
     folder = tmp_path / "pg"
     folder.mkdir()
+    need_drivers()
     with postgres(folder) as names:
         platform = make_platform(database=names["PREFECT_SERVER_DATABASE_CONNECTION_URL"])
         try:

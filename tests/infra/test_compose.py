@@ -1,8 +1,10 @@
 """The servers' compose file: it fits the schema, opens nothing, and holds no credential."""
 
 import json
+import os
 import re
 import subprocess
+import time
 from importlib.resources import files
 from pathlib import Path
 
@@ -76,16 +78,28 @@ def test_every_service_is_bounded_and_says_whether_it_is_well() -> None:
         assert one["restart"] == ("no" if name in once else "unless-stopped"), name
 
 
-def test_scripts_of_services_are_ones_that_shells_take(tmp_path: Path) -> None:
-    shells = {"backup": "bash", "buckets": "sh"}
-    for name, shell in shells.items():
-        text = COMPOSE["configs"][name]["content"].replace("$$", "$")
-        assert not re.search(
-            r"(?<!\$)\$(?!\$)", COMPOSE["configs"][name]["content"].replace("$$", "")
-        )
-        script = tmp_path / name
-        script.write_text(text)
-        subprocess.run([shell, "-n", str(script)], check=True)
+def test_scripts_of_services_are_ones_that_shells_take() -> None:
+    text = COMPOSE["configs"]["buckets"]["content"]
+    assert not re.search(r"(?<!\$)\$(?!\$)", text.replace("$$", ""))
+    subprocess.run(["sh", "-n"], input=text.replace("$$", "$"), text=True, check=True)
+    subprocess.run(["bash", "-n", str(INFRA / COMPOSE["configs"]["backup"]["file"])], check=True)
+
+
+def test_the_copies_are_well_while_both_databases_have_a_new_one(tmp_path: Path) -> None:
+    _, script = COMPOSE["services"]["backup"]["healthcheck"]["test"]
+    words = ["sh", "-c", script.replace("$$", "$").replace("/backups", str(tmp_path))]
+
+    def well() -> bool:
+        every = {"PATH": os.environ["PATH"], "BACKUP_EVERY": "86400"}
+        return subprocess.run(words, env=every, check=False).returncode == 0
+
+    (tmp_path / "mlflow-20261129T000000Z.dump").touch()
+    assert not well()
+    other = tmp_path / "prefect-20261129T000000Z.dump"
+    other.touch()
+    assert well()
+    os.utime(other, (time.time() - 27 * 3600,) * 2)
+    assert not well()
 
 
 def test_a_proxy_is_the_only_door_and_names_agree() -> None:

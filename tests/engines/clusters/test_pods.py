@@ -65,6 +65,10 @@ def test_a_patch_merges_lists_by_the_keys_of_their_entries() -> None:
     assert SPEC["priorityClassName"] == "low"  # it is as it was
 
 
+def test_a_stored_patch_whose_entries_have_no_names_replaces_the_list() -> None:
+    assert merge_patch(SPEC, {"volumes": [{"emptyDir": {}}]})["volumes"] == [{"emptyDir": {}}]
+
+
 def test_a_container_is_never_removed() -> None:
     patch = {"containers": [{"name": "worker", "livenessProbe": None}]}
     (container,) = merge_patch(SPEC, patch)["containers"]

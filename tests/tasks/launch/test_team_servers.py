@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
+from configs.overrides import ConfigError
 from tasks.launch import team_servers
 from tasks.launch.team_addresses import Place, place
 
@@ -13,7 +15,7 @@ LOGINS = (team_servers.PREFECT_LOGIN, team_servers.MLFLOW_LOGIN)
 
 
 def places(host: str, url: str | None = None) -> tuple[Place, Place]:
-    return place("--prefect-url", host, 4200, url), place("--mlflow-url", host, 5000, url)
+    return place("prefect", host, 4200, url), place("mlflow", host, 5000, url)
 
 
 @pytest.fixture
@@ -49,6 +51,15 @@ def test_no_server_is_opened_to_a_network_without_a_login(
     assert team_servers.open_to_all(*both) is None
     monkeypatch.setattr(team_servers, "installed", lambda name: None)
     assert "pip install flask-wtf" in str(team_servers.open_to_all(*both))
+
+
+@pytest.mark.usefixtures("no_login")
+def test_a_server_of_others_is_not_taken_for_ours(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = place("prefect", "127.0.0.1", other.getsockname()[1], None)
+        with pytest.raises(ConfigError, match="--prefect-port = .* cannot be listened at"):
+            team_servers.serve(taken, place("mlflow", "127.0.0.1", 1, None), tmp_path / "servers")
+    assert not (tmp_path / "servers").exists()
 
 
 @pytest.mark.usefixtures("no_login")

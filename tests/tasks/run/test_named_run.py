@@ -1,4 +1,4 @@
-"""Runs whose name is given: begun once, then gone on with, after the writer before has gone."""
+"""Runs whose name is given: begun once, then gone on with."""
 
 from __future__ import annotations
 

@@ -8,9 +8,10 @@ from typing import Any, cast
 
 import pytest
 
+from storage.objects.errors import Conflict
 from storage.objects.store import Store
 from storage.runs import run_lease
-from storage.runs.run_lease import LeaseHeld, RunLease
+from storage.runs.run_lease import LeaseHeld, RunLease, holder_of
 from storage.runs.run_store import RunStore
 from tasks.run.opened_run import OpenedRun
 from tasks.run.opening import take_over
@@ -31,3 +32,12 @@ def test_the_lease_of_a_process_killed_elsewhere_is_waited_for_where_it_may_run_
         take_over(opened)
     lease, _ = take_over(opened, waits=True)
     lease.release()
+
+
+def test_a_run_that_another_process_began_meanwhile_is_not_begun_again(tmp_path: Path) -> None:
+    files = RunStore(Store(f"file://{tmp_path}"), "sums-1")
+    files.write_run({"config": {}, "flow": "flows.grpo:grpo"})
+    opened = cast(OpenedRun, cast(Any, SimpleNamespace(name="sums-1", files=files, resumed=False)))
+    with pytest.raises(Conflict, match=r"sums-1 was begun by another process.*the same command"):
+        take_over(opened)
+    assert holder_of(files) is None  # it can be gone on with at once
