@@ -102,14 +102,44 @@ def validate(
         raise ConfigError("\n".join(_sentence(model, item) for item in error.errors())) from None
 
 
-def check_given(model: type[BaseModel], raw: Mapping[str, Any]) -> None:
-    """ConfigError where a value that is given is wrong; what is needed may come later."""
+def filled_in(
+    model: type[BaseModel], settings: Mapping[str, Any], words: Sequence[str]
+) -> dict[str, Any]:
+    """Plain settings with key=value words applied, as a form begins with: some may be missing yet.
+
+    ConfigError for what is wrong in those that are there.
+    """
+    raw, errors = _tried(model, settings, words)
+    if wrong := [_sentence(model, item) for item in errors if item["type"] != "missing"]:
+        raise ConfigError("\n".join(wrong))
+    return raw
+
+
+def no_such_settings(
+    model: type[BaseModel], settings: Mapping[str, Any], words: Sequence[str]
+) -> list[str]:
+    """A sentence for each of the words that names no setting, of any kind and whatever its value."""
+    _, errors = _tried(model, settings, words)
+    extra = [item for item in errors if item["type"] == "extra_forbidden"]
+    return [
+        _sentence(model, item)
+        for item in extra
+        if not place_of(model, item["loc"]).kinds_with(str(item["loc"][-1]))
+    ]
+
+
+def _tried(
+    model: type[BaseModel], settings: Mapping[str, Any], words: Sequence[str]
+) -> tuple[dict[str, Any], Sequence[Any]]:
+    """Plain settings with words applied, and pydantic's errors of them."""
+    raw = copy.deepcopy(dict(settings))
+    for word in sorted(words, key=_turn):
+        apply_word(raw, word)
     try:
         model.model_validate(raw)
     except ValidationError as error:
-        wrong = [_sentence(model, item) for item in error.errors() if item["type"] != "missing"]
-        if wrong:
-            raise ConfigError("\n".join(wrong)) from None
+        return raw, error.errors()
+    return raw, ()
 
 
 def apply_word(raw: dict[str, Any], word: str) -> None:

@@ -87,6 +87,7 @@ class Audit:
     orphans: list[str] = field(default_factory=list)  # keys that nothing names
     unfinished: list[str] = field(default_factory=list)  # keys of work that is not committed
     removed: int = 0  # batch objects that retention removed
+    without: set[int] = field(default_factory=set)  # the steps whose they were
     versions: int = 0  # policy versions that are there and good
     snapshots: int = 0
     evaluations: int = 0  # of versions, that are there and good
@@ -245,6 +246,7 @@ def _batches(run: RunStore, commit: Commit, found: Audit, kept: set[str], gone_b
                 if commit.step >= gone_below:
                     raise
                 found.removed += 1
+                found.without.add(commit.step)
                 good = False
         good = good and len(found.problems) == before
     return good

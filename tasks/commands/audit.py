@@ -66,9 +66,8 @@ def _shown(found: Audit) -> list[RenderableType]:
     for one in found.steps:
         dropped = ", ".join(f"{count} {reason}" for reason, count in one.dropped.items()) or "0"
         counts = (one.step, one.drawn, one.trained, one.filtered, dropped, one.in_flight)
-        ledger.add_row(
-            *map(str, counts), "yes" if one.recounted else "no: batches are gone or damaged"
-        )
+        why = "removed by retention" if one.step in found.without else "gone or damaged"
+        ledger.add_row(*map(str, counts), "yes" if one.recounted else f"no: batches are {why}")
     title = "Prompts at every commit: drawn = trained + filtered + dropped + in flight"
     lines: list[RenderableType] = [heading(f"{found.run}. {title}"), ledger]
     if found.problems:

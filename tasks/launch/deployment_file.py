@@ -17,14 +17,17 @@ from typing import Any
 import yaml
 
 from configs.deployments import DeploymentEntry, DeploymentFile, words_of
-from configs.overrides import ConfigError, apply_word, check_given
+from configs.grpo import GRPOConfig
+from configs.overrides import ConfigError, filled_in, no_such_settings
 from configs.recipe import DEMO, find_recipe, load_recipe
+from configs.yaml_text import read_yaml
 from engines.processes.node_process import python_path
 from tasks.run.recorded_flow import load_flow, settings_class
 
 RECIPE = "tasks.launch.registration.recipe"  # the build step that loads one
 OURS = "flows."
 SHARED = ("tracking", "store", "cluster")  # settings that are of a team, whatever is trained
+CONFIG = "{{ recipe.config }}"  # the parameter that the build step makes
 SQLITE = "sqlite:"  # how the address of curves in a local file begins
 ENQUEUE = "ENQUEUE"
 # Prefect 3.7 has each that waits ask again after half a minute.
@@ -40,6 +43,7 @@ class Deployments:
 
     file: Mapping[str, Any]  # of the form of a prefect.yaml
     curves: Mapping[str, str]  # name of each that has a recipe -> where its curves go
+    left_out: Mapping[str, Sequence[str]]  # name of each without -> settings of all that it lacks
 
     @property
     def names(self) -> list[str]:
@@ -51,12 +55,15 @@ class Deployments:
         return sorted({one["work_pool"]["name"] for one in self.file["deployments"]})
 
     def warnings(self) -> list[str]:
-        """A sentence where curves are kept where nobody else sees them."""
+        """Sentences: what of the settings of all one does not have, and whose curves nobody sees."""
         local: dict[str, list[str]] = {}
         for name, uri in self.curves.items():
             if uri.startswith(SQLITE):
                 local.setdefault(uri, []).append(name)
         return [
+            f"Deployment {name} has no {', '.join(_pair(word)[0] for word in words)}: left out there."
+            for name, words in self.left_out.items()
+        ] + [
             f"Curves of {', '.join(names)} go to {uri}, a file on the machine that runs them, which "
             "others do not see. Give tracking.uri=http://… of your team's MLflow (refrain servers)."
             for uri, names in local.items()
@@ -71,9 +78,11 @@ def deployments(
     Args:
         shipped: infra/prefect.yaml.
         names: of deployments; none: all.
-        words: settings key=value, which come after those of the file.
+        words: settings key=value, which come after those of the file. Where one deployment is named
+            they are its own, else those of all.
 
-    Raises ConfigError, also where a setting does not fit a recipe.
+    Settings of all are left out where a flow takes no recipe and does not have them. Raises
+    ConfigError, also where a setting does not fit a recipe or a flow.
     """
     file = yaml.safe_load(shipped.read_text())
     template = file.pop("definitions")["deployment"]
@@ -90,19 +99,35 @@ def deployments(
             raise ConfigError(
                 f"There is no deployment {name}. {hint}There are: {', '.join(found)}."
             )
-    entries, curves, unused = [], {}, {*words}
+    of_runs = [one for one in (*known.values(), *found.values()) if _recipe_of(one) is not None]
+    runs = [*dict.fromkeys(settings_class(load_flow(_flow_of(one))) for one in of_runs)]
+    entries: list[dict[str, Any]] = []
+    curves: dict[str, str] = {}
+    left_out: dict[str, list[str]] = {}
     for name in names or found:
         entry = copy.deepcopy(found[name])
-        used, uri = _set(entry, everywhere, own.get(name, ()), words)
-        unused -= used
-        if uri is not None:
-            curves[name] = uri
+        build, its_own = _recipe_of(entry), own.get(name, [])
+        try:
+            if build is None:
+                needed = [*its_own, *(words if len(names) == 1 else ())]
+                given = [*everywhere, *its_own, *words]
+                left_out[name] = _fill_in(entry, given, needed, runs)
+            else:
+                config = _loaded(entry, build, [*everywhere, *its_own, *words])
+                curves[name] = config.tracking.uri
+        except ConfigError as error:
+            raise ConfigError(f"Deployment {name}: {error}") from None
         entries.append(_with_limit_told(entry))
-    if unused:
-        raise ConfigError(
-            f"{', '.join(sorted(unused))} is no setting of {', '.join(names or found)}. Leave it out."
-        )
-    return Deployments(file={**file, "deployments": entries}, curves=curves)
+    nowhere = [
+        word for word in [*everywhere, *words] if all(word in left for left in left_out.values())
+    ]
+    if nowhere and not curves:
+        raise ConfigError(f"{_pair(nowhere[0])[0]}: none of these deployments has such a setting.")
+    return Deployments(
+        file={**file, "deployments": entries},
+        curves=curves,
+        left_out={name: words for name, words in left_out.items() if words},
+    )
 
 
 def _entry(
@@ -110,7 +135,11 @@ def _entry(
 ) -> dict[str, Any]:
     """An entry of a team's file as one of Prefect's."""
     base = known.get(one.name)
-    if base is None or one.flow is not None or one.recipe is not None:
+    if one.flow is not None and one.recipe is None:
+        flow = _module_path(one.flow)
+        alike = (of for of in known.values() if _recipe_of(of) is None and _flow_of(of) == flow)
+        base = next(alike, None)
+    if base is None or one.recipe is not None or (one.flow is not None and _recipe_of(base)):
         flow = one.flow or (_flow_of(base) if base else "grpo")
         recipe = one.recipe or DEMO
         path = str(find_recipe(recipe).absolute()) if "/" in recipe else recipe
@@ -124,7 +153,7 @@ def _entry(
         if not _module_path(flow).startswith(OURS):
             made["work_pool"] = {**template["work_pool"], "job_variables": own_flow_variables()}
     else:
-        made = dict(base)
+        made = {**base, "name": one.name}
     own = one.of_prefect()
     for key in ("parameters", "work_pool"):  # what they do not name stays
         if isinstance(own.get(key), dict):
@@ -160,62 +189,67 @@ def _flow_of(entry: Mapping[str, Any]) -> str:
     return f"{module}:{function}"
 
 
-def _set(
-    entry: dict[str, Any], everywhere: Sequence[str], own: Sequence[str], words: Sequence[str]
-) -> tuple[set[str], str | None]:
-    """Give an entry its settings: which of the words it takes, and where its curves go, if any.
+def _recipe_of(entry: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The build step that loads an entry's recipe; None where its flow takes none."""
+    return next((step[RECIPE] for step in entry.get("build", []) if RECIPE in step), None)
 
-    Settings everywhere, then those of this entry alone, then words. Without a recipe it takes of the
-    first and the last those that it has. Raises ConfigError where a setting does not fit.
+
+def _loaded(entry: Mapping[str, Any], build: dict[str, Any], words: Sequence[str]) -> GRPOConfig:
+    """The settings of an entry that has a recipe, which the words are added to."""
+    if entry["parameters"].get("config") != CONFIG:
+        raise ConfigError("parameters.config is made from the recipe. Give settings instead.")
+    settings = {**(build.get("settings") or {}), **dict(_pair(word) for word in words)}
+    build["settings"] = settings
+    flow = load_flow(build.get("flow", "grpo"))
+    return load_recipe(settings_class(flow), build["name"], words_of(settings))
+
+
+def _fill_in(
+    entry: dict[str, Any],
+    words: Sequence[str],
+    needed: Sequence[str],
+    runs: Sequence[type[GRPOConfig]],
+) -> list[str]:
+    """Give settings to an entry whose flow takes no recipe; those that it does not take.
+
+    As the flow's own, or as those of the run that it works on, where it takes such as key=value.
+
+    Args:
+        words: settings, of which a later one counts. Of settings of runs that are of all entries it
+            takes what says where things are.
+        needed: those of them that are of this entry alone, which it must have.
+        runs: classes of runs' settings.
     """
-    build = next((step[RECIPE] for step in entry.get("build", []) if RECIPE in step), None)
-    try:
-        if build is None:
-            return _set_parameters(entry, everywhere, own, words), None
-        given = map(_pair, [*everywhere, *own, *words])
-        settings = {**(build.get("settings") or {}), **dict(given)}
-        build["settings"] = settings
-        flow = load_flow(build.get("flow", "grpo"))
-        config = load_recipe(settings_class(flow), build["name"], words_of(settings))
-    except ConfigError as error:
-        raise ConfigError(f"Deployment {entry['name']}: {error}") from None
-    return {*words}, config.tracking.uri
+    model = typing.get_type_hints(load_flow(_flow_of(entry)).fn)["config"]
+    fields, given = model.model_fields, {**entry.get("parameters", {}).get("config", {})}
+    taken, left_out = list[str](), list[str]()
+    for word in words:
+        group = _group(word)
+        places = group in SHARED and (group in fields or "settings" in fields)
+        its_own = group in fields and group not in GRPOConfig.model_fields
+        (taken if places or its_own or word in needed else left_out).append(word)
+    if "settings" in fields:
+        of_run = [word for word in taken if _group(word) not in fields]
+        _check_settings_of_runs(of_run, runs)
+        given |= {"settings": [*given.get("settings", ()), *of_run]} if of_run else {}
+        taken = [word for word in taken if word not in of_run]
+    config = filled_in(model, given, taken)
+    entry["parameters"] = {**entry.get("parameters", {}), "config": config}
+    return left_out
 
 
-def _set_parameters(
-    entry: dict[str, Any], everywhere: Sequence[str], own: Sequence[str], words: Sequence[str]
-) -> set[str]:
-    """Settings of a flow that takes no recipe; returns the words that it takes.
+def _group(word: str) -> str:
+    """The first part of a setting's name."""
+    return _pair(word)[0].partition(".")[0]
 
-    As its own, or as those of the run that it works on, where it takes such as key=value.
-    """
-    model = typing.get_type_hints(load_flow(_flow_of(entry)).fn).get("config")
-    fields = getattr(model, "model_fields", {})
-    given = copy.deepcopy(entry.get("parameters", {}).get("config") or {})
-    of_run = list(given.get("settings", ())) if "settings" in fields else None
-    used = set()
-    for word in [*everywhere, *own, *words]:
-        key = word.partition("=")[0]
-        group = key.partition(".")[0]
-        if group in fields:
-            apply_word(given, word)
-        elif of_run is not None and (group in SHARED or word in own):
-            of_run.append(word)
-        elif word in own:
-            raise ConfigError(
-                f"its flow {_flow_of(entry)} takes no setting {key}. It takes: "
-                f"{', '.join(fields) or 'none'}."
-            )
-        else:
-            continue
-        used.add(word)
-    if of_run:
-        given["settings"] = of_run
-    if used:
-        assert model is not None, "it has fields"
-        check_given(model, given)
-        entry["parameters"] = {**entry.get("parameters", {}), "config": given}
-    return used & {*words}
+
+def _check_settings_of_runs(words: Sequence[str], runs: Sequence[type[GRPOConfig]]) -> None:
+    """ConfigError for a word that is no setting of any run."""
+    recipe = read_yaml(find_recipe("tiny").read_text())
+    for word in words:
+        said = [no_such_settings(model, recipe, [word]) for model in runs]
+        if all(said):
+            raise ConfigError("\n".join(said[0]))
 
 
 def _pair(word: str) -> tuple[str, str]:

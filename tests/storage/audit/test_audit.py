@@ -193,6 +193,7 @@ def test_what_retention_removed_is_no_problem(run: RunStore) -> None:
     assert found.orphans == []
     assert found.removed > 0 and removed
     assert [one.recounted for one in found.steps] == [False] * 6 + [True] * 2
+    assert found.without == {1, 2, 3, 4, 5, 6}
 
 
 def test_a_fork_is_audited_across_the_border(good: RunStore) -> None:
