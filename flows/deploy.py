@@ -5,9 +5,10 @@
 
 With them come their work pool and the automations of infra/automations.yaml. Doing it again brings
 them up to date. Runs will work in the folder that this is called in. Settings are of all of them, as
-tracking.uri=http://… of a team, or of the one that is named, as in refrain deploy prune days=7. Where the folder has a deployment.yaml, or --file names one, its
-deployments are registered instead, with its settings, schedules, tags and limits. The second form
-registers one deployment, of a flow of your own.
+tracking.uri=http://… of a team, or of the one that is named, as in refrain deploy prune days=7. Where
+the folder has a deployment.yaml, or --file names one, its deployments are registered instead, with
+its settings, schedules, tags and limits. The second form registers one deployment, of a flow of your
+own.
 """
 
 from __future__ import annotations

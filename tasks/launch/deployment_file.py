@@ -219,7 +219,7 @@ def _fill_in(
     """
     model = typing.get_type_hints(load_flow(_flow_of(entry)).fn)["config"]
     fields, given = model.model_fields, {**entry.get("parameters", {}).get("config", {})}
-    taken, left_out = [*own], []
+    taken, left_out = [*own], list[str]()
     for word in shared:
         group = _group(word)
         places = group in SHARED and (group in fields or "settings" in fields)
