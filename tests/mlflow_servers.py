@@ -68,7 +68,7 @@ def with_refrain(folder: Path, code: str, **variables: str) -> str:
 
 def without_refrain(code: str, **variables: str) -> str:
     """What a Python process prints that has all packages but Refrain: no folder of ours is known."""
-    others = [one for one in sys.path if "site-packages" in one or one.endswith("/full")]
+    others = [one for one in sys.path if one and not Path(one, "tasks").is_dir()]
     paths = [*others, sysconfig.get_path("purelib")]
     begin = (
         f"import sys; sys.path += {paths!r}\n"

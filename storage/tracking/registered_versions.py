@@ -86,10 +86,17 @@ def let_go(client: MlflowClient, run_id: str, wanted: Collection[int]) -> set[in
             client.set_model_version_tag(one.model, one.number, GOING_TAG, text)
     known = [one for one in versions_of(client, run_id) if one.version in wanted]
     stay = {one.version for one in known if one.aliases}
-    for one in known:
-        if one.version in stay and one.going:
-            client.delete_model_version_tag(one.model, one.number, GOING_TAG)
+    take_back(client, known, stay)
     return {*wanted} - stay
+
+
+def take_back(
+    client: MlflowClient, registered: Sequence[RegisteredVersion], staying: Collection[int]
+) -> None:
+    """Have the registry no longer say that the policy versions in `staying` are about to go."""
+    for one in registered:
+        if one.going and one.version in staying:
+            client.delete_model_version_tag(one.model, one.number, GOING_TAG)
 
 
 def unsaid(registered: Sequence[RegisteredVersion], there: Callable[[int], bool]) -> list[int]:

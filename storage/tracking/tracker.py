@@ -39,6 +39,7 @@ from storage.tracking.registered_versions import (
     RegisteredVersion,
     let_go,
     tag_removed,
+    take_back,
     versions_of,
 )
 from storage.tracking.traces import TracedSample, trace_of
@@ -338,6 +339,11 @@ class Tracker:
         """Those of these policy versions that may be removed: see registered_versions.let_go."""
         with as_tracking_errors(self._place.uri):
             return let_go(self.client, self.run_id, versions)
+
+    def take_back(self, versions: Collection[int]) -> None:
+        """Have the registry no longer say that these policy versions are about to be removed."""
+        with as_tracking_errors(self._place.uri):
+            take_back(self.client, versions_of(self.client, self.run_id), versions)
 
     def tag_removed(self, versions: Collection[int]) -> None:
         """Have the registry say that these policy versions are no longer in the store."""

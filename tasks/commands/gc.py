@@ -113,8 +113,11 @@ def _say_what_is_gone(files: RunStore, registry: Registry) -> None:
     if registry.tracker is None:
         return
     known = registry.tracker.registered_versions()
-    if gone := unsaid(known, partial(is_there, files)):
+    gone = unsaid(known, partial(is_there, files))
+    if gone:
         registry.tracker.tag_removed(gone)
+    if kept := [one.version for one in known if one.going and one.version not in gone]:
+        registry.tracker.take_back(kept)
 
 
 def kept_by(own: StoreConfig, given: StoreConfig) -> StoreConfig:

@@ -257,9 +257,12 @@ def _settings(flow: str, model: type[GRPOConfig], arguments: argparse.Namespace)
     if not earlier or recipe is not None:
         return read_recipe(model, recipe or DEMO, words)
     from storage.objects.store import Store
-    from storage.runs.run_store import RunStore
+    from storage.runs.run_store import RUN_NAME, RunStore
     from tasks.run.recorded_flow import check_same_flow, stored_settings
 
+    if not RUN_NAME.fullmatch(earlier):
+        option = "--resume" if arguments.resume is not None else "--fork"
+        raise ConfigError(f"{option} {earlier}: no run has such a name. refrain runs lists them.")
     given = [word for word in words if word.startswith("store.")]
     where = change(_Stored, {}, given).store
     files = RunStore(Store(where.uri, where.options), earlier)

@@ -21,7 +21,7 @@ from storage.runs.working_tree import working_tree
 from storage.tracking.connection import TrackingAddress, TrackingError
 from storage.tracking.cost import DEVICE_HOURS_SO_FAR, MONEY_SO_FAR, SO_FAR
 from storage.tracking.machine_samples import MachineSample
-from storage.tracking.registered_versions import that_stay, unsaid
+from storage.tracking.registered_versions import RegisteredVersion, that_stay, unsaid
 from storage.tracking.traces import TracedSample
 from storage.tracking.tracked_run import TrackedData, TrackedEvaluation, TrackedRun
 from storage.tracking.tracker import Tracker
@@ -224,10 +224,17 @@ class RunTracker:
             self._add("The versions that were removed", lambda: self._tracker.tag_removed(gone))
 
     def _say_what_is_gone(self) -> None:
-        """What a process removed that died before it could say so."""
+        """What a process removed that died before it could say so, and what it left after all."""
         known = self._tracker.registered_versions()
-        if gone := unsaid(known, partial(is_there, self._facts.files)):
+        gone = unsaid(known, partial(is_there, self._facts.files))
+        if gone:
             self._tracker.tag_removed(gone)
+        self._take_back(known, {one.version for one in known} - {*gone})
+
+    def _take_back(self, known: Sequence[RegisteredVersion], staying: Collection[int]) -> None:
+        """Of what was to go and stays, by other settings or an alias, have it said no longer."""
+        if kept := [one.version for one in known if one.going and one.version in staying]:
+            self._tracker.take_back(kept)
 
     def _ask_what_stays(self) -> None:
         store = self._facts.config.store
@@ -236,6 +243,7 @@ class RunTracker:
         versions = self._tracker.registered_versions()
         stay = that_stay(versions, store.keep_registered, store.keep_registered_days, time.time())
         self._let_go = frozenset({one.version for one in versions} - stay)
+        self._take_back(versions, stay)
 
     def version_evaluated(self, event: VersionEvaluated) -> None:
         """Record what a suite says of a policy version."""

@@ -211,6 +211,10 @@ class PageWriter:
         found: set[int] = self._call("let_go", versions)
         return found
 
+    def take_back(self, versions: Collection[int]) -> None:
+        """As Tracker.take_back."""
+        self._call("take_back", versions)
+
     def tag_removed(self, versions: Collection[int]) -> None:
         """As Tracker.tag_removed."""
         self._call("tag_removed", versions)

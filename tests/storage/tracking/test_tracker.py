@@ -418,8 +418,12 @@ def test_an_alias_that_is_given_before_the_removal_keeps_a_version(
     # Its process dies here; then somebody gives the version an alias, and another process asks.
     registry.give(tracker.model_name, "challenger", numbers[1])
     assert tracker.let_go([1]) == set() and tags(1) == set()
-    # Or the process dies behind the removal: whoever comes next says so.
     client(config).delete_registered_model_alias(tracker.model_name, "challenger")
+    # Or by other settings the version stays.
+    assert tracker.let_go([1]) == {1} and tags(1) == {GOING_TAG}
+    tracker.take_back([1, 3])
+    assert tags(1) == tags(3) == set()
+    # Or the process dies behind the removal: whoever comes next says so.
     assert tracker.let_go([1]) == {1}
     assert unsaid(tracker.registered_versions(), lambda version: version != 1) == [1]
     assert unsaid(tracker.registered_versions(), lambda version: True) == []

@@ -105,6 +105,9 @@ def test_a_resumed_run_is_checked_at_once_too(tmp_path: Path) -> None:
     assert (done.returncode, "steps" in done.stderr) == (2, True)
     done = answer(tmp_path, "ppo", "--resume", "mine")
     assert (done.returncode, "flows.grpo" in done.stderr) == (2, True)
+    done = answer(tmp_path, "grpo", "--resume", "steps=3")
+    said = "--resume steps=3: no run has such a name. refrain runs lists them."
+    assert (done.returncode, done.stderr.strip()) == (2, said)
     done = answer(tmp_path, "grpo", "--resume", "nobody")
     assert (done.returncode, "There is no run nobody" in done.stderr) == (2, True)
 

@@ -179,6 +179,29 @@ def test_what_the_registry_does_not_need_is_let_go_once_it_has_been_asked(
     assert told == [[2]]
 
 
+def test_a_resumed_run_ends_what_a_dead_process_had_begun_to_remove(
+    tracker: RunTracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Version 2 is gone without a word; 4 was to go, and is there: by today's settings it may stay."""
+    writer: Any = tracker._tracker
+    facts: Any = tracker._facts
+    facts.files, facts.start = SimpleNamespace(versions=lambda: [0, 4, 6]), 0
+    monkeypatch.setattr(mlflow_page, "is_there", lambda files, version: version in files.versions())
+    writer.registered_versions = lambda: [
+        RegisteredVersion(version=version, model="tiny", number="1", at=0.0, going=version < 6)
+        for version in (2, 4, 6)
+    ]
+    gone: list[Any] = []
+    back: list[Any] = []
+    writer.tag_removed, writer.take_back = gone.append, back.append
+    writer.start, writer.registered = lambda tracked: None, lambda: {4: "1", 6: "2"}
+    writer.last_step = 6
+    monkeypatch.setattr(RunTracker, "_tracked", lambda tracker: None)
+    tracker.engines_ready(EnginesReady(last=record(6), snapshot=False))
+    assert tracker.model_name == "tiny"  # all has been written
+    assert (gone, back) == ([[2]], [[4]])
+
+
 @pytest.mark.parametrize("how", ["away", "hangs"])
 def test_nothing_registered_is_removed_while_mlflow_does_not_answer(
     tracker: RunTracker, monkeypatch: pytest.MonkeyPatch, how: str
