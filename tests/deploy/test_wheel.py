@@ -90,7 +90,7 @@ from importlib.metadata import version
 from pathlib import Path
 folders = [Path(importlib.import_module(name).__file__).parent for name in {PACKAGES}]
 typed = [folder.name for folder in folders if (folder / "py.typed").exists()]
-infra = [str(path.relative_to(folders[3])) for path in folders[3].rglob("*.*aml*")]
+infra = [str(path.relative_to(folders[3])) for path in folders[3].rglob("*.*")]
 print(json.dumps([version("refrain-rl"), sys.path, list(map(str, folders)), typed, sorted(infra)]))
 """
     done = installed.run("python", "-c", program, folder=tmp_path)
@@ -102,7 +102,7 @@ print(json.dumps([version("refrain-rl"), sys.path, list(map(str, folders)), type
     assert all(Path(folder).is_relative_to(environment) for folder in folders)
     assert typed == [name for name in PACKAGES if name != "infra"]
     assert [name for name in infra if "kubernetes" in name] != []
-    assert {"prefect.yaml", "automations.yaml", "compose.yaml"} <= set(infra)
+    assert {"prefect.yaml", "automations.yaml", "compose.yaml", "backup.sh"} <= set(infra)
 
 
 def test_the_command_names_what_there_is(installed: Installed, tmp_path: Path) -> None:
