@@ -180,6 +180,21 @@ def test_a_team_changes_those_that_come_and_has_its_own(tmp_path: Path) -> None:
 def test_words_come_after_the_file(tmp_path: Path) -> None:
     found = team(tmp_path, TEAM, "steps=9", names=("sums",))
     assert found.names == ["sums"] and settings(found, "sums")["steps"] == "9"
+    text = """
+settings: {store.uri: "s3://team"}
+deployments:
+  - {name: tiny, settings: {store.uri: "s3://own"}}
+  - {name: resume, settings: {store.uri: "s3://own"}}
+  - {name: evaluate}
+"""
+
+    def places(*words: str) -> list[str]:
+        found = team(tmp_path, text, *words)
+        without = [config_of(found, name)["store"]["uri"] for name in ("resume", "evaluate")]
+        return [settings(found, "tiny")["store.uri"], *without]
+
+    assert places() == ["s3://own", "s3://own", "s3://team"]
+    assert places("store.uri=s3://words") == ["s3://words"] * 3
 
 
 @pytest.mark.parametrize(
@@ -190,6 +205,14 @@ def test_words_come_after_the_file(tmp_path: Path) -> None:
         ("deployments: [{name: a}, {name: a}]", "two deployments of the name a"),
         ("deployments: [{name: a, recipe: none-such}]", "There is no recipe none-such"),
         ("settings: {stepz: 3}\ndeployments: [{name: tiny}]", "Deployment tiny: stepz"),
+        (
+            "deployments: [{name: tiny, parameters: {resum: r1}}]",
+            r"tiny: parameters\.resum: its flow",
+        ),
+        (
+            "deployments: [{name: prune, parameters: {days: 7}}]",
+            r"such parameter\. It has config\.",
+        ),
         ("- a", "names no deployments"),
         ("a: [", "deployment.yaml: "),
     ],
