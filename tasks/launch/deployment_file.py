@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import copy
 import difflib
+import inspect
 import os
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,26 +102,22 @@ def deployments(
             )
     of_runs = [one for one in (*known.values(), *found.values()) if _recipe_of(one) is not None]
     runs = [*dict.fromkeys(settings_class(load_flow(_flow_of(one))) for one in of_runs)]
-    entries: list[dict[str, Any]] = []
-    curves: dict[str, str] = {}
-    left_out: dict[str, list[str]] = {}
+    shared = [*everywhere, *(words if len(names) != 1 else ())]
+    entries, curves, left_out = [], {}, {}
     for name in names or found:
         entry = copy.deepcopy(found[name])
-        build, its_own = _recipe_of(entry), own.get(name, [])
+        build, given = _recipe_of(entry), [*everywhere, *own.get(name, ()), *words]
         try:
+            _check_parameters(entry)
             if build is None:
-                needed = [*its_own, *(words if len(names) == 1 else ())]
-                given = [*everywhere, *its_own, *words]
-                left_out[name] = _fill_in(entry, given, needed, runs)
+                left_out[name] = _fill_in(entry, given, shared, runs)
             else:
-                config = _loaded(entry, build, [*everywhere, *its_own, *words])
+                config = _loaded(entry, build, given)
                 curves[name] = config.tracking.uri
         except ConfigError as error:
             raise ConfigError(f"Deployment {name}: {error}") from None
         entries.append(_with_limit_told(entry))
-    nowhere = [
-        word for word in [*everywhere, *words] if all(word in left for left in left_out.values())
-    ]
+    nowhere = [word for word in shared if all(word in left for left in left_out.values())]
     if nowhere and not curves:
         raise ConfigError(f"{_pair(nowhere[0])[0]}: none of these deployments has such a setting.")
     return Deployments(
@@ -194,6 +191,16 @@ def _recipe_of(entry: Mapping[str, Any]) -> dict[str, Any] | None:
     return next((step[RECIPE] for step in entry.get("build", []) if RECIPE in step), None)
 
 
+def _check_parameters(entry: Mapping[str, Any]) -> None:
+    """ConfigError for a parameter that the entry's flow has not."""
+    known = inspect.signature(load_flow(_flow_of(entry)).fn).parameters
+    for name in entry.get("parameters", {}):
+        if name not in known:
+            raise ConfigError(
+                f"parameters.{name}: its flow has no such parameter. It has {', '.join(known)}."
+            )
+
+
 def _loaded(entry: Mapping[str, Any], build: dict[str, Any], words: Sequence[str]) -> GRPOConfig:
     """The settings of an entry that has a recipe, which the words are added to."""
     if entry["parameters"].get("config") != CONFIG:
@@ -207,17 +214,16 @@ def _loaded(entry: Mapping[str, Any], build: dict[str, Any], words: Sequence[str
 def _fill_in(
     entry: dict[str, Any],
     words: Sequence[str],
-    needed: Sequence[str],
+    shared: Collection[str],
     runs: Sequence[type[GRPOConfig]],
 ) -> list[str]:
-    """Give settings to an entry whose flow takes no recipe; those that it does not take.
+    """Give settings to an entry whose flow takes no recipe; returns those that it does not take.
 
     As the flow's own, or as those of the run that it works on, where it takes such as key=value.
 
     Args:
-        words: settings, of which a later one counts. Of settings of runs that are of all entries it
-            takes what says where things are.
-        needed: those of them that are of this entry alone, which it must have.
+        words: settings, of which the last counts; it must have those that are not in `shared`.
+        shared: those of all entries. Of settings of runs it takes what says where things are.
         runs: classes of runs' settings.
     """
     model = typing.get_type_hints(load_flow(_flow_of(entry)).fn)["config"]
@@ -227,7 +233,7 @@ def _fill_in(
         group = _group(word)
         places = group in SHARED and (group in fields or "settings" in fields)
         its_own = group in fields and group not in GRPOConfig.model_fields
-        (taken if places or its_own or word in needed else left_out).append(word)
+        (taken if word not in shared or places or its_own else left_out).append(word)
     if "settings" in fields:
         of_run = [word for word in taken if _group(word) not in fields]
         _check_settings_of_runs(of_run, runs)
