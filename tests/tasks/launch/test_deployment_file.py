@@ -238,3 +238,9 @@ def test_a_page_says_that_those_who_wait_are_in_no_queue() -> None:
     found = deployments(PREFECT_FILE, ["tiny", "nightly"], [], None)
     assert "Runs at once: 1. Others wait, and not in a queue" in entry(found, "tiny")["description"]
     assert "queue" not in entry(found, "nightly")["description"], "a second one is left out"
+
+
+def test_a_date_in_the_file_is_a_text(tmp_path: Path) -> None:
+    text = "deployments: [{name: tiny, settings: {tracking.experiment: 2026-11-29}}]"
+    found = settings(team(tmp_path, text), "tiny")
+    assert found["tracking.experiment"] == "2026-11-29"
