@@ -41,10 +41,11 @@ def masks_of(rows: list[naive.Sample]) -> list[SamplingMask]:
 MASKS = masks_of(ROWS)
 
 
-def with_masks(folder: Path, batch: BatchRef, name: str = "masks") -> BatchRef:
-    columns = mask_columns(MASKS, [len(row.response) for row in ROWS])
+def with_masks(folder: Path, batch: BatchRef, rows: list[naive.Sample]) -> BatchRef:
+    """The rows with masks, always the same of the same rows."""
+    columns = mask_columns(masks_of(rows), [len(row.response) for row in rows])
     return batch.with_columns(
-        write_batch(Store(str(folder / "store")), f"run/{name}.safetensors", columns)
+        write_batch(Store(str(folder / "store")), "run/masks.safetensors", columns)
     )
 
 
@@ -72,7 +73,7 @@ def test_logprobs_are_among_the_words(
     make: Make, tmp_path: Path, role: str, tree_training: bool
 ) -> None:
     engine = make(role=role, tree_training=tree_training)
-    batch = with_masks(tmp_path, stored(tmp_path, ROWS))
+    batch = with_masks(tmp_path, stored(tmp_path, ROWS), ROWS)
     column = "old_logprobs" if role == "actor" else "ref_logprobs"
     request = LogprobRequest(
         batch=batch, column=column, out_key="run/logprobs.safetensors", temperature=TEMPERATURE
@@ -87,7 +88,7 @@ def test_logprobs_are_among_the_words(
 def test_an_update_is_among_the_words(make: Make, tmp_path: Path) -> None:
     """With rollout log-probs of the same words nothing is left out, and the mismatch is none."""
     engine = make()
-    batch = with_masks(tmp_path, stored(tmp_path, ROWS))
+    batch = with_masks(tmp_path, stored(tmp_path, ROWS), ROWS)
     sampled: dict[str, object] = {"rollout_logprobs": by_hand(tmp_path)}
     batch = batch.with_columns(
         write_batch(Store(str(tmp_path / "store")), "run/sampled.safetensors", sampled)

@@ -22,6 +22,7 @@ from storage.objects.store import Store
 from storage.runs.weights import WeightsRef
 from storage.runs.weights_reading import stream
 from tests.engines.train.test_fsdp_ranks import with_logprobs
+from tests.engines.train.test_sampling_mask import with_masks
 from tests.engines.train.train_ranks import (
     TEMPERATURE,
     Ranks,
@@ -47,6 +48,7 @@ class Seen:
     updates: list[UpdateResult]
     weights: WeightsRef
     score: list[list[float]]
+    masked: ColumnsResult  # log-probs among some words
 
 
 def grouped_model(folder: Path) -> PretrainedModel:
@@ -62,21 +64,30 @@ def grouped_model(folder: Path) -> PretrainedModel:
 
 
 def scenario(
-    rank: int, world: int, ports: list[int], base: TrainSpec, shared: int, batch: BatchRef
+    rank: int,
+    world: int,
+    ports: list[int],
+    base: TrainSpec,
+    shared: int,
+    batch: BatchRef,
+    masked: BatchRef,
 ) -> Seen:
-    """A log-prob pass, and updates by two recipes."""
+    """Log-prob passes, and updates by two recipes."""
     train = base.train.model_copy(update={"sequence_parallel": shared})
     of = base.model_copy(update={"train": train, "run": f"of-{world}-{shared}"})
     engine = FSDPEngine(of)
     engine.join(rank, world, "127.0.0.1", ports[0], 1, 60.0)
-    logprobs = engine.logprobs(
-        LogprobRequest(
-            batch=batch,
-            column="ref_logprobs",
-            out_key=f"ref-{shared}.safetensors",
-            temperature=TEMPERATURE,
-            squared=True,
+    logprobs, among = (
+        engine.logprobs(
+            LogprobRequest(
+                batch=rows,
+                column="ref_logprobs",
+                out_key=f"{name}-{shared}.safetensors",
+                temperature=TEMPERATURE,
+                squared=True,
+            )
         )
+        for name, rows in (("ref", batch), ("masked", masked))
     )
     updates = [
         engine.update(update_of(batch, algorithm, step))
@@ -87,6 +98,7 @@ def scenario(
         updates=updates,
         weights=engine.export_weights(2, "float32"),
         score=engine.score([[5, 6, 7, 8, 9]], [2]),
+        masked=among,
     )
 
 
@@ -108,10 +120,12 @@ def seen(folder: Path, four: Ranks) -> dict[int, list[Seen]]:
     base = spec(
         folder, micro_batch_tokens=64, max_grad_norm=0.5, gradient_checkpointing=True
     ).model_copy(update={"model": grouped_model(folder)})
-    batch = stored(folder, with_logprobs(samples(1, groups=5), 1))
-    found = {1: [scenario(0, 1, free_ports(4), base, 1, batch)]}
+    rows = samples(1, groups=5)
+    batch = stored(folder, with_logprobs(rows, 1))
+    masked = with_masks(folder, batch, rows)
+    found = {1: [scenario(0, 1, free_ports(4), base, 1, batch, masked)]}
     for shared in (2, 4):
-        found[shared] = four.run(scenario, base, shared, batch)
+        found[shared] = four.run(scenario, base, shared, batch, masked)
     return found
 
 
@@ -141,6 +155,18 @@ def test_columns_are_written_once_and_in_order(
         "ref_logprobs",
         *([part.logprobs for part in seen[size]] for size in (1, shared)),
     )
+    check_columns(
+        store,
+        "ref_logprobs",
+        *([part.masked for part in seen[size]] for size in (1, shared)),
+    )
+    whole, among = (
+        ColumnsResult.together(results).batch
+        for results in ([one.logprobs for one in seen[1]], [one.masked for one in seen[1]])
+    )
+    assert whole is not None and among is not None
+    values = [one.fetch_numpy(store, "ref_logprobs")[0] for one in (whole, among)]
+    assert (values[1] > values[0] + 1e-3).any(), "among fewer words each is likelier"
 
 
 def check_columns(
