@@ -226,6 +226,23 @@ def test_a_stored_run_is_evaluated_by_its_form(platform: Platform) -> None:
     ]
 
 
+@pytest.mark.slow
+def test_settings_of_what_takes_no_recipe_arrive(platform: Platform) -> None:
+    for words in (["prune", "days=7"], ["resume", "steps=40", "rollout.max_sequences=8"]):
+        done = platform.deploy(*words)
+        assert done.returncode == 0, done.stderr
+
+    def config(name: str) -> dict[str, Any]:
+        found = API.get(f"{platform.api}/deployments/name/{name}/{name}").raise_for_status()
+        return dict(found.json()["parameters"]["config"])
+
+    assert config("prune") == {"days": 7}
+    assert config("resume") == {"steps": 40, "settings": ["rollout.max_sequences=8"]}
+    done = platform.deploy("prune", "dyas=7")
+    assert done.returncode == 1
+    assert done.stderr == "Deployment prune: dyas: there is no such setting. Did you mean days?\n"
+
+
 def test_without_a_server_deploying_says_so_in_one_sentence(platform: Platform) -> None:
     gone = Platform(platform.home, port=1)
     done = gone.deploy()
