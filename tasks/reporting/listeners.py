@@ -15,6 +15,7 @@ from tasks.reporting.mlflow_page import ReopenedPage, RunTracker
 from tasks.reporting.prefect_events import PrefectEvents
 from tasks.reporting.progress_line import ProgressLine
 from tasks.reporting.prometheus import LiveMetrics
+from tasks.reporting.start_line import StartLine
 from tasks.reporting.terminal import Terminal
 from tasks.run.events import Listeners
 from tasks.run.facts import RunFacts
@@ -31,6 +32,7 @@ def _reports(terminal: Terminal, facts: RunFacts) -> Reports:
     """In the order in which they hear of an event."""
     listeners = Listeners()
     ProgressLine(terminal, facts.config.steps).listen(listeners)
+    StartLine(terminal).listen(listeners)
     tracker = RunTracker(facts, terminal.say)
     tracker.listen(listeners)
     Pages(facts).listen(listeners)

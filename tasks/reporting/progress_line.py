@@ -10,7 +10,6 @@ from tasks.evaluation.summary import sentence
 from tasks.reporting.terminal import Terminal
 from tasks.run.events import (
     AttemptBegan,
-    EngineStarted,
     Listeners,
     Note,
     RebuiltOtherwise,
@@ -78,7 +77,6 @@ class ProgressLine:
         """Hear what a run, or who evaluates its versions later, says."""
         listeners.on(Note, self.note)
         listeners.on(WorkersAsked, self.workers_asked)
-        listeners.on(EngineStarted, self.engine_started)
         listeners.on(RunBegan, self.run_began)
         listeners.on(StepBegan, self.step_began)
         listeners.on(RoundBegan, self.round_began)
@@ -98,11 +96,6 @@ class ProgressLine:
     def workers_asked(self, event: WorkersAsked) -> None:
         """From here on there is a live line."""
         self._live.enter_context(self._terminal.live())
-        self._terminal.doing("starting workers")
-
-    def engine_started(self, event: EngineStarted) -> None:
-        """Which engines are waited for."""
-        self._terminal.doing(f"starting engines: {', '.join(event.waiting) or 'ready'}")
 
     def run_began(self, event: RunBegan) -> None:
         """From here on tokens are counted while they are drawn."""

@@ -18,6 +18,7 @@ from engines.workers.cluster import Cluster
 from engines.workers.machines import look_at_machines
 from engines.workers.pool import Assignment, EnginePool
 from engines.workers.spent import SpentOfPool, SpentSince
+from engines.workers.start_phases import start_phases
 from engines.workers.worker_metrics import DiskSpace, measured_flow
 from storage.objects.usage import COUNTER, Usage
 from storage.tracking.machine_samples import MachineSample
@@ -99,7 +100,7 @@ class Engines:
         All roles start at once, but for those that share devices: they start in the order of
         `engine_roles`. So do the opponent's engines, which may be beside others on their devices.
         """
-        self.run.tell(WorkersAsked())
+        self.run.tell(WorkersAsked(starts=self.starts))
         self.launched, self.ended = time.time(), None
         self._opened = self._threads.submit(_open, self.run, list(self._roles.values()), cluster)
         settings = self.run.config.cluster
@@ -117,6 +118,11 @@ class Engines:
         """Pool -> names of its live workers; waits for them."""
         cluster = self._made().cluster
         return {pool: sorted(cluster.workers(pool)) for pool in sorted(self.run.config.used_pools)}
+
+    def starts(self) -> dict[str, str]:
+        """Worker -> what the start of its engine is at; empty while workers start."""
+        opened = self._open_now()
+        return {} if opened is None else start_phases(opened.cluster)
 
     def drawn_tokens(self) -> dict[str, int]:
         """Rollout worker -> tokens drawn since its engine was built; empty while workers start."""

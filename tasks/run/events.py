@@ -48,6 +48,8 @@ class Note(Event):
 class WorkersAsked(Event):
     """The run asks for its workers: its first word."""
 
+    starts: Callable[[], Mapping[str, str]]  # worker -> what the start of its engine is at, now
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStarted(Event):
