@@ -46,3 +46,12 @@ def print_text(*parts: object, error: bool = False, end: str = "\n", flush: bool
 def json_text(record: object, default: Callable[[object], object] | None = None) -> str:
     """A record as JSON, every control character in it escaped as JSON does."""
     return json.dumps(record, indent=1, default=default).replace("\x7f", "\\u007f")
+
+
+def bytes_text(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

@@ -288,12 +288,3 @@ def text(line: str, style: str = "") -> RenderableType:
     from rich.text import Text
 
     return Text(terminal_text(line), style=style)  # Text itself would drop some, unseen
-
-
-def bytes_text(count: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"

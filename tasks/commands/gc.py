@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from configs.storage import StoreConfig
+from configs.terminal_text import bytes_text
 from storage.evaluations.results import notes_of
 from storage.objects.dry_run import DryRunStore
 from storage.objects.store import Store
@@ -24,7 +25,7 @@ from storage.runs.run_store import RunStore
 from storage.tracking.connection import TrackingAddress, TrackingError
 from storage.tracking.registered_versions import that_stay, unsaid
 from storage.tracking.tracker import Tracker
-from tasks.commands.command import Answer, Request, bytes_text, heading, table, text
+from tasks.commands.command import Answer, Request, heading, table, text
 from tasks.run.features import tidy
 from tasks.run.recorded_flow import settings_of
 

@@ -13,6 +13,7 @@ import httpx
 from configs.cluster.kinds import TemporaryTls
 from configs.flows import resume_command
 from configs.grpo import GRPOConfig
+from configs.terminal_text import bytes_text
 from engines.processes.certificates import Certificates, certificates_for
 from engines.workers.inspection import NotReached, WorkerView, look
 from storage.evaluations.run_cost import RunCost, cost_of_run
@@ -23,7 +24,7 @@ from storage.runs.origins import origin_of, start_of
 from storage.runs.run_lease import holder_of
 from storage.runs.run_store import RunStore
 from storage.runs.size import RunSize, size_of
-from tasks.commands.command import Answer, Request, bytes_text, heading, table, text
+from tasks.commands.command import Answer, Request, heading, table, text
 from tasks.launch.prefect_login import headers_for
 from tasks.run.recorded_flow import flow_of, settings_of
 

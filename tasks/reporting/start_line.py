@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
 
+from configs.terminal_text import bytes_text
 from tasks.reporting.terminal import Terminal
 from tasks.run.events import EnginesReady, EngineStarted, Listeners, RunClosing, WorkersAsked
 
+BYTES = re.compile(r"\b(\d+) bytes\b")  # in what an engine says
 LOOK = 1.0  # seconds between looks
 PLAIN = 15.0  # seconds between lines that stay, where there is no live one
 
@@ -65,10 +68,14 @@ class StartLine:
         """phases: by worker, what the start of its engine is at."""
         if phases:
             return "Starting engines: " + "; ".join(
-                f"{worker}: {phase}" for worker, phase in sorted(phases.items())
+                f"{worker}: {BYTES.sub(_shown, phase)}" for worker, phase in sorted(phases.items())
             )
         if self._waiting is None:
             return "Starting workers and engines"
         if not self._waiting:
             return "Loading the first weights into the engines that sample"
         return f"Starting engines: {', '.join(self._waiting)}"
+
+
+def _shown(count: re.Match[str]) -> str:
+    return bytes_text(float(count[1]))

@@ -44,7 +44,10 @@ def wait_until_ended() -> None:
 def test_without_a_terminal_it_says_now_and_then_what_is_waited_for() -> None:
     out, asked = StringIO(), threading.Semaphore(0)
     listeners, _ = listening(Terminal(Console(file=out, width=400)))
-    answers = [{}, {"rollout-0": "vLLM: 812 bytes", "train-0": "rank 0 loads the model's files"}]
+    answers = [
+        {},
+        {"rollout-0": "vLLM: 3523536 bytes", "train-0": "rank 0 loads the model's files"},
+    ]
 
     def starts() -> dict[str, str]:
         asked.release()
@@ -61,7 +64,7 @@ def test_without_a_terminal_it_says_now_and_then_what_is_waited_for() -> None:
     lines = out.getvalue().splitlines()
     assert lines[0] == "Starting workers and engines, for 20 s", "not before it takes a while"
     assert lines[1] == (
-        "Starting engines: rollout-0: vLLM: 812 bytes; train-0: rank 0 loads the model's files, "
+        "Starting engines: rollout-0: vLLM: 3.4 MiB; train-0: rank 0 loads the model's files, "
         "for 40 s"
     )
     assert "Starting engines: rollout, for" in lines[-1]
