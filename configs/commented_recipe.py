@@ -3,46 +3,39 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from configs.dapo import DAPOConfig
-from configs.distill import DistillConfig
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError, changed
-from configs.ppo import PPOConfig
 from configs.recipe import find_recipe, read_recipe
 from configs.recipe_files import flow_of, remarks
 from configs.setting_paths import kind_of
 from configs.settings_file import read_settings
 from configs.settings_help import groups_of
-from configs.srpo import SRPOConfig
-from configs.tree import TreeConfig
 
 WIDTH = 96  # characters of a line
-# Flows in the order in which they are asked whether a recipe is theirs.
-FLOWS: dict[str, type[GRPOConfig]] = {
-    "grpo": GRPOConfig,
-    "dapo": DAPOConfig,
-    "ppo": PPOConfig,
-    "tree": TreeConfig,
-    "srpo": SRPOConfig,
-    "distill": DistillConfig,
-}
 
 
-def commented_recipe(recipe: str, words: Sequence[str]) -> str:
+def commented_recipe(
+    recipe: str,
+    words: Sequence[str],
+    flows: Sequence[str],
+    model_of: Callable[[str], type[GRPOConfig]],
+) -> str:
     """A recipe with key=value overrides, for the flow that it names, or the first that takes it.
 
-    Raises ConfigError as the first of all flows does, if none takes them.
+    flows: by name. model_of: the class of a flow's settings. Raises ConfigError as the first flow
+    that is asked does, if none takes the settings.
     """
     path = find_recipe(recipe)
     faults, own = [], flow_of(path)
-    for name, model in sorted(FLOWS.items(), key=lambda flow: flow[0] != own):
+    for name in sorted(flows, key=lambda flow: flow != own):
+        model = model_of(name)
         try:
             read_recipe(model, recipe, words)
         except ConfigError as error:

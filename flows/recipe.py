@@ -12,12 +12,29 @@ import argparse
 import sys
 
 from configs.commented_recipe import commented_recipe
+from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from configs.recipe_files import about_recipes
 from configs.terminal_text import print_text
+from flows.__main__ import commands, trains
 from tasks.reporting.output import until_nobody_reads
 
 BAD_SETTINGS = 2  # exit code
+FIRST = "grpo"
+
+
+def flows() -> list[str]:
+    """Those that train, GRPO first: most recipes are its."""
+    return sorted(filter(trains, commands()), key=lambda name: name != FIRST)
+
+
+def settings_of(flow: str) -> type[GRPOConfig]:
+    """The class of a flow's settings; of any but the first Prefect is imported."""
+    if flow == FIRST:
+        return GRPOConfig
+    from tasks.run.recorded_flow import load_flow, settings_class
+
+    return settings_class(load_flow(flow))
 
 
 @until_nobody_reads
@@ -37,7 +54,8 @@ def main() -> int:
             width = max(map(len, found))
             print_text("\n".join(f"{name:<{width}}  {what}" for name, what in found.items()))
         else:
-            print_text(commented_recipe(asked.recipe, asked.words).rstrip())
+            text = commented_recipe(asked.recipe, asked.words, flows(), settings_of)
+            print_text(text.rstrip())
     except ConfigError as error:
         print_text(error, error=True)
         return BAD_SETTINGS

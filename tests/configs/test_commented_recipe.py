@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from configs.commented_recipe import FLOWS, commented_recipe
+from configs.commented_recipe import commented_recipe
 from configs.overrides import ConfigError
 from configs.recipe import read_recipe
 from configs.recipe_files import FOLDER, about_recipes, flow_of, recipe_names
+from flows.recipe import flows, settings_of
 
 OWN = {"tiny-dapo": "dapo", "tiny-srpo": "srpo"}
-EXAMPLES = sorted(Path(__file__).parents[2].glob("examples/*.yaml"))
 
 
 def written(folder: Path, recipe: str, *words: str) -> Path:
     path = folder / "mine.yaml"
-    path.write_text(commented_recipe(recipe, words))
+    path.write_text(commented_recipe(recipe, words, flows(), settings_of))
     return path
 
 
@@ -27,13 +27,15 @@ def test_it_is_the_recipe(name: str, tmp_path: Path) -> None:
     mine = written(tmp_path, name)
     assert f"# This file: refrain {flow} FILE\n" in mine.read_text()
     assert flow_of(FOLDER / f"{name}.yaml") in (flow, None)
-    assert read_recipe(FLOWS[flow], str(mine)) == read_recipe(FLOWS[flow], name)
+    assert read_recipe(settings_of(flow), str(mine)) == read_recipe(settings_of(flow), name)
 
 
 def test_changes_and_comments(tmp_path: Path) -> None:
     words = ["steps=9", "guards=[{name: a, metric: train/loss, above: 2.0}]", "lora={rank: 4}"]
     mine = written(tmp_path, "tiny", *words)
-    assert read_recipe(FLOWS["grpo"], str(mine)) == read_recipe(FLOWS["grpo"], "tiny", words)
+    assert read_recipe(settings_of("grpo"), str(mine)) == read_recipe(
+        settings_of("grpo"), "tiny", words
+    )
     lines = mine.read_text().splitlines()
     for number, line in enumerate(lines):
         if line.strip() and not line.lstrip().startswith(("#", "kind:", "- kind:")):
@@ -56,4 +58,4 @@ def test_each_recipe_is_told_in_a_line() -> None:
 )
 def test_what_is_no_recipe_is_refused(recipe: str, words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        commented_recipe(recipe, words)
+        commented_recipe(recipe, words, flows(), settings_of)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from configs.recipe_files import recipe_names
 from tests.deploy.conftest import ROOT, Make
 
 PACKAGES = ("configs", "engines", "flows", "infra", "storage", "tasks")
@@ -109,6 +110,8 @@ def test_the_command_names_what_there_is(installed: Installed, tmp_path: Path) -
     done = installed.run("refrain", "--help", folder=tmp_path)
     assert done.returncode == 0
     named = {line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")}
+    assert {*recipe_names()} <= named, "its files are in the wheel"
+    named -= {*recipe_names()}
     modules = {path.stem for path in (ROOT / "flows").glob("[!_]*.py")}
     assert {"grpo", "ppo", "inspect", "deploy"} <= named <= modules
     wrong = installed.run("refrain", "gpro", folder=tmp_path)
