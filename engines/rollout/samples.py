@@ -210,13 +210,14 @@ def read_begun(
     rows: int,
     frozen: bool = False,
     no_experts: RoutedExperts | None = None,
-    masked: bool = False,
+    masked: bool | None = None,
 ) -> list[Completion]:
     """[rows] what `write_samples` stored of them; nothing of each where `begun` is None.
 
     frozen: whether the turns of frozen players are what is gone on with. no_experts: of no token,
     where those of each are wanted; else they are read where they are stored. masked: whether the
-    words that tokens were drawn from are wanted; ValueError where they are not stored.
+    words that tokens were drawn from are wanted, ValueError where they are not stored; None: where
+    they are.
     """
     if begun is None:
         mask = NO_TOKENS if masked else None
@@ -261,8 +262,8 @@ def read_begun(
     ]
 
 
-def _begun_masks(store: Store, begun: BatchRef, masked: bool) -> list[SamplingMask | None]:
-    if COUNTS in begun.names:
+def _begun_masks(store: Store, begun: BatchRef, masked: bool | None) -> list[SamplingMask | None]:
+    if COUNTS in begun.names and masked is not False:
         return list(read_masks(store, begun))
     if masked and begun.fetch_numpy(store, "response_ids")[0].size:
         raise ValueError(

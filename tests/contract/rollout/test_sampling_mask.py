@@ -105,6 +105,33 @@ def test_what_was_begun_without_them_does_not_go_on_with_them(
         engine.generate(again)
 
 
+def test_what_was_begun_with_them_goes_on_without_them(engine: RolloutEngine, world: World) -> None:
+    """As in a fork that does not ask for them: words of a part of a sample's tokens are none."""
+    sampling = Sampling(
+        n=2,
+        max_new_tokens=40,
+        max_turn_tokens=TURN,
+        seed=5,
+        ignore_eos=True,
+        top_p=0.8,
+        sampling_mask=True,
+    )
+    request = world.request(world.prompts((5, 9)), sampling)
+    result = engine.generate(request)
+    assert {COUNTS, WORDS} <= set(result.ref.names)
+    masks = mask_columns(read_masks(world.store, result.ref), [TURN + len(SAID)] * 4)
+    begun = answered(world, result, f"{request.out_key}.1").with_columns(
+        write_batch(world.store, f"{request.out_key}.masks", masks)
+    )
+    again = dataclasses.replace(
+        request,
+        begun=begun,
+        out_key=f"{request.out_key}.2",
+        sampling=dataclasses.replace(sampling, sampling_mask=False),
+    )
+    assert not {COUNTS, WORDS} & set(engine.generate(again).ref.names)
+
+
 def test_what_does_not_train_has_none_and_older_shards_keep_their_identity() -> None:
     plain = Sampling(n=2, max_new_tokens=9, top_p=0.9)
     masked = dataclasses.replace(plain, sampling_mask=True, min_p=0.1)
