@@ -163,6 +163,7 @@ def test_whoever_dies(
 def test_a_budget_of_thoughts_over_turns(model: Path, launch: Launch, tmp_path: Path) -> None:
     run = launch(
         *words(model, tmp_path),
+        "episodes.max_turn_tokens=8",
         "rollout.thinking={budget: 2, start: 'assistant', end: '#', closing: '# '}",
         files={"agent.py": AGENT},
     ).whole()
