@@ -35,7 +35,7 @@ KNOWN_DIFFERENCES: tuple[Known, ...] = (
         where="refused",
         reference="refuses a group of one",
         ours="advantage 0",
-        why="failed samples can leave one, which must not end a run",
+        why="failed samples can leave one",
         vectors="grpo_passk/group_of_one",
     ),
     Known(
@@ -62,7 +62,7 @@ KNOWN_DIFFERENCES: tuple[Known, ...] = (
         where="refused",
         reference="refuses a batch without a valid token",
         ours="weights 0, no metrics",
-        why="a rank may hold such a micro-batch",
+        why="a rank may hold one",
         vectors="is_weights/token/no_valid, is_weights/sequence/no_valid",
     ),
     Known(
@@ -72,7 +72,7 @@ KNOWN_DIFFERENCES: tuple[Known, ...] = (
         where="nan",
         reference="NaN in the padding spoils the sequence modes",
         ours="padding is never used",
-        why="rows give the same loss with and without it",
+        why="it is no data",
         vectors="agg_loss/seq-mean-token-sum/nan_in_padding, agg_loss/seq-mean-token-mean/nan_in_padding, agg_loss/seq-mean-token-sum-norm/nan_in_padding",
     ),
     Known(
@@ -116,7 +116,7 @@ KNOWN_DIFFERENCES: tuple[Known, ...] = (
         functions=("compute_embodied_reward",),
         output="score",
         where="anywhere",
-        reference="a missing embedding is zeros, and scored 0, even of a success",
+        reference="a missing embedding is zeros, and scored 0",
         ours="the sample is failed, without a reward",
         why="a failure is never data",
         vectors="compute_embodied_reward/zero_embedding_success_and_failure",
