@@ -17,6 +17,7 @@ of one sequence at a time with eager attention, but for the gradient (a share of
   long as they may be).
 
 A family is refused where the self-test before a run refuses it. Each runs in a process of its own.
+What is printed has a column for each; a page (`--to`) has of each family the largest difference.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -51,6 +53,9 @@ COLUMNS = {
     "lora": "LoRA",
     "plan": "plan: weights, kept",
 }
+# Of a page: the largest difference of training, versions, transformers' engine and LoRA; vLLM's; the
+# plan's share of what is kept.
+SUMMARY = ("family", "largest difference", "vLLM", "plan")
 LIMIT = 900.0  # seconds for a family
 LONGEST = 48  # tokens of a sample
 NEW = 12  # tokens that an engine draws
@@ -378,6 +383,23 @@ def line(name: str, cells: dict[str, str]) -> str:
     return f"| {name} | " + " | ".join(cells.get(column, "") for column in COLUMNS) + " |"
 
 
+def summary(name: str, cells: dict[str, str]) -> str:
+    """A family's line of a page; what was refused or failed is told by its first word."""
+
+    def told(*columns: str) -> str:
+        said = ", ".join(cells[column] for column in columns if column in cells)
+        numbers = re.findall(r"\d\.\d+e[+-]\d+", said)
+        return max(numbers, key=float) if numbers else said.partition(":")[0]
+
+    if "refused" in cells:
+        return f"| {name} | refused | | |"
+    ours = told("packed", "gradient", "export", "transformers", "lora")
+    if cells.get("lora", "").startswith("refused"):
+        ours += ", no LoRA"
+    kept = cells.get("plan", "").rpartition(", ")[2].partition(":")[0]
+    return f"| {name} | {ours} | {told('vllm')} | {kept} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("names", nargs="*", help="families or folders [all families]")
@@ -394,14 +416,13 @@ def main() -> None:
             directory = make(name, Path(folder)) if name in FAMILIES else Path(name)
             print(json.dumps(looked_at(directory, not given.without_vllm)))
         return
-    table = [
-        "| family | " + " | ".join(COLUMNS.values()) + " |",
-        "|---" * (len(COLUMNS) + 1) + "|",
-    ]
-    print(*table, sep="\n", flush=True)
+    print("| family | " + " | ".join(COLUMNS.values()) + " |", flush=True)
+    print("|---" * (len(COLUMNS) + 1) + "|", flush=True)
+    table = [f"| {' | '.join(SUMMARY)} |", "|---" * len(SUMMARY) + "|"]
     for name in given.names or FAMILIES:
-        table.append(line(Path(name).name, child(name, not given.without_vllm)))
-        print(table[-1], flush=True)
+        cells = child(name, not given.without_vllm)
+        print(line(Path(name).name, cells), flush=True)
+        table.append(summary(Path(name).name, cells))
     if given.to:
         text = given.to.read_text()
         before, rest = text.split(BEGIN)

@@ -1,9 +1,9 @@
 """How much memory a train rank will take, from the model's shape and the settings; without torch.
 
-Each term is in bytes of one rank. What is counted, and against what it was measured, is in
-docs/memory.md. H is the hidden size, I that of the feed-forward layer, Q and G the numbers of all
-query heads and of all key heads, V the vocabulary; T tokens of a micro-batch, S slots of its
-sequences in attention, R response tokens; c the bytes of a number in products.
+Each term is in bytes of one rank. What is not counted is in docs/memory.md, against what it was
+measured in docs/benchmarks.md. H is the hidden size, I that of the feed-forward layer, Q and G the
+numbers of all query heads and of all key heads, V the vocabulary; T tokens of a micro-batch, S slots
+of its sequences in attention, R response tokens; c the bytes of a number in products.
 """
 
 from __future__ import annotations

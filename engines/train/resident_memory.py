@@ -3,7 +3,7 @@
 glibc's heap (engines/processes/process_setup.py) grows where nothing free is long enough, and what
 has grown stays: at most 1 GiB at its end is given back. So the most that a process holds is not the
 most that its tensors are at once, and this says how much more. What it was measured against is in
-docs/memory.md.
+docs/benchmarks.md.
 """
 
 from __future__ import annotations

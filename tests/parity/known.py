@@ -26,7 +26,7 @@ class Known:
         return f"reference: {self.reference}; ours: {self.ours} ({self.why})"
 
 
-_FEW = "with less than two values there is nothing to scale; a small batch must not end a run"
+_FEW = "a small batch must not end a run"
 
 KNOWN_DIFFERENCES: tuple[Known, ...] = (
     Known(
@@ -35,8 +35,7 @@ KNOWN_DIFFERENCES: tuple[Known, ...] = (
         where="refused",
         reference="refuses a group of one",
         ours="advantage 0",
-        why="failed samples can leave a group of one, which must not end a run; a lone sample leads "
-        "nobody",
+        why="failed samples can leave one",
         vectors="grpo_passk/group_of_one",
     ),
     Known(
@@ -63,7 +62,7 @@ KNOWN_DIFFERENCES: tuple[Known, ...] = (
         where="refused",
         reference="refuses a batch without a valid token",
         ours="weights 0, no metrics",
-        why="a rank may hold a micro-batch whose tokens are all masked",
+        why="a rank may hold one",
         vectors="is_weights/token/no_valid, is_weights/sequence/no_valid",
     ),
     Known(
@@ -71,18 +70,18 @@ KNOWN_DIFFERENCES: tuple[Known, ...] = (
         case="*nan_in_padding*",
         output="*",
         where="nan",
-        reference="NaN in the padding spoils the sequence modes (not the token modes)",
-        ours="what stands in the padding is never used, in any mode",
-        why="the same rows give the same loss with and without padding",
+        reference="NaN in the padding spoils the sequence modes",
+        ours="padding is never used",
+        why="it is no data",
         vectors="agg_loss/seq-mean-token-sum/nan_in_padding, agg_loss/seq-mean-token-mean/nan_in_padding, agg_loss/seq-mean-token-sum-norm/nan_in_padding",
     ),
     Known(
         functions=("*",),
         output="*",
         where="nan",
-        reference="NaN where there is nothing to average (no valid token)",
+        reference="NaN where no token is valid",
         ours="0, with gradient 0",
-        why="one empty row, group or micro-batch must not make the whole step's loss NaN",
+        why="one empty row must not spoil the step",
         vectors="opo/group_without_tokens, agg_loss/token-mean/all_masked, agg_loss/seq-mean-token-sum/all_masked, agg_loss/seq-mean-token-mean/all_masked, agg_loss/seq-mean-token-sum-norm/all_masked",
     ),
     Known(
@@ -90,48 +89,46 @@ KNOWN_DIFFERENCES: tuple[Known, ...] = (
         case="*acc*",
         output="*",
         where="anywhere",
-        reference="keeps a group of equal rewards such as 0.1, 0.1, 0.1, whose computed deviation is "
-        "not exactly 0",
-        ours="left out: rewards that are equal have no variance",
-        why="DAPO leaves out groups whose rewards are equal; rounding is no reason to keep one",
+        reference="keeps a group of equal rewards whose computed deviation is not 0",
+        ours="left out",
+        why="rounding is no reason to keep one",
         vectors="group_filter/tenths/acc",
     ),
     Known(
         functions=("remax",),
         output="advantages",
         where="padding",
-        reference="the return stands at masked tokens inside a response (tool output)",
-        ours="0 there",
-        why="they do not train, and statistics over all tokens are not disturbed",
+        reference="the return stands at masked tokens of a response",
+        ours="0",
+        why="they do not train",
         vectors="remax/holes",
     ),
     Known(
         functions=("trl_sampling_correction",),
         output="importance_sampling_ratio",
         where="padding",
-        reference="a ratio of 1 (bounded) in the padding",
-        ours="0 there",
-        why="padding is not stored here at all; the weight of a masked token is never used",
+        reference="a bounded ratio of 1 in the padding",
+        ours="0",
+        why="padding is not stored",
         vectors="trl_sampling_correction/token_truncate/None/2.0, trl_sampling_correction/token_mask/0.5/2.0",
     ),
     Known(
         functions=("compute_embodied_reward",),
         output="score",
         where="anywhere",
-        reference="an embedding that is missing is stored as zeros, and scored 0, even of a success",
-        ours="the sample is failed and has no reward; an embedding of zeros that was made is one like "
-        "any other",
-        why="a failure of machinery is never data",
+        reference="a missing embedding is zeros, and scored 0",
+        ours="the sample is failed, without a reward",
+        why="a failure is never data",
         vectors="compute_embodied_reward/zero_embedding_success_and_failure",
     ),
 )
 
 
 def table() -> str:
-    """The differences as a Markdown table, as docs/algorithms.md has it."""
-    lines = ["| function | vectors | reference | ours | why |", "|---|---|---|---|---|"]
+    """The differences as a Markdown table, as docs/algorithms.md has it; a report names their vectors."""
+    lines = ["| function | reference | ours, because |", "|---|---|---|"]
     lines += [
-        f"| {', '.join(f'`{name}`' for name in k.functions)} | {k.vectors} | {k.reference} | {k.ours} | {k.why} |"
+        f"| {', '.join(f'`{name}`' for name in k.functions)} | {k.reference} | {k.ours}: {k.why} |"
         for k in KNOWN_DIFFERENCES
     ]
     return "\n".join(lines)
