@@ -13,12 +13,16 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from docs.site import reference
+
 ROOT = Path(__file__).parents[2]
 LINKS = re.compile(r"\]\(((?:\.\./)+[^)#\s]*)\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the files that pages link to outside docs/."""
+    """Add the pages that are made from the code, and the files that pages link to outside docs/."""
+    for name, text in reference.pages().items():
+        files.append(File.generated(config, f"reference/{name}", content=text))
     for page in list(files.documentation_pages()):
         for link in LINKS.findall(page.content_string):
             path = _outside(page.src_uri, link)
