@@ -63,9 +63,9 @@ def options_of(parser: argparse.ArgumentParser) -> set[str]:
     return named - {"--help"}
 
 
-def test_commands_that_have_commands_are_shown_with_them(pages: dict[str, str]) -> None:
+def test_commands_have_their_commands_and_settings(pages: dict[str, str]) -> None:
     assert "### refrain cluster submit" in pages["commands.md"]
-    assert "### refrain teacher serve" in pages["commands.md"]
+    assert "## Of refrain evaluate" in pages["settings.md"]
 
 
 def test_columns_and_metrics_are_there(pages: dict[str, str]) -> None:

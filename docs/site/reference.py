@@ -8,17 +8,12 @@ import runpy
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import groupby
 from unittest import mock
 
-from pydantic import BaseModel
-
-from configs.deployments import DeploymentFile
-from configs.evaluation import BackFillConfig
-from configs.pruning import PruneConfig
-from configs.serve import ServeConfig
 from configs.settings_help import fields
-from configs.teachers import TeacherServiceConfig
 from engines.environments import agent_api
 from flows.__main__ import commands as names_of_commands
 from flows.__main__ import trains
@@ -29,13 +24,13 @@ from storage.tracking.metric_meanings import MEANINGS
 Setting = tuple[str, str, str, str]  # name, type, default, meaning
 MOST_ROWS = 30  # of a group that is one table
 
-# Settings that no flow that trains has.
-OF_COMMANDS: dict[str, type[BaseModel]] = {
-    "refrain evaluate": BackFillConfig,
-    "refrain serve": ServeConfig,
-    "refrain teacher serve": TeacherServiceConfig,
-    "refrain prune": PruneConfig,
-    "deployment.yaml": DeploymentFile,
+# Settings that no flow that trains has, by where they are written: module and class.
+OF_COMMANDS = {
+    "refrain evaluate": ("configs.evaluation", "BackFillConfig"),
+    "refrain serve": ("configs.serve", "ServeConfig"),
+    "refrain teacher serve": ("configs.teachers", "TeacherServiceConfig"),
+    "refrain prune": ("configs.pruning", "PruneConfig"),
+    "deployment.yaml": ("configs.deployments", "DeploymentFile"),
 }
 
 ABOUT_SETTINGS = f"""\
@@ -105,8 +100,10 @@ def settings() -> str:
     for flow in flows():
         if own := [one for one in fields(settings_of(flow)) if one not in shared]:
             text += [f"## Besides: refrain {flow}", _settings_table(own)]
-    for name, model in OF_COMMANDS.items():
-        text += [f"## Of {name}", _settings_table(fields(model))]
+    for name, (module, model) in OF_COMMANDS.items():
+        if find_spec(module):  # of a feature that was taken out there is none
+            found = fields(getattr(import_module(module), model))
+            text += [f"## Of {name}", _settings_table(found)]
     return _joined(text)
 
 
@@ -239,11 +236,14 @@ def _sections(found: Iterable[Setting], depth: int) -> dict[str, list[Setting]]:
 
 
 def _settings_table(found: Iterable[Setting]) -> str:
-    rows = (
-        (f"`{name}`", _plain(kind), f"`{default}`" if default else "", _plain(meaning))
-        for name, kind, default, meaning in found
-    )
-    return _table(("setting", "type", "default", "is"), rows)
+    return _table(("setting", "is"), ((f"`{name}`", _meaning(*rest)) for name, *rest in found))
+
+
+def _meaning(kind: str, default: str, meaning: str) -> str:
+    """What a setting is, its type, and its default."""
+    shown = [f"*{_plain(kind)}*"] if kind else []
+    shown += [f"`{default}`"] if default else []
+    return " ".join(filter(None, (_plain(meaning), ", ".join(shown))))
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
