@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import groupby
 from unittest import mock
 
 from configs.settings_help import fields
@@ -122,8 +121,10 @@ def commands() -> str:
 def metrics() -> str:
     """Every metric with its meaning, by the part before the slash."""
     text = ["# Metrics", ABOUT_METRICS]
-    for group, names in groupby(sorted(MEANINGS), lambda name: name.partition("/")[0]):
-        rows = ((f"`{name}`", _plain(MEANINGS[name])) for name in names)
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for name, meaning in MEANINGS.items():
+        groups.setdefault(name.partition("/")[0], []).append((f"`{name}`", _plain(meaning)))
+    for group, rows in groups.items():
         text += [f"## {group}", _table(("metric", "is"), rows)]
     return _joined(text)
 
@@ -196,7 +197,7 @@ def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
     usage = " ".join(parser.format_usage().removeprefix("usage: ").split())
-    yield f"```\n{usage}\n```"
+    yield f"```console\n{usage}\n```"
     rows = []
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction | argparse._HelpAction):
@@ -242,7 +243,7 @@ def _settings_table(found: Iterable[Setting]) -> str:
 def _meaning(kind: str, default: str, meaning: str) -> str:
     """What a setting is, its type, and its default."""
     shown = [f"*{_plain(kind)}*"] if kind else []
-    shown += [f"`{default}`"] if default else []
+    shown += [f"default `{default}`"] if default else []
     return " ".join(filter(None, (_plain(meaning), ", ".join(shown))))
 
 
