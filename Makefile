@@ -103,7 +103,7 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/uv
 	touch $@
 
 $(VENV)/.test: pyproject.toml | $(BIN)/uv
-	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet -e ".[cpu,demo,s3,test]"
+	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet -e ".[cpu,demo,s3,test]" --group docs
 	touch $@
 
 $(VENV)/.dev: pyproject.toml | $(BIN)/uv

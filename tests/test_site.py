@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections import Counter
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,8 @@ def test_columns_and_metrics_are_there(pages: dict[str, str]) -> None:
 def test_what_a_table_would_take_for_its_own_signs_is_escaped() -> None:
     assert reference._table(("a",), [("`x | y`",)]).splitlines()[-1] == "| `x \\| y` |"
     assert reference._plain("a*b* <c>") == "a\\*b\\* \\<c\\>"
+    assert reference._plain("the `a_b` of a_b") == "the `a_b` of a\\_b"
+    assert reference._plain("one ` alone") == "one ' alone"
 
 
 def test_the_site_is_built_and_its_links_lead_somewhere(
@@ -88,6 +91,9 @@ def test_the_site_is_built_and_its_links_lead_somewhere(
     config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path / "site"), strict=True)
     commands.build(config)
     html = [page.read_text() for page in (tmp_path / "site").rglob("*.html")]
+    shown = (tmp_path / "site/reference/settings.html").read_text()
+    of_all = {name for flow in flows() for name, *_ in fields(settings_of(flow))}
+    assert [name for name in sorted(of_all) if f"<code>{escape(name)}</code>" not in shown] == []
     elsewhere = re.compile(r"<(?:script|link|img|iframe)[^>]+(?:src|href)=\"?https?://")
     assert html and not any(elsewhere.search(page) for page in html)
     assert "sampling_mask" in (tmp_path / "site/search/search_index.json").read_text()

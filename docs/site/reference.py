@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import chain, zip_longest
 from unittest import mock
 
 from configs.settings_help import fields
@@ -243,7 +244,8 @@ def _settings_table(found: Iterable[Setting]) -> str:
 def _meaning(kind: str, default: str, meaning: str) -> str:
     """What a setting is, its type, and its default."""
     shown = [f"*{_plain(kind)}*"] if kind else []
-    shown += [f"default `{default}`"] if default else []
+    value = default.replace("\n", "\\n").replace("`", "'")
+    shown += [f"default `{value}`"] if value else []
     return " ".join(filter(None, (_plain(meaning), ", ".join(shown))))
 
 
@@ -255,8 +257,12 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def _plain(text: str) -> str:
-    """A text of the code as Markdown that shows it as it is."""
-    return re.sub(r"([\\`*_<>\[\]#])", r"\\\1", " ".join(text.split()))
+    """A text of the code as Markdown that shows it as it is; what stands in backquotes is code."""
+    words = " ".join(text.split())
+    parts = words.split("`") if words.count("`") % 2 == 0 else [words.replace("`", "'")]
+    outside = (re.sub(r"([\\*_<>\[\]#])", r"\\\1", part) for part in parts[::2])
+    inside = (f"`{part}`" for part in parts[1::2])
+    return "".join(chain.from_iterable(zip_longest(outside, inside, fillvalue="")))
 
 
 def _joined(parts: Iterable[str]) -> str:
