@@ -69,7 +69,7 @@ def pairs_of(first: StoredSamples, second: StoredSamples, row: int | None) -> li
     The row whose mean reward changed most comes first. Raises ValueError for none.
     """
     drawn = [one.column("prompt_row") for one in (first, second)]
-    common = np.intersect1d(*drawn) if row is None else np.array([row])
+    common = np.intersect1d(drawn[0], drawn[1]) if row is None else np.array([row])
     for samples, rows in zip((first, second), drawn, strict=True):
         if row is not None and row not in rows:
             some = ", ".join(map(str, np.unique(rows)[:8].tolist()))
