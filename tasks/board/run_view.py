@@ -61,7 +61,8 @@ class RunView:
     files: RunStore
     _points: list[Point] = field(default_factory=list)  # of the committed steps
     _samples: OrderedDict[str, StoredSamples] = field(default_factory=OrderedDict)
-    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _reads_curves: threading.Lock = field(default_factory=threading.Lock)
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # of the samples
 
     def run(self) -> Record:
         """What the run is, and how far it is."""
@@ -87,7 +88,7 @@ class RunView:
 
     def curves(self, names: Sequence[str], after: int) -> Record:
         """The names of all metrics, and the values of some at the steps after one."""
-        with self._lock:
+        with self._reads_curves:
             if head(self.files) is not None:
                 self._points += points_of(self.files, self._points[-1].step if self._points else 0)
             points = [one for one in self._points if one.step > after]

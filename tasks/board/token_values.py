@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from storage.batches.columns import COLUMNS, Author
+from storage.batches.columns import Author
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 
@@ -16,10 +16,19 @@ if TYPE_CHECKING:
 
 Values = list[float | None]  # [T], of each response token; None: not a finite number
 
-NUMBERS = (  # columns with a number for each response token, of samples or of the batch that trained
-    *("advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs"),
-    *("values", "returns", "token_rewards", "correction_weights", "staleness", "sum_pi_squared"),
-)
+# Columns with a number for each response token, of samples or of the batch that trained, by name.
+NUMBERS = {
+    "advantages": "advantage",
+    "rollout_logprobs": "log-prob, engine",
+    "old_logprobs": "log-prob, trainer",
+    "ref_logprobs": "log-prob, reference",
+    "teacher_logprobs": "log-prob, teacher",
+    "values": "value",
+    "returns": "return",
+    "token_rewards": "token reward",
+    "correction_weights": "correction weight",
+    "staleness": "staleness",
+}
 # Log-prob ratios by name: log-probs of the numerator, and those that are taken from them.
 RATIOS = {
     "log-prob ratio trainer / engine": ("old_logprobs", "rollout_logprobs"),
@@ -60,7 +69,7 @@ def token_numbers(store: Store, samples: Sequence[BatchRef]) -> dict[str, Values
         for name, (above, below) in RATIOS.items()
         if above in found and below in found and len(found[above]) == len(found[below])
     }
-    named = {COLUMNS[name].meaning: values for name, values in found.items()}
+    named = {NUMBERS[name]: values for name, values in found.items()}
     return {name: finite(values) for name, values in (ratios | named).items()}
 
 

@@ -340,10 +340,11 @@ function origins() {
   const fact = (name, ...parts) => facts.push(el("dt", {}, name), el("dd", {}, ...parts));
   fact("group", link(`${origin.group}`, () => go({ view: "samples", group: String(origin.group), page: 0 })), chips(sample.siblings));
   fact("data row", link(`${origin.prompt_row}`, showDraws), " ", el("span", { id: "draws" }), sample.data === null ? null : el("pre", {}, JSON.stringify(sample.data, null, 1)));
-  for (const span of origin.spans) {
-    const made = span.version >= run.first && span.version <= run.last && origin.step;
-    const name = `version ${span.version}`;
-    fact("policy", `tokens ${span.start} to ${span.stop}: `, made ? link(`${name}, which step ${span.version} made`, () => go({ of: String(span.version), row: null, page: 0, group: "" })) : name);
+  for (const version of new Set(origin.spans.map((one) => one.version))) {
+    const tokens = origin.spans.filter((one) => one.version === version).map((one) => `${one.start} to ${one.stop - 1}`);
+    const made = origin.step && version >= run.first && version <= run.last;
+    const visit = () => go({ of: String(version), row: null, page: 0, group: "" });
+    fact("policy", made ? link(`version ${version}, which step ${version} made`, visit) : `version ${version}`, `: tokens ${tokens.join(", ")}`);
   }
   fact("weights held", origin.weights_digest || "not recorded");
   if (sample.version_in) fact("step began with", `version ${sample.version_in.version}, ${sample.version_in.digest}`);

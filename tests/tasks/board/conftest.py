@@ -1,0 +1,69 @@
+"""Runs that the board is tried with: one that an older Refrain stored, and a step that wants no good."""
+
+from __future__ import annotations
+
+import shutil
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from storage.audit.transcripts import tokenizer_of
+from storage.batches.writing import write_batch
+from storage.objects.store import Store
+from storage.runs.commit_log import commit, read_commit
+from storage.runs.run_store import RunStore
+from tests.contract.conftest import s3, s3_server, s3_store
+
+__all__ = ["s3", "s3_server", "s3_store"]
+
+ARCHIVE = Path(__file__).parents[2] / "stored_runs/f941b39.tar.xz"
+HOSTILE = '<script>document.title="owned"</script><img src=x onerror="document.title=1"> 7'
+
+
+@pytest.fixture(scope="session")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stored")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def only_run(folder: Path) -> RunStore:
+    store = Store(f"file://{folder}")
+    return RunStore(store, store.children()[0])
+
+
+@pytest.fixture
+def stored(unpacked: Path, tmp_path: Path) -> RunStore:
+    """Three steps, the fourth under way when it was killed; a copy of its own."""
+    return only_run(Path(shutil.copytree(unpacked / "grpo-killed", tmp_path / "store")))
+
+
+@pytest.fixture
+def hostile(stored: RunStore) -> RunStore:
+    """The same with a fourth step, in whose batch the first sample is a page's script."""
+    last = read_commit(stored, 3)
+    words = tokenizer_of(stored, (last.version_out,))
+    samples = last.refs["samples"]
+    ids = [one.tolist() for one in samples.fetch_list(stored.store, "response_ids")]
+    ids[0] = words.encode(HOSTILE, add_special_tokens=False).ids
+    assert words.decode(ids[0]) == HOSTILE
+    whole: dict[str, object] = {
+        "response_ids": ids,
+        "response_mask": [np.ones(len(one), np.uint8) for one in ids],
+        "rollout_logprobs": [np.full(len(one), -2.0, np.float32) for one in ids],
+        "weight_spans": [[2, 0, 4, 3, 4, len(one)] for one in ids],
+    }
+    written = write_batch(stored.store, f"{stored.run}/steps/4/hostile.safetensors", whole)
+    samples = samples.with_columns(written)
+    trained: dict[str, object] = {
+        "old_logprobs": [np.full(len(one), -1.5, np.float32) for one in ids],
+        "advantages": [np.linspace(-1, 1, len(one)).astype(np.float32) for one in ids],
+    }
+    key = f"{stored.run}/steps/4/trained.safetensors"
+    batch = samples.with_columns(write_batch(stored.store, key, trained))
+    step = {"step": 4, "parent": 3, "refs": {**last.refs, "samples": samples, "batch": batch}}
+    commit(stored, last.model_copy(update=step))
+    return stored
