@@ -61,9 +61,11 @@ function go(change) {
   Object.assign(state, change);
   remember();
   const listed = ["of", "view", "order", "status", "reward", "search", "group", "page"];
-  if (listed.some((name) => before[name] !== state[name])) showList();
+  const other = listed.some((name) => before[name] !== state[name]);
+  if (other) showList();
   if (before.row !== state.row || before.of !== state.of) showSample();
   if (before.of !== state.of) drawCharts();
+  return other;
 }
 
 function fillForm() {
@@ -439,12 +441,10 @@ function listen() {
     event.preventDefault();
     const of = $("step").value || $("evaluation").value || state.of;
     const change = Object.fromEntries(["view", "order", "status", "reward", "group", "search"].map((name) => [name, $(name).value]));
-    if (of === state.of) {
-      go({ ...change, page: 0 });
-      showList(); // the same once more, of a step that goes on
-    } else go({ ...change, of, page: 0, row: null });
+    const other = go({ ...change, of, page: 0, row: of === state.of ? state.row : null });
+    if (!other) showList(); // the same once more, of a step that goes on
   });
-  for (const name of ["view", "order", "status"]) $(name).addEventListener("change", () => go({ [name]: $(name).value, page: 0 }));
+  for (const name of ["view", "order", "status"]) $(name).addEventListener("change", () => $("choice").requestSubmit());
   $("evaluation").addEventListener("change", (event) => go({ of: event.target.value || String(run.last), row: null, page: 0, group: "" }));
   const move = (by) => go({ of: String(Math.max(1, (/^\d+$/.test(state.of) ? +state.of : run.last) + by)), row: null, page: 0, group: "" });
   $("step").addEventListener("change", (event) => event.target.value && go({ of: event.target.value, row: null, page: 0, group: "" }));
