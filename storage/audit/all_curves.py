@@ -6,7 +6,7 @@ import csv
 import io
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from storage.audit.step_search import segments
 from storage.evaluations.results import newest_evaluations
@@ -25,28 +25,34 @@ class Point:
     metrics: dict[str, float]  # by name; eval/SUITE/METRIC of the version that the step made
 
 
-def points_of(run: RunStore, after: int = 0) -> list[Point]:
-    """All steps of a run, of a fork its parent's before them, ascending. ValueError for none.
-
-    after: no step up to this one is read.
-    """
+def points_of(run: RunStore) -> list[Point]:
+    """All steps of a run, of a fork its parent's before them, ascending. ValueError for none."""
     if head(run) is None:
         raise ValueError(f"Run {run.run} has no committed step, so no curves.")
-    measured: dict[int, dict[str, float]] = {}
-    for one in newest_evaluations(run).values():
-        named = {f"eval/{one.suite}/{name}": value for name, value in one.metrics.items()}
-        measured.setdefault(one.version, {}).update(named)
+    return with_evaluations(run, committed_points(run))
+
+
+def committed_points(run: RunStore, after: int = 0) -> list[Point]:
+    """The steps after one, as their commits have them; several are read at a time."""
     with ThreadPoolExecutor(AT_ONCE) as threads:
         outlines = threads.map(lambda place: read_outline(*place), _places(run, after))
         return [
             Point(
                 step=one.step,
                 at=one.committed_at,
-                metrics={name: value for name, value in one.metrics.items() if value is not None}
-                | measured.get(one.step, {}),
+                metrics={name: value for name, value in one.metrics.items() if value is not None},
             )
             for one in outlines
         ]
+
+
+def with_evaluations(run: RunStore, points: Sequence[Point]) -> list[Point]:
+    """The same with what evaluations there are by now of the versions that the steps made."""
+    measured: dict[int, dict[str, float]] = {}
+    for one in newest_evaluations(run).values():
+        named = {f"eval/{one.suite}/{name}": value for name, value in one.metrics.items()}
+        measured.setdefault(one.version, {}).update(named)
+    return [replace(one, metrics=one.metrics | measured.get(one.step, {})) for one in points]
 
 
 def _places(run: RunStore, after: int) -> list[tuple[RunStore, int]]:

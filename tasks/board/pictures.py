@@ -62,6 +62,8 @@ def is_picture(dtype: np.dtype, shape: tuple[int, ...]) -> bool:
 
 def as_bytes(array: NDArray[np.generic]) -> NDArray[np.uint8]:
     """A picture [H, W] or [H, W, C] with numbers from 0 to 255; floats are from 0 to 1."""
+    numbers = array.astype(np.float64)
     if array.dtype != np.uint8:
-        array = (np.clip(np.nan_to_num(array), 0, 1) * 255).astype(np.uint8)
-    return array[..., 0] if array.ndim == 3 and array.shape[2] == 1 else array
+        numbers = np.clip(np.nan_to_num(numbers), 0, 1) * 255
+    picture = numbers.astype(np.uint8)
+    return picture[..., 0] if picture.ndim == 3 and picture.shape[2] == 1 else picture

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage.audit import lineage
-from storage.audit.all_curves import Point, points_of
+from storage.audit.all_curves import Point, committed_points, with_evaluations
 from storage.audit.sample_origins import SampleOrigin
 from storage.audit.transcripts import Transcript, texts_of, tokenizer_of
 from storage.batches.refs import BatchRef
@@ -86,17 +86,16 @@ class RunView:
             "evaluations": sorted({f"{suite}@{v}" for suite, v, _ in notes_of(files).values()}),
         }
 
-    def curves(self, names: Sequence[str], after: int) -> Record:
-        """The names of all metrics, and the values of some at the steps after one."""
+    def curves(self, names: Sequence[str]) -> Record:
+        """The names of all metrics, and the values of some by step."""
         with self._reads_curves:
             if head(self.files) is not None:
-                self._points += points_of(self.files, self._points[-1].step if self._points else 0)
-            points = [one for one in self._points if one.step > after]
-            known = sorted({name for one in self._points for name in one.metrics})
+                after = self._points[-1].step if self._points else 0
+                self._points += committed_points(self.files, after)
+            points = with_evaluations(self.files, self._points)  # which may come any time later
         return {
-            "names": known,
+            "names": sorted({name for one in points for name in one.metrics}),
             "steps": [one.step for one in points],
-            "at": [one.at for one in points],
             "values": {name: [one.metrics.get(name) for one in points] for name in names},
         }
 

@@ -68,11 +68,12 @@ def answer(request: Request) -> Answer:
 
 
 def _listening(port: int) -> socket.socket:
-    """A socket on loopback. ValueError where the port is taken, or none."""
+    """A socket on loopback that listens. ValueError where the port is taken, or none."""
     listener = socket.socket()
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((HOST, port))
+        listener.listen()  # who opens the link at once waits
     except (OSError, OverflowError) as error:
         listener.close()
         raise ValueError(
@@ -85,9 +86,7 @@ def application(view: RunView, key: str) -> ASGIApp:
     """The page and its records. Requests for another host, or of another page, are refused."""
     answers: dict[str, Callable[[HttpRequest], object]] = {
         "run": lambda asked: view.run(),
-        "curves": lambda asked: view.curves(
-            asked.query_params.getlist("name"), _number(asked, "after")
-        ),
+        "curves": lambda asked: view.curves(asked.query_params.getlist("name")),
         "samples": lambda asked: view.samples(_wanted(asked)),
         "groups": lambda asked: view.groups(_of(asked), _number(asked, "page")),
         "sample": lambda asked: view.sample(_of(asked), _number(asked, "row")),
@@ -100,8 +99,8 @@ def application(view: RunView, key: str) -> ASGIApp:
         Route("/api/picture", partial(_picture, view)),
     ]
     refusals = {ValueError: _refusal, StoreError: _refusal, HTTPException: _refusal}
-    app: ASGIApp = Starlette(routes=routes, exception_handlers=refusals)  # type: ignore[arg-type]
-    app = KeyGuard(app, key, most_body=MOST_BODY, open_paths=FILES)  # type: ignore[arg-type]
+    app: ASGIApp = Starlette(routes=routes, exception_handlers=refusals)
+    app = KeyGuard(app, key, most_body=MOST_BODY, open_paths=FILES)
     return SafeHeaders(SameOrigin(TrustedHostMiddleware(app, allowed_hosts=HOSTS)))
 
 
@@ -165,7 +164,7 @@ def _wanted(asked: HttpRequest) -> Wanted:
     words = asked.query_params
     names = ("order", "status", "reward", "search", "group")
     given = {name: words[name] for name in names if words.get(name)}
-    return Wanted(of=_of(asked), page=_number(asked, "page"), **given)  # type: ignore[arg-type]
+    return Wanted(of=_of(asked), page=_number(asked, "page"), **given)
 
 
 def _of(asked: HttpRequest) -> str:

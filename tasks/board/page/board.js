@@ -82,34 +82,20 @@ function showRun() {
   document.title = run.run;
   const steps = run.steps && run.steps >= run.last ? `${run.last} of ${run.steps}` : `${run.last}`;
   const origin = run.origin ? `, from ${run.origin}` : "";
-  $("state").textContent = `${run.state}, ${steps} steps${origin}; ${run.flow || ""} in ${run.store}`;
+  $("state").textContent = `${run.state}, ${steps} steps${origin}, ${run.flow || ""}`;
+  $("state").title = run.store;
   $("evaluation").replaceChildren(el("option", { value: "" }, "none"), ...run.evaluations.map((one) => el("option", {}, one)));
   fillForm();
 }
 
-async function readCurves(names, after) {
-  const added = await ask("curves", { name: names, after });
-  $("metrics").replaceChildren(...added.names.map((one) => el("option", { value: one })));
-  curves.names = added.names;
-  return added;
-}
-
 async function showCurves() {
   if (!charts.length) {
-    const known = (await readCurves([], 0)).names;
-    const evaluations = known.filter((one) => /^eval\/.*\/reward$/.test(one));
-    charts = [...FIRST.filter((one) => known.includes(one)).slice(0, SHOWN), ...evaluations];
+    const { names } = await ask("curves");
+    const evaluations = names.filter((one) => /^eval\/.*\/reward$/.test(one));
+    charts = [...FIRST.filter((one) => names.includes(one)).slice(0, SHOWN), ...evaluations];
   }
-  const added = await readCurves(charts, 0);
-  curves = { ...curves, steps: added.steps, values: added.values };
-  drawCharts();
-}
-
-async function moreCurves() {
-  const after = curves.steps.at(-1) || 0;
-  const added = await readCurves(charts, after);
-  curves.steps.push(...added.steps);
-  for (const name of charts) (curves.values[name] ||= []).push(...added.values[name]);
+  curves = await ask("curves", { name: charts });
+  $("metrics").replaceChildren(...curves.names.map((one) => el("option", { value: one })));
   drawCharts();
 }
 
@@ -234,7 +220,7 @@ function colourings() {
   const versions = sample.origin.spans.length ? ["policy version"] : [];
   const names = [...Object.keys(sample.numbers), "author", ...versions];
   const ratio = "log-prob ratio trainer / engine";
-  return { names, absent: names.includes(ratio) ? [] : [`${ratio}: the run does not store old_logprobs`] };
+  return { names, absent: names.includes(ratio) ? [] : [`${ratio}: stored with train.recompute_old_logprobs=true`] };
 }
 
 function drawSample() {
@@ -425,10 +411,10 @@ function highlight(place) {
 async function lookAgain() {
   if (!document.hidden) {
     try {
-      const before = run.last;
+      const before = JSON.stringify([run.last, run.evaluations]);
       run = await ask("run");
       showRun();
-      if (run.last !== before) await moreCurves();
+      if (JSON.stringify([run.last, run.evaluations]) !== before) await showCurves();
     } catch (error) {
       $("state").replaceChildren(failure(error));
     }

@@ -50,7 +50,13 @@ def hostile(stored: RunStore) -> RunStore:
     ids = [one.tolist() for one in samples.fetch_list(stored.store, "response_ids")]
     ids[0] = words.encode(HOSTILE, add_special_tokens=False).ids
     assert words.decode(ids[0]) == HOSTILE
+    episode = np.array([1, 1, 2, 2, 2, *[1] * (len(ids[1]) - 5)], np.uint8)  # two turns of a policy
+    frames = np.zeros((len(ids), 4, 4, 3), np.uint8)
     whole: dict[str, object] = {
+        "author": [
+            episode if row == 1 else np.ones(len(one), np.uint8) for row, one in enumerate(ids)
+        ],
+        "opening_frame": frames,
         "response_ids": ids,
         "response_mask": [np.ones(len(one), np.uint8) for one in ids],
         "rollout_logprobs": [np.full(len(one), -2.0, np.float32) for one in ids],

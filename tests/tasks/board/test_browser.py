@@ -61,7 +61,7 @@ def test_a_run_is_read_in_the_browser(browser: Browser, address: str, hostile: R
     page.locator(".card").first.click()
     page.locator(".token").first.wait_for()
     assert page.locator(".turn.policy .token").all_inner_texts() == list(HOSTILE)
-    assert page.locator("script").count() == 1 and page.locator("article img").count() == 0
+    assert page.locator("script").count() == 1
     assert page.title() == hostile.run, "the model's script did not run"
     by_advantage = [background(browser, at) for at in (0, len(HOSTILE) - 1)]
     assert "hsl" in by_advantage[0] or "rgb" in by_advantage[0]
@@ -76,6 +76,17 @@ def test_a_run_is_read_in_the_browser(browser: Browser, address: str, hostile: R
     page.locator(".token[data-at='4']").hover()
     title = page.locator(".token[data-at='4']").get_attribute("title")
     assert title.startswith("token 4, policy, version 3\n") and "log-prob, engine: -2" in title
+
+    picture = page.locator("article img")  # of the environment; the model's is text
+    assert picture.count() == 1
+    page.wait_for_function("document.querySelector('article img').naturalWidth == 4")
+
+    page.locator(".card").nth(1).click()
+    page.locator(".turn.environment").wait_for()
+    turns = page.locator(".turn .who").all_inner_texts()
+    assert turns == ["prompt", "policy", "environment", "policy"]
+    assert page.locator(".turn.environment .token").count() == 3
+    assert page.inner_text(".legend").split() == ["policy", "environment"]
 
     page.fill("#search", "<script")
     page.get_by_role("button", name="Find").click()

@@ -29,10 +29,9 @@ def test_a_run_its_curves_and_a_page_of_samples(stored: RunStore) -> None:
     view = RunView(stored)
     run = view.run()
     assert (run["first"], run["last"], run["steps"], run["state"]) == (1, 3, 6, "stopped")
-    curves = view.curves(["reward/mean", "no/such"], 0)
+    curves = view.curves(["reward/mean", "no/such"])
     means = [one.metrics["reward/mean"] for one in points_of(stored)]
     assert curves["values"] == {"reward/mean": means, "no/such": [None] * 3}
-    assert view.curves(["reward/mean"], 2)["values"] == {"reward/mean": means[2:]}
     found = view.samples(Wanted(of="2"))
     rewards = read_commit(stored, 2).refs["samples"].fetch_numpy(stored.store, "reward")[0]
     assert [one["reward"] for one in found["samples"]] == sorted(rewards.tolist(), reverse=True)
@@ -63,6 +62,9 @@ def test_a_sample_is_told_token_by_token(hostile: RunStore) -> None:
     assert ratios == [0.5] * len(HOSTILE)
     assert found["numbers"]["advantage"][0] == -1
     assert [one["version"] for one in found["origin"]["spans"]] == [2, 3]
+    assert (found["pictures"], found["frames"]) == (1, "uint8 [4, 4, 3]")
+    assert view.picture("4", 0, 0).startswith(b"\x89PNG")
+    assert view.sample("4", 1)["authors"][1:6] == ["policy", *["environment"] * 3, "policy"]
     first = of_sample(hostile, found["origin"]["sample"])[0]
     assert found["origin"]["worker"] == first.worker
     assert {one["row"] for one in found["siblings"]} >= {0, 1}
@@ -81,12 +83,12 @@ def test_a_sample_is_told_token_by_token(hostile: RunStore) -> None:
 
 def test_a_run_that_goes_on_is_seen_again(stored: RunStore, request: pytest.FixtureRequest) -> None:
     view = RunView(stored)
-    assert view.curves(["reward/mean"], 0)["steps"] == [1, 2, 3]
+    assert view.curves(["reward/mean"])["steps"] == [1, 2, 3]
     under_way = view.samples(Wanted(of="4"))
     assert not under_way["committed"] and under_way["count"] == 16
     hostile = request.getfixturevalue("hostile")
     assert view.run()["last"] == 4 == head(hostile)
-    assert view.curves(["reward/mean"], 3)["steps"] == [4]
+    assert view.curves(["reward/mean"])["steps"] == [1, 2, 3, 4]
     assert view.samples(Wanted(of="4"))["committed"]
 
 
@@ -110,7 +112,7 @@ def test_of_a_damaged_batch_the_rest_is_shown(stored: RunStore) -> None:
     assert [one["row"] for one in wrong] == [bad]
     assert "is damaged" in wrong[0]["error"] and "'response_ids'" in wrong[0]["error"]
     assert sum("response" in one for one in found["samples"]) == 15
-    assert view.curves(["reward/mean"], 0)["steps"] == [1, 2, 3]
+    assert view.curves(["reward/mean"])["steps"] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -119,7 +121,7 @@ def test_old_runs_of_every_flow_open(unpacked: Path, name: str) -> None:
     for run in Store(f"file://{folder}").children():
         view = RunView(RunStore(Store(f"file://{folder}"), run))
         last = view.run()["last"]
-        assert view.curves(["reward/mean"], 0)["steps"][-1] == last
+        assert view.curves(["reward/mean"])["steps"][-1] == last
         if name in ("grpo-killed", "lora"):
             assert view.sample(str(last), 0)["tokens"]
         else:  # the archive has no batches of the others
@@ -135,7 +137,7 @@ def test_a_run_on_s3_opens(unpacked: Path, s3_store: Store) -> None:
         s3_store.write(key, local.store.read(key))
     there, here = RunView(replace(local, store=s3_store)), RunView(local)
     assert there.run() | {"store": ""} == here.run() | {"store": ""}
-    assert there.curves(["reward/mean"], 0) == here.curves(["reward/mean"], 0)
+    assert there.curves(["reward/mean"]) == here.curves(["reward/mean"])
     assert there.sample("2", 3) == here.sample("2", 3)
 
 
@@ -148,7 +150,7 @@ def test_only_the_store_is_asked(unpacked: Path) -> None:
         "from tasks.board.run_view import RunView, Wanted\n"
         f"store = Store('file://{unpacked / 'grpo-killed'}')\n"
         "view = RunView(RunStore(store, store.children()[0]))\n"
-        "view.run(), view.curves([], 0), view.samples(Wanted(of='2')), view.sample('2', 0)\n"
+        "view.run(), view.curves([]), view.samples(Wanted(of='2')), view.sample('2', 0)\n"
         "heavy = {'torch', 'prefect', 'mlflow', 'distributed', 'transformers', 'vllm'}\n"
         "print(heavy & set(sys.modules))\n"
     )

@@ -109,6 +109,8 @@ def test_a_models_text_goes_out_as_data(client: TestClient) -> None:
     assert answer.headers["content-type"] == "application/json"
     assert answer.json()["samples"][0]["response"] == HOSTILE
     assert answer.json()["matches"] == {"prompts": 0, "responses": 1}
+    picture = client.get("/api/picture", params={"of": "4", "row": 0, "number": 0})
+    assert picture.headers["content-type"] == "image/png"
 
 
 def test_what_is_asked_wrongly_is_one_sentence(client: TestClient) -> None:
@@ -119,7 +121,7 @@ def test_what_is_asked_wrongly_is_one_sentence(client: TestClient) -> None:
         ("/api/samples?of=4&reward=much", 404, "names no rewards"),
         ("/api/samples?of=4&page=x", 404, "page=x is no number."),
         ("/api/sample?of=4&row=16", 404, "has samples 0 to 15"),
-        ("/api/picture?of=4&row=0&number=0", 404, "Sample 0 of step 4 has 0 pictures."),
+        ("/api/picture?of=3&row=0&number=0", 404, "Sample 0 of step 3 has 0 pictures."),
         ("/api/data_row?row=99999", 404, "has not drawn row 99999"),
         ("/nothing", 404, "Not Found"),
     ):
