@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 import tarfile
 from pathlib import Path
@@ -19,6 +20,7 @@ from tasks.commands.pager import paged
 from tasks.commands.sample_diff import changes_of, pairs_of
 from tasks.commands.samples import as_lines, bounds, rows_of_episode
 from tasks.commands.stored_samples import StoredSamples, samples_of_step
+from tests.tasks.board.test_run_view import evaluated
 
 ARCHIVE = Path(__file__).parents[2] / "stored_runs/f941b39.tar.xz"
 
@@ -152,6 +154,18 @@ def test_two_steps_are_compared_on_the_command_line(ask, stored: RunStore) -> No
     code, out = ask(f"{stored.run}@2", "--diff", "2", "--limit", "2")
     assert code == 0
     assert "2 pairs of samples of step 2 and step 2" in out and "[-" not in out
+
+
+def test_two_versions_are_compared_on_the_questions_of_a_suite(ask, stored: RunStore) -> None:
+    evaluated(stored, 2, 1)
+    evaluated(stored, 3, 1)
+    words = ("--evaluation", "sums@2", "--diff", "3", "--limit", "1", "--json")
+    code, out = ask(stored.run, *words)
+    (pair,) = json.loads(out)
+    assert code == 0
+    assert pair["first"]["response"] == pair["second"]["response"]
+    assert pair["changes"] == [["same", pair["first"]["response"]]]
+    assert ask(stored.run, "--evaluation", "sums@2", "--diff", "9")[0] == 2
 
 
 def test_a_long_answer_on_a_terminal_goes_through_the_pager(
