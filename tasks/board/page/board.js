@@ -227,7 +227,7 @@ function drawSample() {
   const { origin } = sample;
   const { names, absent } = colourings();
   if (!names.includes(state.colour)) state.colour = names.find((one) => one.startsWith("advantage")) || names[0];
-  const select = el("select", { id: "colour", onchange: (event) => { state.colour = event.target.value; remember(); drawSample(); } },
+  const select = el("select", { id: "colour", onchange: (event) => { state.colour = event.target.value; remember(); repaint(); } },
     ...names.map((one) => el("option", { value: one }, one)), ...absent.map((one) => el("option", { disabled: "" }, one)));
   select.value = state.colour;
   const paint = painter();
@@ -238,6 +238,12 @@ function drawSample() {
     ...conversation(paint), origins(),
   );
   highlight($("sample"));
+}
+
+function repaint() {
+  const paint = painter();
+  for (const one of $("sample").querySelectorAll(".token")) one.style.background = paint.colour(one.dataset.at);
+  $("sample").querySelector(".legend").replaceWith(paint.legend);
 }
 
 function conversation(paint) {
@@ -285,7 +291,7 @@ function versionOf(at) {
 function painter() {
   const name = state.colour;
   if (name === "author" || name === "policy version") {
-    const label = name === "author" ? (at) => sample.authors[at] : (at) => versionOf(at);
+    const label = name === "author" ? (at) => sample.authors[at] : (at) => versionOf(+at);
     const labels = [...new Set(sample.tokens.map((_, at) => label(at)))].filter((one) => one !== null);
     const hue = (one) => (name === "author" ? HUES[one] : (labels.indexOf(one) * 137) % 360);
     const colour = (one) => `hsl(${hue(one)} 80% 55% / 35%)`;

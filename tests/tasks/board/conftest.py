@@ -11,8 +11,9 @@ import pytest
 
 from storage.audit.transcripts import tokenizer_of
 from storage.batches.writing import write_batch
+from storage.evaluations.results import EvaluationResult, note, write_result
 from storage.objects.store import Store
-from storage.runs.commit_log import commit, read_commit
+from storage.runs.commit_log import commit, read_commit, version_weights
 from storage.runs.run_store import RunStore
 from tests.contract.conftest import s3, s3_server, s3_store
 
@@ -73,3 +74,24 @@ def hostile(stored: RunStore) -> RunStore:
     step = {"step": 4, "parent": 3, "refs": {**last.refs, "samples": samples, "batch": batch}}
     commit(stored, last.model_copy(update=step))
     return stored
+
+
+def evaluated(run: RunStore, version: int, step: int) -> None:
+    """As if a suite had been asked of a version, with the samples of a step for its answers."""
+    commit, key = read_commit(run, step), f"_evaluations/{version}/result-1.json"
+    result = EvaluationResult(
+        key=key,
+        suite="sums",
+        weights=version_weights(run, version),
+        engine="transformers",
+        on="rows",
+        metrics={"reward": 0.25, "failed": 0.0},
+        asked=4,
+        samples=commit.refs["samples"],
+        prompts=commit.refs["prompts"],
+        right_from=1.0,
+        seconds=0.1,
+        asked_by=run.run,
+    )
+    write_result(run.store, key, result)
+    note(run, "sums", version, key)

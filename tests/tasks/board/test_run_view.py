@@ -14,16 +14,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from storage.audit.all_curves import points_of
 from storage.audit.lineage import of_sample
 from storage.batches.writing import write_batch
-from storage.evaluations.results import EvaluationResult, note, write_result
 from storage.objects.store import Store
-from storage.runs.commit_log import head, read_commit, version_weights
+from storage.runs.commit_log import head, read_commit
 from storage.runs.run_store import RunStore
 from tasks.board.pictures import form_of, frames_of, is_picture, png
 from tasks.board.run_view import RunView, Wanted
 from tasks.board.token_values import token_numbers, token_texts
 from tasks.commands.stored_samples import samples_of_step
 from tests.stored_runs.test_stored_runs import NAMES
-from tests.tasks.board.conftest import HOSTILE, only_run
+from tests.tasks.board.conftest import HOSTILE, evaluated, only_run
 
 
 def test_a_run_its_curves_and_a_page_of_samples(stored: RunStore) -> None:
@@ -91,27 +90,6 @@ def test_a_run_that_goes_on_is_seen_again(stored: RunStore, request: pytest.Fixt
     assert view.run()["last"] == 4 == head(hostile)
     assert view.curves(["reward/mean"])["steps"] == [1, 2, 3, 4]
     assert view.samples(Wanted(of="4"))["committed"]
-
-
-def evaluated(run: RunStore, version: int, step: int) -> None:
-    """As if a suite had been asked of a version, with the samples of a step for its answers."""
-    commit, key = read_commit(run, step), f"_evaluations/{version}/result-1.json"
-    result = EvaluationResult(
-        key=key,
-        suite="sums",
-        weights=version_weights(run, version),
-        engine="transformers",
-        on="rows",
-        metrics={"reward": 0.25, "failed": 0.0},
-        asked=4,
-        samples=commit.refs["samples"],
-        prompts=commit.refs["prompts"],
-        right_from=1.0,
-        seconds=0.1,
-        asked_by=run.run,
-    )
-    write_result(run.store, key, result)
-    note(run, "sums", version, key)
 
 
 def test_an_evaluation_that_comes_late_is_seen(stored: RunStore) -> None:

@@ -20,7 +20,7 @@ from tasks.commands.pager import paged
 from tasks.commands.sample_diff import changes_of, pairs_of
 from tasks.commands.samples import as_lines, bounds, rows_of_episode
 from tasks.commands.stored_samples import StoredSamples, samples_of_step
-from tests.tasks.board.test_run_view import evaluated
+from tests.tasks.board.conftest import evaluated
 
 ARCHIVE = Path(__file__).parents[2] / "stored_runs/f941b39.tar.xz"
 
