@@ -28,7 +28,6 @@ from tasks.board.token_values import token_authors, token_numbers, token_texts
 from tasks.commands.samples import bounds, pattern_of
 from tasks.commands.stored_samples import (
     StoredSamples,
-    removed,
     samples_of_evaluation,
     samples_of_step,
 )
@@ -232,8 +231,6 @@ class RunView:
         """Samples of a list. Where some are damaged, they alone are said to be."""
         try:
             said = found.transcripts(rows)
-        except ObjectMissing as error:
-            raise removed(f"{found.name} of {found.files.run}", error) from error
         except ObjectDamaged as error:
             if len(rows) == 1:
                 return [{"row": rows[0], "error": str(error)}]

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from storage.audit.transcripts import Transcript, printable
-from storage.objects.errors import ObjectMissing
 from tasks.commands.command import Answer, heading, text
 from tasks.commands.lineage import spans
-from tasks.commands.stored_samples import StoredSamples, removed
+from tasks.commands.stored_samples import StoredSamples
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -44,14 +43,11 @@ def answer(
 ) -> Answer:
     """The samples of a row of the data side by side, or of every row that both have.
 
-    Raises ValueError where they have none in common.
+    Raises ValueError where they have none in common, or are removed.
     """
-    try:
-        pairs = pairs_of(first, second, row)[:limit]
-        befores = first.transcripts([one.first for one in pairs])
-        afters = second.transcripts([one.second for one in pairs])
-    except ObjectMissing as error:
-        raise removed(f"{first.name} or {second.name} of {first.files.run}", error) from error
+    pairs = pairs_of(first, second, row)[:limit]
+    befores = first.transcripts([one.first for one in pairs])
+    afters = second.transcripts([one.second for one in pairs])
     named = f"{first.name} and {second.name} of {first.files.run}"
     shown: list[RenderableType] = [heading(f"{len(pairs)} pairs of samples of {named}")]
     records = []

@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from storage.audit.transcripts import WROTE, Transcript, ending, few, printable
-from storage.objects.errors import ObjectMissing
 from tasks.commands import sample_diff
 from tasks.commands.command import Answer, Request, heading, text
 from tasks.commands.lineage import spans
 from tasks.commands.stored_samples import (
     Matches,
     StoredSamples,
-    removed,
     samples_of_evaluation,
     samples_of_step,
 )
@@ -40,11 +38,8 @@ def answer(request: Request) -> Answer:
         return sample_diff.answer(samples, other, asked.row, asked.limit, asked.characters)
     if asked.row is not None:
         raise ValueError("--row goes with --diff. Name the other step: --diff STEP.")
-    try:
-        rows, matches = chosen(asked, samples)
-        found = samples.transcripts(rows)
-    except ObjectMissing as error:
-        raise removed(f"{samples.name} of {files.run}", error) from error
+    rows, matches = chosen(asked, samples)
+    found = samples.transcripts(rows)
     state = (
         f"{int(samples.failed.sum())} of which could not be scored"
         if samples.scored

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,16 +77,18 @@ class StoredSamples:
         return () if self.commit is None else (self.commit.version_out, self.commit.version_in)
 
     def transcripts(self, rows: Sequence[int]) -> list[Transcript]:
-        """Some of them as text. Raises ObjectMissing, ObjectDamaged, NoTokenizer."""
-        if self.result is not None:
-            return evaluation_transcripts(self.files, self.result, rows)
-        if self.commit is not None:
-            return transcripts(self.files, self.commit, rows)
-        return transcripts_under_way(self.files, self.step, self.ref, rows)
+        """Some of them as text. Raises ValueError if removed, ObjectDamaged, NoTokenizer."""
+        with unless_removed(self.files, self.step):
+            if self.result is not None:
+                return evaluation_transcripts(self.files, self.result, rows)
+            if self.commit is not None:
+                return transcripts(self.files, self.commit, rows)
+            return transcripts_under_way(self.files, self.step, self.ref, rows)
 
     def column(self, name: str) -> NDArray[np.generic]:
-        """[N] numbers of a dense column."""
-        return self.ref.fetch_numpy(self.files.store, name)[0]
+        """[N] numbers of a dense column. Raises ValueError if removed."""
+        with unless_removed(self.files, self.step):
+            return self.ref.fetch_numpy(self.files.store, name)[0]
 
     def with_status(self, name: str) -> NDArray[np.bool_]:
         """[N]: whether a sample's status is this one; of `failed`, whether it has no reward."""
@@ -102,8 +105,10 @@ class StoredSamples:
         wanted, known = set[int](), set[str]()
         for ref in self._prompts():
             if {"row", "group_id"} <= set(ref.names):
-                groups = ref.fetch_numpy(self.files.store, "group_id")[0].tolist()
-                for group, row in zip(groups, ref.fetch_list(self.files.store, "row"), strict=True):
+                with unless_removed(self.files, self.step):
+                    groups = ref.fetch_numpy(self.files.store, "group_id")[0].tolist()
+                    rows = ref.fetch_list(self.files.store, "row")
+                for group, row in zip(groups, rows, strict=True):
                     fields = row if isinstance(row, dict) else {}
                     known |= set(fields)
                     if name in fields and str(fields[name]) == value:
@@ -127,10 +132,9 @@ class StoredSamples:
         """Which of some rows have a text in prompt or response. Raises as `transcripts` does."""
         ref = self.ref.take(np.asarray(rows, dtype=np.int64))
         words = tokenizer_of(self.files, self.versions)
-        counts = [
-            [sum(1 for _ in pattern.finditer(text)) for text in texts]
-            for texts in texts_of(self.files, ref, words)
-        ]
+        with unless_removed(self.files, self.step):
+            both = texts_of(self.files, ref, words)
+        counts = [[sum(1 for _ in pattern.finditer(text)) for text in texts] for texts in both]
         found = [row for row, *times in zip(rows, *counts, strict=True) if any(times)]
         return Matches(rows=sorted(found), prompts=sum(counts[0]), responses=sum(counts[1]))
 
@@ -138,13 +142,11 @@ class StoredSamples:
 def samples_of_step(files: RunStore, step: int | None) -> StoredSamples:
     """Those of a step, the last where none is named. Raises NoSamples, ValueError if removed."""
     number, commit = named_step(files, step)
-    try:
+    with unless_removed(files, number):
         ref = samples_under_way(files, number) if commit is None else commit.refs["samples"]
         if ref is None:
             raise NoSamples(files, step)
         rewards, failed, groups = judged(files, ref)
-    except ObjectMissing as error:
-        raise removed(f"step {number} of {files.run}", error) from error
     return StoredSamples(
         files=files,
         name=f"step {number}",
@@ -157,18 +159,28 @@ def samples_of_step(files: RunStore, step: int | None) -> StoredSamples:
     )
 
 
-def removed(step: str, error: ObjectMissing) -> ValueError:
-    """What to say of a step whose batches retention removed."""
-    return ValueError(
-        f"The batches of {step} are no longer in the store ({error}). Name a later step, or set "
-        "store.keep_steps higher."
-    )
+@contextmanager
+def unless_removed(files: RunStore, step: int) -> Iterator[None]:
+    """ValueError where batches of a step are gone; of step 0, an evaluation's."""
+    try:
+        yield
+    except ObjectMissing as error:
+        if not step:
+            raise ValueError(
+                f"The evaluation's samples are no longer in the store ({error}). Make them again: "
+                "refrain evaluate."
+            ) from error
+        raise ValueError(
+            f"The batches of step {step} of {files.run} are no longer in the store ({error}). "
+            "Name a later step, or set store.keep_steps higher."
+        ) from error
 
 
 def samples_of_evaluation(files: RunStore, name: str) -> StoredSamples:
     """Those of the newest evaluation that SUITE@VERSION names. Raises ValueError."""
     result = evaluation_of(files, name)
-    rewards, failed, groups = judged(files, result.samples)
+    with unless_removed(files, 0):
+        rewards, failed, groups = judged(files, result.samples)
     return StoredSamples(
         files=files,
         name=f"{result.suite} on version {result.version}",
