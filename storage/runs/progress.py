@@ -17,7 +17,7 @@ NAME = "progress.json"
 
 
 class Phase(BaseModel):
-    """A part of a step that is under way."""
+    """Something that is under way, such as a part of a step."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -37,7 +37,7 @@ class Progress(BaseModel):
     epoch: int  # of the lease of the flow that says so
     step: int = 0  # that began last; 0: none yet
     steps: int  # that the run is asked for
-    doing: str = ""  # what goes on where no phase does, such as the start of engines
+    doing: Phase | None = None  # what goes on where no phase does, such as the start of engines
     phases: tuple[Phase, ...] = ()  # in the order in which they began
     seconds_left: float | None = None  # until the last step, by the last ones; None: not known yet
 

@@ -205,6 +205,7 @@ def _stopped(terminal: Terminal, again: str, by_dashboard: bool = False) -> int:
     """A person ended the run, which goes on by the command `again`; returns the exit code."""
     from tasks.run.interruption import CANCELLED, INTERRUPTED
 
+    terminal.end_live()
     terminal.say("Stopped." + (again and f" To go on: {again}"), style="yellow")
     return CANCELLED if by_dashboard else INTERRUPTED
 

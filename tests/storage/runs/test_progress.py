@@ -21,7 +21,7 @@ SAID = Progress(
 
 def test_the_last_word_counts_until_it_is_removed(run: RunStore) -> None:
     assert read_progress(run) is None
-    write_progress(run, Progress(epoch=2, steps=20, doing="Starting engines"))
+    write_progress(run, Progress(epoch=2, steps=20, doing=Phase(name="Starting engines")))
     write_progress(run, SAID)
     assert read_progress(run) == SAID
     remove_progress(run)
