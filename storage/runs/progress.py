@@ -36,7 +36,7 @@ class Progress(BaseModel):
 
     epoch: int  # of the lease of the flow that says so
     step: int = 0  # that began last; 0: none yet
-    steps: int  # that the run is asked for
+    steps: int = 0  # that the run is asked for; 0: not known
     doing: Phase | None = None  # what goes on where no phase does, such as the start of engines
     phases: tuple[Phase, ...] = ()  # in the order in which they began
     seconds_left: float | None = None  # until the last step, by the last ones; None: not known yet

@@ -20,7 +20,6 @@ from tasks.run.events import (
     Listeners,
     RoundBegan,
     RunBegan,
-    RunClosing,
     ShardSampled,
     ShardsScored,
     StepBegan,
@@ -106,7 +105,6 @@ class ProgressTracker:
         listeners.on(AttemptBegan, self.attempt_began)
         listeners.on(AttemptEnded, self.attempt_ended)
         listeners.on(StepCommitted, self.step_committed)
-        listeners.on(RunClosing, lambda event: self.doing("ending the workers"))
 
     def doing(self, text: str) -> None:
         """What goes on where no phase of a step does."""

@@ -11,7 +11,7 @@ from configs.terminal_text import terminal_text
 from storage.runs.progress import Phase, Progress
 
 MOST = 8  # phases that are shown
-NAME, BAR, TIME = 15, 16, 10  # characters of columns
+NAME, BAR, TIME = 15, 12, 10  # characters of columns
 
 
 def screen(progress: Progress) -> RenderableType:
@@ -68,9 +68,10 @@ def _older(phase: Phase, seconds: float) -> Phase:
 
 
 def _table(phases: tuple[Phase, ...]) -> Table:
-    rows = Table.grid(padding=(0, 1))
-    for width in (NAME, BAR, TIME, None):  # at least, so that columns stay where they are
-        rows.add_column(no_wrap=True, overflow="ellipsis", min_width=width)
+    rows = Table.grid(padding=(0, 1), expand=True)
+    for width in (NAME, BAR, TIME):  # at least, so that columns stay where they are
+        rows.add_column(no_wrap=True, min_width=width)
+    rows.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
     for phase in phases:
         bar = ProgressBar(total=phase.total, completed=phase.done or 0, width=BAR)
         rows.add_row(
