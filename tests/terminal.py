@@ -33,7 +33,6 @@ class ProgramOnScreen:
         self._stream, self._lock = pyte.ByteStream(self.screen), threading.Lock()
         self._terminal, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-        self.settings = termios.tcgetattr(theirs)  # of the line, before the program
         variables = {**environment, "TERM": "xterm-256color"}
         for name in ("COLUMNS", "LINES"):
             variables.pop(name, None)

@@ -24,7 +24,7 @@ from tasks.run.machinery import Work
 
 LOOK = 1.0  # seconds between looks that somebody sees
 STORE = 5.0  # seconds between words to the store
-CLOSE = 1.0  # seconds for which a look that is under way is waited for
+CLOSE = 0.5  # seconds for which a look that is under way is waited for
 PLAIN = 15.0  # seconds between lines that stay while engines start, where nothing else is seen
 
 
