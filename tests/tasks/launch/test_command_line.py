@@ -143,7 +143,8 @@ def test_a_check_says_what_was_decided_and_what_was_decided_for_another_cpu(tmp_
     )
     assert done.returncode == 0, done.stderr
     new, resumed = done.stdout.split("and a run would start.")[:2]
-    assert "settings   rollout.dtype = float32: this CPU is slow in bfloat16\n" in new
+    decided = "Decided for this machine\n  rollout.dtype = float32: this CPU is slow in bfloat16\n"
+    assert decided in new
     assert "bfloat16 is what the run has" not in new
-    assert "settings" not in resumed.replace("the settings are good", "")
-    assert "warning    rollout.dtype = bfloat16 is what the run has" in resumed
+    assert "Decided for this machine" not in resumed
+    assert "Warnings\n  rollout.dtype = bfloat16 is what the run has" in resumed
