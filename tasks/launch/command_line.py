@@ -301,7 +301,10 @@ class _Stored(Settings):
 
 
 def _parser(flow: str, model: type[GRPOConfig]) -> argparse.ArgumentParser:
-    name, module = program(flow.partition(":")[0]), f"python -m {flow.partition(':')[0]}"
+    name = program(flow.partition(":")[0])
+    demo = (
+        "" if name.startswith("refrain ") else f"; without one, {DEMO}"
+    )  # of a flow of the user's
     parser = argparse.ArgumentParser(
         prog=name,
         usage="%(prog)s [RECIPE] [key=value …] [--resume RUN | --fork RUN@STEP] [--name RUN] "
@@ -323,7 +326,7 @@ def _parser(flow: str, model: type[GRPOConfig]) -> argparse.ArgumentParser:
         nargs="*",
         metavar="RECIPE key=value",
         help=f"a recipe ({', '.join(recipe_names())}; or a YAML file), then settings that change "
-        f"it. {name} needs one; {module} alone takes {DEMO}",
+        f"it{demo}",
     )
     parser.add_argument("--resume", metavar="RUN", help="go on with a run from its last commit")
     parser.add_argument(

@@ -59,6 +59,16 @@ def test_help_on_a_topic_answers_at_once(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr.split(".")[0]) == (2, "nothing")
 
 
+def test_a_command_has_one_form_wherever_it_is_named() -> None:
+    """`python -m flows.NAME` goes on working; people are told of `refrain NAME` alone."""
+    root = FLOWS.parent
+    folders = ("configs", "engines", "examples", "flows", "storage", "tasks")
+    files = [path for folder in folders for path in (root / folder).rglob("*.py")]
+    assert len(files) > 600
+    named = {path for path in files if "python -m flows." in path.read_text()}
+    assert named == {root / "flows/__main__.py"}, "which says that it is the same"
+
+
 @pytest.mark.parametrize("words", [[], ["steps=3"], ["--check"]])
 def test_a_flow_asks_for_a_recipe(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["grpo", *words]) == 2
