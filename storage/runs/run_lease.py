@@ -231,6 +231,7 @@ class LeaseWatch:
         self._run, self._clock, self._monotonic = run, clock, monotonic
         self._since = monotonic()
         self.seen: bytes | None = None  # what the store said at the last look
+        self.last: LeaseHolder | None = None  # the same, of a process that may have ended
 
     @property
     def unchanged(self) -> float:
@@ -243,6 +244,7 @@ class LeaseWatch:
         if current is None:
             return None
         holder, data = current
+        self.last = holder
         if data != self.seen:
             self.seen, self._since = data, self._monotonic()
         if holder.host == _host():

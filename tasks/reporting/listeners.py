@@ -14,8 +14,9 @@ from tasks.reporting.evaluation_page import EvaluationPages
 from tasks.reporting.mlflow_page import ReopenedPage, RunTracker
 from tasks.reporting.prefect_events import PrefectEvents
 from tasks.reporting.progress_line import ProgressLine
+from tasks.reporting.progress_tracker import ProgressTracker
+from tasks.reporting.progress_watch import ProgressWatch
 from tasks.reporting.prometheus import LiveMetrics
-from tasks.reporting.start_line import StartLine
 from tasks.reporting.terminal import Terminal
 from tasks.run.events import Listeners
 from tasks.run.facts import RunFacts
@@ -32,9 +33,11 @@ def _reports(terminal: Terminal, facts: RunFacts) -> Reports:
     """In the order in which they hear of an event."""
     listeners = Listeners()
     ProgressLine(terminal, facts.config.steps).listen(listeners)
-    StartLine(terminal).listen(listeners)
-    tracker = RunTracker(facts, terminal.say)
+    tracker = ProgressTracker(facts.config.steps, facts.epoch)
     tracker.listen(listeners)
+    ProgressWatch(terminal, tracker, facts.files).listen(listeners)
+    page = RunTracker(facts, terminal.say)
+    page.listen(listeners)
     Pages(facts).listen(listeners)
     EvaluationPages(facts.files, facts.config).listen(listeners)
     PrefectEvents(facts.name).listen(listeners)
@@ -43,7 +46,7 @@ def _reports(terminal: Terminal, facts: RunFacts) -> Reports:
         from tasks.reporting.traces import StepTraces  # an extra's packages, by this setting alone
 
         StepTraces(facts, facts.config.tracking.otlp_endpoint, listeners.tell).listen(listeners)
-    reports = Reports(listeners=listeners, tracking=tracker)
+    reports = Reports(listeners=listeners, tracking=page)
     for feature in features_of(facts.config):
         feature.listen(facts, reports)
     return reports
