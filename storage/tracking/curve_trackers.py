@@ -1,7 +1,7 @@
 """Trackers that get a run's curves beside MLflow: Weights & Biases, Trackio and TensorBoard.
 
-Each goes on with what it has of a run, and says which step that ends with. Metrics have the names that
-they have in MLflow, settings those of the recipe. A package is imported when its tracker is made.
+Each goes on with what it has of a run, and says with which step that ends. Metrics have the names of
+MLflow's, settings those of the recipe. A package is imported when its tracker is made.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class WeightsAndBiases(CurveTracker):
 
     def start(self, run: CurvesOf) -> None:
         wandb, project = self._wandb, re.sub(r"[/\\#?%:]", "-", run.project)[:128]
-        name = re.sub(r"[^\w.-]", "-", run.run)[:128]
+        name = re.sub(r"[^A-Za-z0-9_.-]", "-", run.run)[:128]
         settings = wandb.Settings(
             silent=True, console="off", x_disable_stats=True, init_timeout=INIT_SECONDS
         )
@@ -101,9 +101,9 @@ class WeightsAndBiases(CurveTracker):
                 settings=settings,
             )
         except wandb.errors.CommError as error:
-            raise TrackingError(f"{self.name} does not answer: {_line(error)}") from error
+            raise TrackingError(f"{self.name} does not answer: {first_line(error)}") from error
         except wandb.errors.Error as error:
-            raise TrackerUnusable(f"{self.name} takes no run: {_line(error)}") from error
+            raise TrackerUnusable(f"{self.name} takes no run: {first_line(error)}") from error
         # Evaluations come later than their version's step, which its own count of steps refuses.
         page.define_metric("*", step_metric="step")
         page.define_metric("eval/*", step_metric="version")
@@ -150,7 +150,7 @@ class Trackio(CurveTracker):
             embed=False,
         )
         self.link = f"trackio show --project {run.project}"
-        # It has no public way to ask for the last step, wherever the run is kept, but counts on from it.
+        # Nothing public tells the last step wherever a run is kept; its own count goes on from it.
         self.last_step = self._page._next_step - 1 if self._page._next_step else None
 
     def log(self, step: int, metrics: Mapping[str, float], at: float) -> None:
@@ -232,7 +232,7 @@ TRACKERS: Mapping[str, type[CurveTracker]] = {
 
 def _settings(run: CurvesOf) -> dict[str, JsonValue]:
     """Settings, and what the run's tags say under `refrain`."""
-    tags = {
+    tags: dict[str, JsonValue] = {
         name.removeprefix("refrain."): value
         for name, value in run.tags.items()
         if not name.startswith("mlflow.")
@@ -258,6 +258,6 @@ def _numbers(metrics: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def _line(error: Exception) -> str:
-    """The first line of what an error says."""
-    return str(error).partition("\n")[0]
+def first_line(error: Exception) -> str:
+    """The first line of what an error says, and of a long one its beginning."""
+    return str(error).partition("\n")[0][:300]

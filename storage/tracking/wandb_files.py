@@ -1,4 +1,4 @@
-"""What Weights & Biases has written of a run without its server, which its library does not read back.
+"""What Weights & Biases has written of a run without its server; its library does not read it back.
 
 Its files are logs of LevelDB: after a header, blocks with records in parts, each a checksum, a length
 and which part it is (https://github.com/google/leveldb/blob/main/doc/log_format.md).

@@ -1,14 +1,15 @@
 """What is to be written to a tracker, in order, by a thread of its own: no step of a run waits.
 
 A write that fails is tried again. While the server does not answer all waits, and people are told
-once; a write that a server which answers refuses is left out, and that is told too, each reason
-once. A tracker that cannot be used at all is told, and nothing more is written to it. Whatever is
-written is the tracker's only once however often it is tried (storage/tracking/tracker.py).
+once; a write that a server which answers refuses is left out, and that is told too. A tracker that
+cannot be used at all is told, and nothing more is written to it. Whatever is written is the tracker's
+only once however often it is tried (storage/tracking/tracker.py).
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -65,7 +66,6 @@ class PageQueue:
         self._closing = threading.Event()
         self._away: float | None = None  # since when nothing gets through; None: it does
         self._why = ""
-        self._refusals: set[str] = set()  # reasons that people know
 
     def start(self, first: Write) -> None:
         """Begin with this write."""
@@ -82,8 +82,8 @@ class PageQueue:
     def ask(self, what: str, do: Callable[[], Any], patience: float | None = None) -> Any:
         """The same, and wait for what it returns; what it raises is raised here.
 
-        TrackingError where the tracker has been away for ASKED seconds. `patience`: seconds after which it
-        is not waited for any more, whatever holds it up.
+        TrackingError where the tracker has been away for ASKED seconds. `patience`: seconds after
+        which it is not waited for any more, whatever holds it up.
         """
         write = Write(what=what, do=do, answer=Future())
         self._put(write)
@@ -101,10 +101,10 @@ class PageQueue:
                 self._drop(write)
                 raise TrackingError(f"{what} is not in {self._place.name}: {self._why}")
 
-    def close(self, patience: float) -> None:
+    def close(self, patience: float, most: float = math.inf) -> None:
         """Wait until all is written, and no longer than `patience` seconds for a server that is away.
 
-        What was not written by then is told.
+        `most`: seconds for one that answers. What was not written by then is told.
         """
         began = looked = time.monotonic()
         while self._writes and self._thread is not None:
@@ -119,6 +119,9 @@ class PageQueue:
                     self._failed(error)
             away = self._away
             if away is not None and now - max(began, away) > patience:
+                break
+            if now - began > most:
+                self._why = self._why or f"it took longer than {most:g} s."
                 break
         with self._changed:
             left = len(self._writes)
@@ -162,6 +165,8 @@ class PageQueue:
                 self._give_up(error)
                 return
             except Exception as error:  # told, or raised where it is waited for
+                if self._closing.is_set():
+                    return
                 tries += 1
                 answers = self._answers()
                 if write.answer is not None and (answers or not isinstance(error, TrackingError)):
@@ -170,9 +175,7 @@ class PageQueue:
                 waits = write.first or isinstance(error, StoreUnavailable)
                 if answers and tries >= TRIES and not waits:
                     logger.info("%s was refused", write.what, exc_info=error)
-                    if str(error) not in self._refusals:
-                        self._refusals.add(str(error))
-                        self._tell(f"{write.what} is not in {self._place.name}: {error}")
+                    self._tell(f"{write.what} is not in {self._place.name}: {error}")
                     return
                 if waits or not answers:
                     self._failed(error)
