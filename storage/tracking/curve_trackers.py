@@ -259,5 +259,6 @@ def _numbers(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what an error says, and of a long one its beginning."""
-    return str(error).partition("\n")[0][:300]
+    """The first line of what an error says as a sentence, and of a long one its beginning."""
+    line, _, _ = str(error).partition("\n")
+    return f"{line.rstrip('. ')[:300]}."

@@ -141,10 +141,10 @@ class TrackerProcess:
         try:
             answer = self._process.call(call, seconds)
         except CallLost as lost:
-            self._away = f"{self.name} was not written to: {method} {lost}."
+            self._away = f"{self.name} was not written to: {method} {first_line(lost)}"
             raise TrackingError(self._away) from None
         except (NotStarted, ValueError) as error:
-            raise TrackerUnusable(f"{self.name} cannot be used: {error}") from None
+            raise TrackerUnusable(f"{self.name} cannot be used: {first_line(error)}") from None
         for text in answer.warnings:
             self._tell_once(f"{self.name}: {text}")
         if answer.unknown:
@@ -186,7 +186,7 @@ def main(socket: int, owner: int, dump: int) -> None:
         try:
             tracker = TRACKERS[first.kind](first.folder)
         except Exception as error:
-            connection.send(packed(Broken(error=f"{type(error).__name__}: {error}")))
+            connection.send(packed(Broken(error=f"{type(error).__name__}: {first_line(error)}")))
             return
         connection.send(packed(TrackerReady()))
         begun = False

@@ -214,6 +214,6 @@ def test_a_server_that_is_away_may_come_back_and_one_without_a_key_does_not(
     def refuse(errors: Any) -> Page:
         raise vars(errors)[error]("connection refused\nand much more")
 
-    with pytest.raises(TrackingError, match=f"^{says}$") as raised:
+    with pytest.raises(TrackingError, match=rf"^{says}\.$") as raised:
         server(monkeypatch, refuse).start(RUN)
     assert type(raised.value) is kind
