@@ -169,7 +169,9 @@ def test_a_run_its_evaluations_and_its_cost_are_told_and_a_resumed_one_goes_on(
     run.step(tells=False)  # committed by a flow that died before it could tell
     run.begin()
     run.step()
-    run.listeners.tell(RunFinished(step=4, cost={"cost/so_far/device_hours": 2.0, "cost/other": 1.0}))
+    run.listeners.tell(
+        RunFinished(step=4, cost={"cost/so_far/device_hours": 2.0, "cost/other": 1.0})
+    )
     run.end()
     assert told.read_text().splitlines() == [
         "begin 0 allow q",
@@ -287,7 +289,11 @@ def test_results_of_a_back_fill_go_to_a_run_that_is_done(
         if not done:
             assert "The results are not in Trackio" in run.said[-1]
             assert "eval" not in told.read_text()
-    assert told.read_text().splitlines()[-3:] == ["begin 2 allow ", "0 eval/math/accuracy 0.5", "end"]
+    assert told.read_text().splitlines()[-3:] == [
+        "begin 2 allow ",
+        "0 eval/math/accuracy 0.5",
+        "end",
+    ]
 
 
 def test_a_tracker_that_is_not_installed_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
