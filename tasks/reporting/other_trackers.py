@@ -80,8 +80,8 @@ class OtherTracker:
             self._up_to(step)
             return
         self._say(
-            f"The results are not in {self._tracker.name}, which one process writes at a time: "
-            f"{self._files.run} has not ended. refrain curves takes them there at any time."
+            f"The results go to MLflow and the store alone: {self._files.run} has not ended, and "
+            f"one process at a time writes to {self._tracker.name}."
         )
 
     def _begin(self, tags: Mapping[str, str]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -157,6 +158,45 @@ def test_tensorboard_hides_what_was_written_and_not_marked(tmp_path: Path) -> No
     assert write("tensorboard", tmp_path, 4) == "2"
     trained = [step for step, row in kept_by_tensorboard(tmp_path)[0] if "reward/mean" in row]
     assert trained == [1, 2, 3, 4]
+
+
+BEGIN = """
+import sys
+from storage.tracking import curve_trackers
+from storage.tracking.curve_trackers import TRACKERS, CurvesOf
+curve_trackers.INIT_SECONDS = 2.0
+run = CurvesOf(run="r", project="p", group="g", settings={}, tags={})
+try:
+    TRACKERS["wandb"]("").start(run)
+except RuntimeError as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.skipif(find_spec("wandb") is None, reason="needs wandb")
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("", "TrackerUnusable Weights & Biases takes no run: No API key configured"),
+        ("a" * 40, "TrackingError Weights & Biases does not answer: "),
+    ],
+)
+def test_the_real_one_says_what_it_lacks(key: str, says: str, tmp_path: Path) -> None:
+    """Of a server that takes the connection and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        there = {"WANDB_BASE_URL": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        given = {"WANDB_API_KEY": key, "WANDB_DIR": str(tmp_path), "HOME": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, "-c", BEGIN],
+            env={**os.environ, **there, **{name: v for name, v in given.items() if v}},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert any(line.startswith(says) for line in done.stdout.splitlines()), (
+        done.stdout + done.stderr
+    )
 
 
 RUN = CurvesOf(run="tiny-2", project="p", group="tiny", settings={}, tags={})

@@ -287,7 +287,7 @@ def test_results_of_a_back_fill_go_to_a_run_that_is_done(
         for event in (BackFillBegan(), evaluated(0), BackFillEnded()):
             listeners.tell(event)
         if not done:
-            assert "The results are not in Trackio" in run.said[-1]
+            assert "one process at a time writes to Trackio" in run.said[-1]
             assert "eval" not in told.read_text()
     assert told.read_text().splitlines()[-3:] == [
         "begin 2 allow ",
