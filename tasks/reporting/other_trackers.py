@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping
 
 from configs.grpo import GRPOConfig
-from storage.evaluations.results import EvaluationResult
 from storage.runs.commit_log import head, read_commit
 from storage.runs.live import is_done
 from storage.runs.origins import start_of
@@ -49,6 +48,7 @@ class OtherTracker:
         self._tracker = TrackerProcess(kind, config.tracking.tensorboard_folder, say)
         self._queue = PageQueue(self._tracker, say)
         self._start = 0  # the version that the run begins with
+        self._since = 0.0  # results that were made before, in seconds since 1970, it has
         self._began = self._finished = False
 
     def listen(self, facts: RunFacts, listeners: Listeners) -> None:
@@ -73,7 +73,7 @@ class OtherTracker:
             self._up_to(event.last.step)
 
     def _begin_again(self) -> None:
-        step = head(self._files)
+        step, self._since = head(self._files), time.time()
         if step is not None and is_done(self._files, step):
             self._start = start_of(self._files)
             self._begin({})
@@ -110,9 +110,9 @@ class OtherTracker:
             self._queue.add(f"Step {step}", log)
 
     def _version_evaluated(self, event: VersionEvaluated) -> None:
-        result: EvaluationResult = event.result
-        found = tracked_evaluation(result.known_as(result.suite, event.version))
-        self._log_at(event.version, found.metrics, found.at)
+        found = tracked_evaluation(event.result.known_as(event.result.suite, event.version))
+        if found.at >= self._since:
+            self._log_at(event.version, found.metrics, found.at)
 
     def _run_finished(self, event: RunFinished) -> None:
         self._log_at(event.step, cost_of_run(event), time.time())

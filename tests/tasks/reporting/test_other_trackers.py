@@ -149,11 +149,11 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def evaluated(version: int) -> VersionEvaluated:
+def evaluated(version: int, at: float = 1.0) -> VersionEvaluated:
     weights = SimpleNamespace(digest="d")
     result: Any = SimpleNamespace(
         version=version, weights=weights, suite="math", on="d", metrics={"accuracy": 0.5}, cost={},
-        made_at=1.0, known_as=lambda suite, number: result,
+        made_at=at, known_as=lambda suite, number: result,
     )  # fmt: skip
     return VersionEvaluated(result=result, version=version)
 
@@ -284,8 +284,9 @@ def test_results_of_a_back_fill_go_to_a_run_that_is_done(
         listeners = Listeners()
         tracker = OtherTracker("trackio", run.config, run.files, run.said.append)
         tracker.listen_to_back_fill(listeners)
-        for event in (BackFillBegan(), evaluated(0), BackFillEnded()):
-            listeners.tell(event)
+        listeners.tell(BackFillBegan())
+        for event in (evaluated(1), evaluated(0, at=time.time()), BackFillEnded()):
+            listeners.tell(event)  # the first has been in the store, and was told when it was made
         if not done:
             assert "one process at a time writes to Trackio" in run.said[-1]
             assert "eval" not in told.read_text()
