@@ -38,6 +38,20 @@ class CurvesOf:
     tags: Mapping[str, str]  # of its page in MLflow; of a fork they name the parent
 
 
+def stored_run(
+    run: str, project: str, settings: Mapping[str, JsonValue], parent: str | None
+) -> CurvesOf:
+    """A run of the past, by its settings in the store; `parent`: of a fork."""
+    forked = {} if parent is None else {"refrain.forked_from": parent}
+    return CurvesOf(
+        run=run,
+        project=project,
+        group=str(settings.get("name", "")),
+        settings=settings,
+        tags={"refrain.run": run, **forked},
+    )
+
+
 class CurveTracker(ABC):
     """One run. Used by one thread; `start` comes first.
 

@@ -14,7 +14,7 @@ from storage.runs.live import is_done
 from storage.runs.origins import origin_of
 from storage.runs.run_store import RunStore
 from storage.tracking.connection import TrackingError
-from storage.tracking.curve_trackers import TRACKERS, CurvesOf
+from storage.tracking.curve_trackers import TRACKERS, stored_run
 from tasks.commands.command import Answer, Request, text
 from tasks.run.recorded_flow import stored_settings
 
@@ -60,16 +60,9 @@ def to_tracker(kind: str, files: RunStore, project: str, points: Sequence[Point]
         ) from error
     if kind == "trackio":
         _forget_in_trackio(files.run, project)
-    parent = {} if origin is None else {"refrain.forked_from": origin.run}
-    run = CurvesOf(
-        run=files.run,
-        project=project,
-        group=str(settings.get("name", "")),
-        settings=settings,
-        tags={"refrain.run": files.run, **parent},
-    )
+    parent = None if origin is None else origin.run
     try:
-        tracker.start(run)
+        tracker.start(stored_run(files.run, project, settings, parent))
     except TrackingError as error:
         raise ConfigError(str(error)) from error
     known = -1 if tracker.last_step is None else tracker.last_step

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from configs.grpo import GRPOConfig
 from storage.runs.commit_log import head, read_commit
 from storage.runs.live import is_done
-from storage.runs.origins import start_of
+from storage.runs.origins import origin_of, start_of
 from storage.runs.run_store import RunStore
-from storage.tracking.curve_trackers import CurvesOf
+from storage.tracking.curve_trackers import CurvesOf, stored_run
 from storage.tracking.tracked_run import tags_of
 from tasks.reporting.mlflow_page import cost_of_run, tracked_evaluation, tracked_run
 from tasks.reporting.page_queue import PageQueue, Write
@@ -32,6 +32,7 @@ from tasks.run.events import (
 )
 from tasks.run.facts import RunFacts
 from tasks.run.metrics import numbers_of
+from tasks.run.recorded_flow import stored_settings
 
 # Seconds for which a run that has ended waits for a tracker that is away, and for one that is slow.
 PATIENCE, SLOW = 10.0, 120.0
@@ -68,15 +69,24 @@ class OtherTracker:
         listeners.on(BackFillEnded, lambda event: self._close(None))
 
     def _engines_ready(self, facts: RunFacts, event: EnginesReady) -> None:
-        self._begin(tags_of(tracked_run(facts)))
+        run = CurvesOf(
+            run=facts.name,
+            project=self._config.tracking.experiment,
+            group=self._config.name,
+            settings=self._config.model_dump(mode="json"),
+            tags=tags_of(tracked_run(facts)),
+        )
+        self._begin(run)
         if event.last is not None:
             self._up_to(event.last.step)
 
     def _begin_again(self) -> None:
         step, self._since = head(self._files), time.time()
         if step is not None and is_done(self._files, step):
-            self._start = start_of(self._files)
-            self._begin({})
+            self._start, origin = start_of(self._files), origin_of(self._files)
+            project, settings = self._config.tracking.experiment, stored_settings(self._files)
+            parent = None if origin is None else origin.run
+            self._begin(stored_run(self._files.run, project, settings, parent))
             self._up_to(step)
             return
         self._say(
@@ -84,15 +94,7 @@ class OtherTracker:
             f"one process at a time writes to {self._tracker.name}."
         )
 
-    def _begin(self, tags: Mapping[str, str]) -> None:
-        run = CurvesOf(
-            run=self._files.run,
-            project=self._config.tracking.experiment,
-            group=self._config.name,
-            settings=self._config.model_dump(mode="json"),
-            tags=tags,
-        )
-
+    def _begin(self, run: CurvesOf) -> None:
         def begin() -> None:
             self._tracker.start(run)
             self._say(f"Curves also in {self._tracker.name}: {self._tracker.link}")

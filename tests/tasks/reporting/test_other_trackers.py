@@ -51,7 +51,8 @@ class Run:
     def __init__(self, resume, config):
         known = HERE / "next"
         self._next_step = int(known.read_text()) if known.exists() else 0
-        tell("begin", self._next_step, resume, config["refrain"].get("forked_from", ""))
+        parent = config["refrain"].get("forked_from", "")
+        tell("begin", self._next_step, resume, config["seed"], parent)
 
     def log(self, metrics, step):
         name, value = next(iter(metrics.items()))
@@ -93,6 +94,7 @@ class Flow:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, parent: str | None = None):
         self.files = RunStore(Store(f"file://{folder}/store"), "r")
+        self.files.write_run({"config": {"seed": 5}, "code": "0.1.0", "flow": "f:f"})
         self.config = load_recipe(GRPOConfig, "tiny")
         self.said: list[str] = []
         self.last: Commit | None = None
@@ -107,7 +109,7 @@ class Flow:
         """A flow has the run, the first or another one."""
         self.listeners = Listeners()
         self.tracker = OtherTracker("trackio", self.config, self.files, self.said.append)
-        facts: Any = SimpleNamespace(start=0)
+        facts: Any = SimpleNamespace(name="r", start=0)
         self.tracker.listen(facts, self.listeners)
         self.listeners.tell(EnginesReady(last=self.last, snapshot=False))
 
@@ -174,12 +176,12 @@ def test_a_run_its_evaluations_and_its_cost_are_told_and_a_resumed_one_goes_on(
     )
     run.end()
     assert told.read_text().splitlines() == [
-        "begin 0 allow q",
+        "begin 0 allow 0 q",
         "1 reward/mean 0.25",
         "1 eval/math/accuracy 0.5",
         "2 reward/mean 0.5",
         "end",
-        "begin 3 allow q",
+        "begin 3 allow 0 q",
         "3 reward/mean 0.75",
         "4 reward/mean 1.0",
         "4 cost/run/device_hours 2.0",
@@ -291,7 +293,7 @@ def test_results_of_a_back_fill_go_to_a_run_that_is_done(
             assert "one process at a time writes to Trackio" in run.said[-1]
             assert "eval" not in told.read_text()
     assert told.read_text().splitlines()[-3:] == [
-        "begin 2 allow ",
+        "begin 2 allow 5 ",
         "0 eval/math/accuracy 0.5",
         "end",
     ]
