@@ -12,6 +12,7 @@ from storage.runs.run_store import RunStore
 from tasks.reporting.artifacts import Pages
 from tasks.reporting.evaluation_page import EvaluationPages
 from tasks.reporting.mlflow_page import ReopenedPage, RunTracker
+from tasks.reporting.other_trackers import OtherTracker
 from tasks.reporting.prefect_events import PrefectEvents
 from tasks.reporting.progress_line import ProgressLine
 from tasks.reporting.progress_tracker import ProgressTracker
@@ -38,6 +39,8 @@ def _reports(terminal: Terminal, facts: RunFacts) -> Reports:
     ProgressWatch(terminal, tracker, facts.files).listen(listeners)
     page = RunTracker(facts, terminal.say)
     page.listen(listeners)
+    for kind in dict.fromkeys(facts.config.tracking.also):
+        OtherTracker(kind, facts.config, facts.files, terminal.say).listen(facts, listeners)
     Pages(facts).listen(listeners)
     EvaluationPages(facts.files, facts.config).listen(listeners)
     PrefectEvents(facts.name).listen(listeners)
@@ -59,6 +62,8 @@ def evaluation_listeners(
     listeners = Listeners()
     ProgressLine(terminal, 0).listen(listeners)
     ReopenedPage(config.tracking, files, listeners.tell).listen(listeners)
+    for kind in dict.fromkeys(config.tracking.also):
+        OtherTracker(kind, config, files, terminal.say).listen_to_back_fill(listeners)
     EvaluationPages(files, config).listen(listeners)
     PrefectEvents(name).listen(listeners)
     return listeners

@@ -178,6 +178,11 @@ class BackFillBegan(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BackFillEnded(Event):
+    """They are, or the back-fill has failed; its engines have ended."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class VersionEvaluated(Event):
     """A suite's result of a policy version."""
 
