@@ -50,7 +50,7 @@ class AlphabetSort:
         return "" if self.done else self._task()
 
     def get_reward(self) -> float:
-        """The mean similarity of all turns' lists to the right ones, to a power; of a missing one 0."""
+        """Mean similarity of all turns' lists to the right ones, to a power; a missing one is 0."""
         return float((sum(self._scores) / self._turns) ** self._power)
 
     def _task(self) -> str:

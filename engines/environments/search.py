@@ -58,8 +58,8 @@ def _index(corpus: str) -> tuple[Any, list[str]]:
         ) from error
     if not passages or not all("text" in passage for passage in passages):
         raise ValueError(
-            f"the corpus {corpus} has no passages, or a line without `text`. Each line has to be a JSON "
-            "object with `text`"
+            f"the corpus {corpus} has no passages, or a line without `text`. Each line has to be a "
+            "JSON object with `text`"
         )
     texts = [f"{one.get('title', '')}\n{one['text']}".strip()[:_CHARACTERS] for one in passages]
     retriever = bm25s.BM25()
