@@ -47,6 +47,11 @@ SIZES = {
     "Qwen/Qwen2.5-7B": Size(7.62, 28, 3584, 1024),
 }
 
+FLOWS: dict[str, type[GRPOConfig]] = {
+    "dapo-math-17k": DAPOConfig,
+    "distill-7b-1.5b": DistillConfig,
+}
+
 # Tokens of a mean sample: prompt, what the environment says, and what the model writes.
 TOKENS = {
     "gsm8k-qwen2.5": (120, 250),
@@ -73,7 +78,7 @@ def flops(size: Size, tokens: float, length: float, passes: int) -> float:
 
 def hours(name: str) -> tuple[float, float]:
     """Of a recipe's whole run, and GPU hours."""
-    kind = {"dapo-math-17k": DAPOConfig, "distill-7b-1.5b": DistillConfig}.get(name, GRPOConfig)
+    kind = FLOWS.get(name, GRPOConfig)
     config = resolve(load_recipe(kind, name), ANY_MACHINE).settings
     assert config.model.kind == "pretrained"
     size, (read, written) = SIZES[config.model.path], TOKENS[name]
