@@ -69,7 +69,7 @@ def _index(corpus: str) -> tuple[Any, list[str]]:
 
 def exact_match(
     prompts: list[object],
-    completions: list[list[dict[str, str]]],
+    completions: list[str | list[dict[str, str]]],
     golden_answers: list[list[str]],
     **columns: object,
 ) -> list[float]:
@@ -78,8 +78,9 @@ def exact_match(
     The measure of SQuAD (arXiv:1606.05250), as in Search-R1 (arXiv:2503.09516).
     """
     scores = []
-    for messages, answers in zip(completions, golden_answers, strict=True):
-        found = _ANSWER.findall(messages[-1]["content"])
+    for completion, answers in zip(completions, golden_answers, strict=True):
+        text = completion if isinstance(completion, str) else completion[-1]["content"]
+        found = _ANSWER.findall(text)
         scores.append(float(bool(found) and _plain(found[-1]) in map(_plain, answers)))
     return scores
 

@@ -17,7 +17,7 @@ SMALL = (  # in place of what is for large models on GPUs
     f"model={MODEL}",
     "data.max_prompt_tokens=2048",
     "rollout.engine=transformers",
-    "rollout.max_new_tokens=400",
+    "rollout.max_new_tokens=1500",
     "rollout.dtype=float32",
     "rollout.shards=2",
     "rollout.probe_tolerance=0.001",
@@ -50,7 +50,7 @@ def words(name: str, folder: Path) -> list[str]:
 
 @pytest.mark.cluster
 @pytest.mark.slow
-@pytest.mark.parametrize("name", of_hub())
+@pytest.mark.parametrize("name", [one for one in of_hub() if one != "gsm8k-multinode"])
 def test_two_steps(name: str, launch: Launch, tmp_path: Path) -> None:
     run = launch(*words(name, tmp_path), module=f"flows.{flow(name)}").whole()
     commits = run.commits()

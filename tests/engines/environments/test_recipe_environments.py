@@ -98,8 +98,12 @@ def test_a_corpus_that_cannot_be_searched_is_a_sentence(tmp_path: Path) -> None:
 
 def test_answers_match_but_for_case_articles_and_punctuation() -> None:
     texts = ["<answer>The Ada  Lovelace.</answer>", "<answer>x</answer>", "Ada Lovelace", ""]
-    completions = [[{"role": "assistant", "content": text}] for text in texts]
-    assert exact_match([""] * 4, completions, [["x y", "ada lovelace"]] * 4) == [1, 0, 0, 0]
+    answers = [["x y", "ada lovelace"]] * 4
+    messages: list[str | list[dict[str, str]]] = [
+        [{"role": "assistant", "content": text}] for text in texts
+    ]
+    assert exact_match([""] * 4, messages, answers) == [1, 0, 0, 0]
+    assert exact_match([""] * 4, [*texts], answers) == [1, 0, 0, 0]
 
 
 def answer(environment: AlphabetSort, tag: str, spoil: str = "") -> str:
