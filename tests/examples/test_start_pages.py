@@ -131,7 +131,7 @@ def test_own_reward(reader: Reader) -> None:
     rows = [json.loads(line) for line in files_of("own-reward.md")["train.jsonl"].splitlines()]
     for commit in (first, second):
         asked = commit.refs["prompts"].fetch_list(reader.store, "row")
-        assert sorted(row["question"] for row in asked) == sorted(row["question"] for row in rows)
+        assert sorted(map(json.dumps, asked)) == sorted(map(json.dumps, rows))
         assert f"{reader.folder}/my_rewards.py:exact" in json.dumps(commit.reward_code)
     assert set(reader.rewards()) <= {0.0, 1.0}
 
@@ -146,7 +146,7 @@ def test_own_environment(reader: Reader) -> None:
     assert hands == pytest.approx([round(hand) for hand in hands], abs=1e-5)
     assert all(0 <= hand <= 21.01 for hand in hands)
     assert len(set(hands)) > 2
-    assert max(commit.metrics["episode/turns_mean"] for commit in reader.commits()) > 1
+    assert any((commit.metrics["episode/turns_mean"] or 0) > 1 for commit in reader.commits())
 
 
 @pytest.mark.cluster
