@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.deploy.wheel import built
 from tests.examples.pages import files_of
 from tests.flows.conftest import ROOT, settings_for
 
@@ -133,13 +134,11 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "VIRTUAL_ENV": str(folder / "venv"),
     }
     began = time.monotonic()
+    wheel = built(folder)
     for words in (
-        ["build", "--wheel", "--out-dir", str(folder)],
         ["venv", "--python", str(ROOT / ".venv/bin/python"), str(folder / "venv")],
-        ["pip", "install", f"refrain-rl[{EXTRAS}] @ file://WHEEL"],
+        ["pip", "install", f"refrain-rl[{EXTRAS}] @ file://{wheel}"],
     ):
-        wheel = next(folder.glob("*.whl"), Path())
-        words = [word.replace("WHEEL", str(wheel)) for word in words]
         done = subprocess.run([UV, *words], cwd=ROOT, env=variables, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     print(json.dumps({"task": "install", "seconds": round(time.monotonic() - began)}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ def gpus_of(name: str) -> int:
     return NUMBERS[found[1]]
 
 
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.parametrize("name", [one for one in of_hub() if one != "gsm8k-multinode"])
 def test_it_fits_the_hardware_that_it_names(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -42,7 +42,7 @@ def words(name: str, folder: Path) -> list[str]:
         found.append("lora.rank=2")
     if "overlong" in settings.get("algorithm", {}).get("shaping", {}):
         found.append("algorithm.shaping.overlong.buffer=4")
-    if "dynamic_sampling" in settings:
+    if flow(name) == "dapo":
         found.append("dynamic_sampling.max_rounds=2")
     found += [f"teachers.{teacher}.model={MODEL}" for teacher in settings.get("teachers", {})]
     return found
