@@ -81,6 +81,8 @@ class ProgressTracker:
         self._lock = threading.Lock()
         self._doing, self._since = "", clock()
         self._waiting: tuple[str, ...] | None = None  # roles whose engines start; None: workers do
+        # Worker -> what its engine's start is at, and when it was first seen.
+        self._starts: dict[str, tuple[str, float]] = {}
         self._newest = 0
         self._steps: dict[int, _Step] = {}  # by number, those under way
         # Step and stage -> when the first of its calls that are under way began, and how many are.
@@ -92,9 +94,9 @@ class ProgressTracker:
 
     def listen(self, listeners: Listeners) -> None:
         """Hear what a run, or who evaluates its versions later, says."""
-        listeners.on(WorkersAsked, lambda event: self.doing(self.starting({})))
+        listeners.on(WorkersAsked, lambda event: self.start_seen({}))
         listeners.on(EngineStarted, self.engine_started)
-        listeners.on(EnginesReady, lambda event: self.doing(""))
+        listeners.on(EnginesReady, self.engines_ready)
         listeners.on(RunBegan, self.run_began)
         listeners.on(UpdateReplayed, self.update_replayed)
         listeners.on(StepBegan, self.step_began)
@@ -109,20 +111,37 @@ class ProgressTracker:
     def doing(self, text: str) -> None:
         """What goes on where no phase of a step does."""
         with self._lock:
-            if text.partition(":")[0] != self._doing.partition(":")[0]:
-                self._since = self._clock()
-            self._doing = text
+            if text != self._doing:
+                self._doing, self._since = text, self._clock()
 
     def engine_started(self, event: EngineStarted) -> None:
         """One less is waited for."""
         self._waiting = event.waiting
 
-    def starting(self, phases: Mapping[str, str]) -> str:
-        """What workers and engines that start are at; phases: by worker, what its engine reports."""
-        if phases:
-            return "Starting engines: " + "; ".join(
-                f"{worker}: {BYTES.sub(_size, phase)}" for worker, phase in sorted(phases.items())
-            )
+    def engines_ready(self, event: EnginesReady) -> None:
+        """None starts any more."""
+        self.doing("")
+        with self._lock:
+            self._starts = {}
+
+    def start_seen(self, phases: Mapping[str, str]) -> str:
+        """A look at workers and engines that start: in words what they are at.
+
+        phases: by worker, what its engine reports.
+        """
+        text = self._start()
+        starts = {worker: BYTES.sub(_size, phase) for worker, phase in sorted(phases.items())}
+        self.doing("Starting engines" if starts else text)
+        with self._lock:
+            now = self._clock()
+            self._starts = {
+                worker: (phase, self._starts.get(worker, ("", now))[1])
+                for worker, phase in starts.items()
+            }
+        lines = [f"{worker}: {phase}" for worker, phase in starts.items()]
+        return f"Starting engines: {'; '.join(lines)}" if lines else text
+
+    def _start(self) -> str:
         if self._waiting is None:
             return "Starting workers and engines"
         if not self._waiting:
@@ -217,6 +236,10 @@ class ProgressTracker:
             current = min(self._steps, default=self._newest)
             phases = [*self._sampling_and_scoring(now), *self._stages(now)]
             phases.sort(key=lambda phase: -phase.seconds)
+            phases += [
+                Phase(name=worker, note=phase, seconds=now - since)
+                for worker, (phase, since) in self._starts.items()
+            ]
             doing = None
             if self._doing:
                 doing = Phase(name=self._doing, seconds=now - self._since)

@@ -85,10 +85,10 @@ class ProgressWatch:
             if not self._ready.is_set():
                 plain = not self._terminal.is_live and now - said >= PLAIN
                 if plain or due or self._terminal.is_live:
-                    text = self._tracker.starting(self._starts())
+                    starts = self._starts()
                     if self._ready.is_set() or self._over.is_set():
                         continue
-                    self._tracker.doing(text)
+                    text = self._tracker.start_seen(starts)
                     if plain:
                         self._terminal.say(f"{text}, for {now - began:.0f} s")
                         said = now

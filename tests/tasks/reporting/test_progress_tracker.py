@@ -12,6 +12,8 @@ from tasks.run.attempts import Attempt
 from tasks.run.events import (
     AttemptBegan,
     AttemptEnded,
+    EnginesReady,
+    EngineStarted,
     Event,
     Listeners,
     ShardSampled,
@@ -19,6 +21,7 @@ from tasks.run.events import (
     StepBegan,
     StepCommitted,
     WeightsPublished,
+    WorkersAsked,
 )
 from tasks.run.machinery import Work
 
@@ -156,3 +159,26 @@ def test_the_time_left_goes_by_the_last_steps_and_not_the_first() -> None:
     assert run.progress.seconds_left == 7 * 15.0 - 5.0
     run.now += 1000.0
     assert run.progress.seconds_left == 0.0
+
+
+def test_each_engine_that_starts_has_a_phase_until_all_are_ready() -> None:
+    run = Run()
+    run.tell(WorkersAsked(starts=dict))
+    run.now += 5.0
+    doing = run.progress.doing
+    assert doing is not None
+    assert (doing.name, doing.seconds) == ("Starting workers and engines", 5.0)
+    assert run.tracker.start_seen({"train-0": "building", "rollout-0": "vLLM: 3523536 bytes"}) == (
+        "Starting engines: rollout-0: vLLM: 3.4 MiB; train-0: building"
+    )
+    run.now += 2.0
+    run.tracker.start_seen({"train-0": "meeting the other ranks"})
+    assert run.phases == {
+        "train-0": Phase(name="train-0", note="meeting the other ranks", seconds=2.0)
+    }
+    run.tell(EngineStarted(waiting=("rollout",)))
+    assert run.tracker.start_seen({}) == "Starting engines: rollout"
+    run.tell(EngineStarted(waiting=()))
+    assert run.tracker.start_seen({}).startswith("Loading the first weights")
+    run.tell(EnginesReady(last=None, snapshot=False))
+    assert run.progress.doing is None

@@ -131,8 +131,10 @@ def test_the_store_is_told_what_the_engines_do_until_the_run_leaves(tmp_path: Pa
     phase = "micro-batch 3 of 8"
     update = RunningCall(role="actor", method="update", token="", call="", age=1.0, phase=phase)
     listeners.tell(WorkersAsked(starts=lambda: {"train-0": "building the model"}))
-    starting = seen(files, lambda one: one.doing is not None and "train-0" in one.doing.name)
+    starting = seen(files, lambda one: bool(one.phases))
     assert (starting.epoch, starting.step) == (4, 0)
+    assert starting.doing is not None and starting.doing.name == "Starting engines"
+    assert [(one.name, one.note) for one in starting.phases] == [("train-0", "building the model")]
     listeners.tell(began(lambda: Work(calls=[update])))
     listeners.tell(EnginesReady(last=None, snapshot=False))
     listeners.tell(StepBegan(step=1, shards=2))
