@@ -123,9 +123,9 @@ def test_a_run_elsewhere_is_watched_until_it_ends(
     with on_screen(command, tmp_path, variables(prefect_api, NO_COLOR="1")) as program:
         program.until(lambda lines: any(line.startswith("step ") for line in lines))
         assert read_progress(files) is not None
-        assert program.end() == 0
-    code, out = run.end()
-    assert code == 0, out
+        code, out = run.end()
+        assert code == 0, out
+        assert program.end() == 0, "\n".join(program.everything)
     check_left_clean(program)
     assert not COLOUR.search(program.raw)
     lines = program.everything
