@@ -104,11 +104,12 @@ def test_a_run_shows_its_phases_and_leaves_a_line_for_each_step(
     assert len(steps) >= committed
 
     files = run_in(tmp_path)
-    assert read_progress(files) is None, "a flow that leaves takes its words with it"
     stopped = watch(tmp_path, files.run, "--json")
     assert stopped.returncode == 1
     ended = json.loads(stopped.stdout)
     assert (ended["run"], ended["step"]) == (files.run, head(files))
+    if ended["state"] == "stopped":
+        assert read_progress(files) is None, "a flow that leaves takes its words with it"
     assert ended["state"] in ("stopped", "died"), (
         "a slow machine ends it before its lease is given up"
     )

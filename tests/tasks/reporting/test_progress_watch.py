@@ -164,3 +164,28 @@ def test_a_store_that_is_away_ends_nothing(tmp_path: Path, monkeypatch: pytest.M
     listeners.tell(WorkersAsked(starts=dict))
     seen(files, lambda one: True)
     listeners.tell(RunClosing())
+
+
+def test_a_look_that_hangs_holds_up_no_end_and_writes_nothing_after_it(tmp_path: Path) -> None:
+    listeners, _, files = listening(tmp_path, to_nobody())
+    inside, over = threading.Event(), threading.Event()
+
+    def at_work() -> Work:
+        inside.set()
+        over.wait(30)
+        return Work()
+
+    listeners.tell(WorkersAsked(starts=dict))
+    seen(files, lambda one: True)
+    listeners.tell(began(at_work))
+    listeners.tell(EnginesReady(last=None, snapshot=False))
+    assert inside.wait(10)
+    before = time.monotonic()
+    listeners.tell(RunClosing())
+    assert time.monotonic() - before < 10
+    assert read_progress(files) is None
+    over.set()
+    for thread in threading.enumerate():
+        if thread.name == "progress":
+            thread.join(10)
+    assert read_progress(files) is None
