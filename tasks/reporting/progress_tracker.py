@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 from configs.terminal_text import bytes_text
@@ -67,7 +67,7 @@ class _Step:
     scored: int = 0
     scoring: float | None = None  # since when
     tokens: int = 0
-    before: Mapping[str, int] = field(default_factory=dict)  # worker -> drawn when it began
+    before: Mapping[str, int] | None = None  # worker -> drawn when it began; None: not seen yet
 
 
 class ProgressTracker:
@@ -88,7 +88,8 @@ class ProgressTracker:
         # Step and stage -> when the first of its calls that are under way began, and how many are.
         self._calls: dict[tuple[int, str], tuple[float, int]] = {}
         self._nbytes: int | None = None  # of the version that is loaded
-        self._work = Work()
+        self._work, self._looked = Work(), clock()
+        self._shard_ended = self._looked  # the last one that was sampled
         self._drawn: deque[tuple[float, int]] = deque()  # when, tokens of all workers
         self._ends: deque[float] = deque(maxlen=STEPS + 1)  # of the last steps
 
@@ -164,7 +165,7 @@ class ProgressTracker:
             if not self._ends:
                 self._ends.append(now)
             self._newest, self._doing = event.step, ""
-            before = dict(self._work.tokens)
+            before = self._work.tokens if self._looked >= self._shard_ended else None
             self._steps[event.step] = _Step(began=now, shards=event.shards, before=before)
 
     def round_began(self, event: RoundBegan) -> None:
@@ -179,6 +180,7 @@ class ProgressTracker:
             if event.step in self._steps:
                 self._steps[event.step].sampled += 1
                 self._steps[event.step].tokens += event.tokens
+                self._shard_ended = self._clock()
 
     def shards_scored(self, event: ShardsScored) -> None:
         """Some more."""
@@ -224,7 +226,9 @@ class ProgressTracker:
         """A look at the engines."""
         with self._lock:
             now = self._clock()
-            self._work = work
+            self._work, self._looked = work, now
+            for step in self._steps.values():
+                step.before = work.tokens if step.before is None else step.before
             self._drawn.append((now, sum(work.tokens.values())))
             while now - self._drawn[0][0] > RATE_WINDOW:
                 self._drawn.popleft()
@@ -283,11 +287,9 @@ class ProgressTracker:
 
     def _tokens(self, step: _Step, seconds: float) -> str:
         """Drawn for a step so far, and by the second."""
-        new = 0
-        for worker, count in self._work.tokens.items():
-            before = step.before.get(worker, 0)
-            new += count - before if count >= before else count  # less: the engine is a new one
-        tokens = max(step.tokens, new)
+        tokens = step.tokens
+        if sum(one.sampled < one.shards for one in self._steps.values()) == 1:
+            tokens = max(tokens, self._drawn_since(step.before))
         rate = tokens / max(seconds, 1.0)
         if len(self._drawn) > 1:
             (then, first), (last, count) = self._drawn[0], self._drawn[-1]
@@ -295,12 +297,21 @@ class ProgressTracker:
                 rate = (count - first) / (last - then)
         return f"{tokens:,} tokens, {rate:,.0f}/s" if tokens else ""
 
+    def _drawn_since(self, before: Mapping[str, int] | None) -> int:
+        if before is None:
+            return 0
+        new = 0
+        for worker, count in self._work.tokens.items():
+            then = before.get(worker, 0)
+            new += count - then if count >= then else count  # less: the engine is a new one
+        return new
+
     def _stages(self, now: float) -> list[Phase]:
         found = []
         for (number, stage), (since, _) in self._calls.items():
             if stage not in STAGES:
                 continue
-            done, total = self._counted(stage)
+            done, total = self._counted(stage) if self._looked >= since else (None, None)
             size = self._nbytes if stage == "weight_sync" else None
             found.append(
                 Phase(

@@ -182,3 +182,36 @@ def test_each_engine_that_starts_has_a_phase_until_all_are_ready() -> None:
     assert run.tracker.start_seen({}).startswith("Loading the first weights")
     run.tell(EnginesReady(last=None, snapshot=False))
     assert run.progress.doing is None
+
+
+def test_what_was_seen_of_the_step_before_is_not_taken_for_this_one() -> None:
+    run = Run()
+    run.tracker.seen(Work(tokens={"rollout-0": 100}))
+    run.tell(StepBegan(step=1, shards=1))
+    run.tell(AttemptBegan(attempt=attempt("update")))
+    run.now += 1.0
+    calls = [running("actor", "update", "micro-batch 8 of 8")]
+    run.tracker.seen(Work(tokens={"rollout-0": 300}, calls=calls))
+    assert run.phases["update"].total == 8
+    run.now += 1.0
+    run.tell(ShardSampled(step=1, tokens=900), AttemptEnded(attempt=attempt("update")))
+    run.tell(committed(1), StepBegan(step=2, shards=2))
+    run.now += 1.0
+    run.tell(AttemptBegan(attempt=attempt("update", 2)))
+    assert run.phases["sampling"].note == ""
+    assert run.phases["update"].total is None
+    run.tracker.seen(Work(tokens={"rollout-0": 1000}, calls=calls))
+    assert run.phases["update"].total == 8
+    assert run.phases["sampling"].note == ""
+    run.now += 1.0
+    run.tracker.seen(Work(tokens={"rollout-0": 1040}))
+    assert run.phases["sampling"].note.startswith("40 tokens, ")
+
+
+def test_of_steps_that_sample_at_once_each_has_the_tokens_of_its_own_shards() -> None:
+    run = Run()
+    run.tell(StepBegan(step=1, shards=2), StepBegan(step=2, shards=2))
+    run.tracker.seen(Work(tokens={"rollout-0": 5000}))
+    run.tell(ShardSampled(step=1, tokens=40))
+    assert run.phases["sampling"].note.startswith("40 tokens, ")
+    assert run.phases["sampling, step 2"].note == ""
