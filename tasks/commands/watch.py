@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from configs.flows import command, resume_command
-from storage.objects.errors import StoreUnavailable
+from storage.objects.errors import ObjectMissing, StoreUnavailable
 from storage.runs.commit_log import head, read_outline
 from storage.runs.live import is_done, read_end, read_live
 from storage.runs.origins import start_of
@@ -113,11 +114,13 @@ class Watch:
         return "finished"
 
     def _show_steps(self) -> None:
-        for step in range(self._step + 1, (head(self._files) or 0) + 1):
-            metrics = read_outline(self._files, step).metrics
-            narrow = step_line(step, self._steps, metrics, self._terminal.width)
-            self._terminal.say(step_line(step, self._steps, metrics), shown=narrow)
-            self._step = step
+        """Those that are committed; HEAD is left to the flow, which is about to move it."""
+        with contextlib.suppress(ObjectMissing):
+            while True:
+                metrics = read_outline(self._files, self._step + 1).metrics
+                self._step += 1
+                narrow = step_line(self._step, self._steps, metrics, self._terminal.width)
+                self._terminal.say(step_line(self._step, self._steps, metrics), shown=narrow)
 
     def _hear(self, epoch: int) -> None:
         found = read_progress(self._files)

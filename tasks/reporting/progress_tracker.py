@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 from configs.terminal_text import bytes_text
@@ -67,7 +67,7 @@ class _Step:
     scored: int = 0
     scoring: float | None = None  # since when
     tokens: int = 0
-    before: Mapping[str, int] = field(default_factory=dict)  # worker -> drawn when it began
+    before: Mapping[str, int] | None = None  # worker -> drawn when it began; None: not seen yet
 
 
 class ProgressTracker:
@@ -81,20 +81,23 @@ class ProgressTracker:
         self._lock = threading.Lock()
         self._doing, self._since = "", clock()
         self._waiting: tuple[str, ...] | None = None  # roles whose engines start; None: workers do
+        # Worker -> what its engine's start is at, and when it was first seen.
+        self._starts: dict[str, tuple[str, float]] = {}
         self._newest = 0
         self._steps: dict[int, _Step] = {}  # by number, those under way
         # Step and stage -> when the first of its calls that are under way began, and how many are.
         self._calls: dict[tuple[int, str], tuple[float, int]] = {}
         self._nbytes: int | None = None  # of the version that is loaded
-        self._work = Work()
+        self._work, self._looked = Work(), clock()
+        self._shard_ended = self._looked  # the last one that was sampled
         self._drawn: deque[tuple[float, int]] = deque()  # when, tokens of all workers
         self._ends: deque[float] = deque(maxlen=STEPS + 1)  # of the last steps
 
     def listen(self, listeners: Listeners) -> None:
         """Hear what a run, or who evaluates its versions later, says."""
-        listeners.on(WorkersAsked, lambda event: self.doing(self.starting({})))
+        listeners.on(WorkersAsked, lambda event: self.start_seen({}))
         listeners.on(EngineStarted, self.engine_started)
-        listeners.on(EnginesReady, lambda event: self.doing(""))
+        listeners.on(EnginesReady, self.engines_ready)
         listeners.on(RunBegan, self.run_began)
         listeners.on(UpdateReplayed, self.update_replayed)
         listeners.on(StepBegan, self.step_began)
@@ -109,20 +112,37 @@ class ProgressTracker:
     def doing(self, text: str) -> None:
         """What goes on where no phase of a step does."""
         with self._lock:
-            if text.partition(":")[0] != self._doing.partition(":")[0]:
-                self._since = self._clock()
-            self._doing = text
+            if text != self._doing:
+                self._doing, self._since = text, self._clock()
 
     def engine_started(self, event: EngineStarted) -> None:
         """One less is waited for."""
         self._waiting = event.waiting
 
-    def starting(self, phases: Mapping[str, str]) -> str:
-        """What workers and engines that start are at; phases: by worker, what its engine reports."""
-        if phases:
-            return "Starting engines: " + "; ".join(
-                f"{worker}: {BYTES.sub(_size, phase)}" for worker, phase in sorted(phases.items())
-            )
+    def engines_ready(self, event: EnginesReady) -> None:
+        """None starts any more."""
+        self.doing("")
+        with self._lock:
+            self._starts = {}
+
+    def start_seen(self, phases: Mapping[str, str]) -> str:
+        """A look at workers and engines that start: in words what they are at.
+
+        phases: by worker, what its engine reports.
+        """
+        text = self._start()
+        starts = {worker: BYTES.sub(_size, phase) for worker, phase in sorted(phases.items())}
+        self.doing("Starting engines" if starts else text)
+        with self._lock:
+            now = self._clock()
+            self._starts = {
+                worker: (phase, self._starts.get(worker, ("", now))[1])
+                for worker, phase in starts.items()
+            }
+        lines = [f"{worker}: {phase}" for worker, phase in starts.items()]
+        return f"Starting engines: {'; '.join(lines)}" if lines else text
+
+    def _start(self) -> str:
         if self._waiting is None:
             return "Starting workers and engines"
         if not self._waiting:
@@ -145,7 +165,7 @@ class ProgressTracker:
             if not self._ends:
                 self._ends.append(now)
             self._newest, self._doing = event.step, ""
-            before = dict(self._work.tokens)
+            before = self._work.tokens if self._looked >= self._shard_ended else None
             self._steps[event.step] = _Step(began=now, shards=event.shards, before=before)
 
     def round_began(self, event: RoundBegan) -> None:
@@ -160,6 +180,7 @@ class ProgressTracker:
             if event.step in self._steps:
                 self._steps[event.step].sampled += 1
                 self._steps[event.step].tokens += event.tokens
+                self._shard_ended = self._clock()
 
     def shards_scored(self, event: ShardsScored) -> None:
         """Some more."""
@@ -205,7 +226,9 @@ class ProgressTracker:
         """A look at the engines."""
         with self._lock:
             now = self._clock()
-            self._work = work
+            self._work, self._looked = work, now
+            for step in self._steps.values():
+                step.before = work.tokens if step.before is None else step.before
             self._drawn.append((now, sum(work.tokens.values())))
             while now - self._drawn[0][0] > RATE_WINDOW:
                 self._drawn.popleft()
@@ -217,6 +240,10 @@ class ProgressTracker:
             current = min(self._steps, default=self._newest)
             phases = [*self._sampling_and_scoring(now), *self._stages(now)]
             phases.sort(key=lambda phase: -phase.seconds)
+            phases += [
+                Phase(name=worker, note=phase, seconds=now - since)
+                for worker, (phase, since) in self._starts.items()
+            ]
             doing = None
             if self._doing:
                 doing = Phase(name=self._doing, seconds=now - self._since)
@@ -260,11 +287,9 @@ class ProgressTracker:
 
     def _tokens(self, step: _Step, seconds: float) -> str:
         """Drawn for a step so far, and by the second."""
-        new = 0
-        for worker, count in self._work.tokens.items():
-            before = step.before.get(worker, 0)
-            new += count - before if count >= before else count  # less: the engine is a new one
-        tokens = max(step.tokens, new)
+        tokens = step.tokens
+        if sum(one.sampled < one.shards for one in self._steps.values()) == 1:
+            tokens = max(tokens, self._drawn_since(step.before))
         rate = tokens / max(seconds, 1.0)
         if len(self._drawn) > 1:
             (then, first), (last, count) = self._drawn[0], self._drawn[-1]
@@ -272,12 +297,21 @@ class ProgressTracker:
                 rate = (count - first) / (last - then)
         return f"{tokens:,} tokens, {rate:,.0f}/s" if tokens else ""
 
+    def _drawn_since(self, before: Mapping[str, int] | None) -> int:
+        if before is None:
+            return 0
+        new = 0
+        for worker, count in self._work.tokens.items():
+            then = before.get(worker, 0)
+            new += count - then if count >= then else count  # less: the engine is a new one
+        return new
+
     def _stages(self, now: float) -> list[Phase]:
         found = []
         for (number, stage), (since, _) in self._calls.items():
             if stage not in STAGES:
                 continue
-            done, total = self._counted(stage)
+            done, total = self._counted(stage) if self._looked >= since else (None, None)
             size = self._nbytes if stage == "weight_sync" else None
             found.append(
                 Phase(

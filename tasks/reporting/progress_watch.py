@@ -24,7 +24,7 @@ from tasks.run.machinery import Work
 
 LOOK = 1.0  # seconds between looks that somebody sees
 STORE = 5.0  # seconds between words to the store
-CLOSE = 0.5  # seconds for which a look that is under way is waited for
+CLOSE = 1.0  # seconds for which the store is waited for
 PLAIN = 15.0  # seconds between lines that stay while engines start, where nothing else is seen
 
 
@@ -46,7 +46,8 @@ class ProgressWatch:
         self._starts: Callable[[], Mapping[str, str]] = dict
         self._at_work: Callable[[], Work] | None = None
         self._live = contextlib.ExitStack()
-        self._thread: threading.Thread | None = None
+        self._writing = threading.Lock()
+        self._begun = False
 
     def listen(self, listeners: Listeners) -> None:
         """Hear when a run begins and ends."""
@@ -60,9 +61,9 @@ class ProgressWatch:
         self._starts = event.starts
         self._ready.clear()
         self._live.enter_context(self._terminal.live(lambda: screen(self._tracker.progress())))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
-            self._thread.start()
+        if not self._begun:
+            self._begun = True
+            threading.Thread(target=self._watch, name="progress", daemon=True).start()
 
     def run_began(self, event: RunBegan) -> None:
         """From here on engines may be at work."""
@@ -72,9 +73,9 @@ class ProgressWatch:
         """Nothing more is said."""
         self._over.set()
         self._live.close()
-        if self._thread is not None:
-            self._thread.join(CLOSE)  # while the lease is held
-            self._thread = None
+        leaving = threading.Thread(target=self._leave, name="progress-end", daemon=True)
+        leaving.start()
+        leaving.join(CLOSE)  # while the lease is held
 
     def _watch(self) -> None:
         began = said = told = self._clock()
@@ -85,10 +86,10 @@ class ProgressWatch:
             if not self._ready.is_set():
                 plain = not self._terminal.is_live and now - said >= PLAIN
                 if plain or due or self._terminal.is_live:
-                    text = self._tracker.starting(self._starts())
+                    starts = self._starts()
                     if self._ready.is_set() or self._over.is_set():
                         continue
-                    self._tracker.doing(text)
+                    text = self._tracker.start_seen(starts)
                     if plain:
                         self._terminal.say(f"{text}, for {now - began:.0f} s")
                         said = now
@@ -97,10 +98,13 @@ class ProgressWatch:
             if due:
                 told = now
                 self._tell()
-        with contextlib.suppress(StoreError):
-            remove_progress(self._files)
 
     def _tell(self) -> None:
         """A store that is away is no matter: who watches sees that nothing is said."""
-        with contextlib.suppress(StoreError):
-            write_progress(self._files, self._tracker.progress())
+        with self._writing, contextlib.suppress(StoreError):
+            if not self._over.is_set():
+                write_progress(self._files, self._tracker.progress())
+
+    def _leave(self) -> None:
+        with self._writing, contextlib.suppress(StoreError):
+            remove_progress(self._files)

@@ -11,7 +11,7 @@ from configs.terminal_text import terminal_text
 from storage.runs.progress import Phase, Progress
 
 MOST = 8  # phases that are shown
-NAME, BAR, TIME = 15, 12, 10  # characters of columns
+NAME, BAR, TIME = 17, 12, 10  # characters of columns
 
 
 def screen(progress: Progress) -> RenderableType:

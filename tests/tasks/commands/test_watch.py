@@ -15,7 +15,6 @@ from configs.recipe import load_recipe
 from configs.storage import StoreConfig
 from storage.objects.errors import StoreUnavailable
 from storage.objects.store import Store
-from storage.runs.commit_log import head
 from storage.runs.live import End, RolledBack, write_end
 from storage.runs.progress import Phase, Progress, write_progress
 from storage.runs.run_lease import RunLease
@@ -89,10 +88,16 @@ def test_a_run_that_works_is_shown_until_it_is_finished(run: RunStore) -> None:
 def test_steps_that_are_committed_meanwhile_have_their_lines(
     run: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heads = [2, 2, 4]
-    monkeypatch.setattr(module, "head", lambda files: heads.pop(0) if heads else head(files))
+    monkeypatch.setattr(module, "head", lambda files: 2)
+    late = run.store.read(run.commit_key(4))
+    run.store.delete([run.commit_key(4)])
     lease = RunLease.acquire(run, "flow")
-    watched = Watched(run, lease.release, steps=0)
+
+    def commit() -> None:
+        assert watched.watch._step == 3
+        run.store.write(run.commit_key(4), late)
+
+    watched = Watched(run, commit, lease.release, steps=0)
     assert watched.watch.until_the_end()["step"] == 4
     steps = [line.partition("  ")[0] for line in watched.lines if line.startswith("step ")]
     assert [step for step in steps if "·" not in step] == ["step 3/9", "step 4/9"]

@@ -12,6 +12,8 @@ from tasks.run.attempts import Attempt
 from tasks.run.events import (
     AttemptBegan,
     AttemptEnded,
+    EnginesReady,
+    EngineStarted,
     Event,
     Listeners,
     ShardSampled,
@@ -19,6 +21,7 @@ from tasks.run.events import (
     StepBegan,
     StepCommitted,
     WeightsPublished,
+    WorkersAsked,
 )
 from tasks.run.machinery import Work
 
@@ -156,3 +159,59 @@ def test_the_time_left_goes_by_the_last_steps_and_not_the_first() -> None:
     assert run.progress.seconds_left == 7 * 15.0 - 5.0
     run.now += 1000.0
     assert run.progress.seconds_left == 0.0
+
+
+def test_each_engine_that_starts_has_a_phase_until_all_are_ready() -> None:
+    run = Run()
+    run.tell(WorkersAsked(starts=dict))
+    run.now += 5.0
+    doing = run.progress.doing
+    assert doing is not None
+    assert (doing.name, doing.seconds) == ("Starting workers and engines", 5.0)
+    assert run.tracker.start_seen({"train-0": "building", "rollout-0": "vLLM: 3523536 bytes"}) == (
+        "Starting engines: rollout-0: vLLM: 3.4 MiB; train-0: building"
+    )
+    run.now += 2.0
+    run.tracker.start_seen({"train-0": "meeting the other ranks"})
+    assert run.phases == {
+        "train-0": Phase(name="train-0", note="meeting the other ranks", seconds=2.0)
+    }
+    run.tell(EngineStarted(waiting=("rollout",)))
+    assert run.tracker.start_seen({}) == "Starting engines: rollout"
+    run.tell(EngineStarted(waiting=()))
+    assert run.tracker.start_seen({}).startswith("Loading the first weights")
+    run.tell(EnginesReady(last=None, snapshot=False))
+    assert run.progress.doing is None
+
+
+def test_what_was_seen_of_the_step_before_is_not_taken_for_this_one() -> None:
+    run = Run()
+    run.tracker.seen(Work(tokens={"rollout-0": 100}))
+    run.tell(StepBegan(step=1, shards=1))
+    run.tell(AttemptBegan(attempt=attempt("update")))
+    run.now += 1.0
+    calls = [running("actor", "update", "micro-batch 8 of 8")]
+    run.tracker.seen(Work(tokens={"rollout-0": 300}, calls=calls))
+    assert run.phases["update"].total == 8
+    run.now += 1.0
+    run.tell(ShardSampled(step=1, tokens=900), AttemptEnded(attempt=attempt("update")))
+    run.tell(committed(1), StepBegan(step=2, shards=2))
+    run.now += 1.0
+    run.tell(AttemptBegan(attempt=attempt("update", 2)))
+    assert run.phases["sampling"].note == ""
+    assert run.phases["update"].total is None
+    run.tracker.seen(Work(tokens={"rollout-0": 1000}, calls=calls))
+    assert run.phases["update"].total == 8
+    assert run.phases["sampling"].note == ""
+    run.now += 1.0
+    run.tracker.seen(Work(tokens={"rollout-0": 1040}))
+    assert run.phases["sampling"].note.startswith("40 tokens, ")
+
+
+def test_of_steps_that_sample_at_once_each_has_the_tokens_of_its_own_shards() -> None:
+    run = Run()
+    run.tell(StepBegan(step=1, shards=2), StepBegan(step=2, shards=2))
+    run.tracker.seen(Work(tokens={"rollout-0": 5000}))
+    run.tell(ShardSampled(step=1, tokens=40))
+    assert run.phases["sampling"].note.startswith("40 tokens, ")
+    assert run.phases["sampling, step 2"].note == ""

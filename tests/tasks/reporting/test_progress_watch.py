@@ -131,8 +131,10 @@ def test_the_store_is_told_what_the_engines_do_until_the_run_leaves(tmp_path: Pa
     phase = "micro-batch 3 of 8"
     update = RunningCall(role="actor", method="update", token="", call="", age=1.0, phase=phase)
     listeners.tell(WorkersAsked(starts=lambda: {"train-0": "building the model"}))
-    starting = seen(files, lambda one: one.doing is not None and "train-0" in one.doing.name)
+    starting = seen(files, lambda one: bool(one.phases))
     assert (starting.epoch, starting.step) == (4, 0)
+    assert starting.doing is not None and starting.doing.name == "Starting engines"
+    assert [(one.name, one.note) for one in starting.phases] == [("train-0", "building the model")]
     listeners.tell(began(lambda: Work(calls=[update])))
     listeners.tell(EnginesReady(last=None, snapshot=False))
     listeners.tell(StepBegan(step=1, shards=2))
@@ -162,3 +164,28 @@ def test_a_store_that_is_away_ends_nothing(tmp_path: Path, monkeypatch: pytest.M
     listeners.tell(WorkersAsked(starts=dict))
     seen(files, lambda one: True)
     listeners.tell(RunClosing())
+
+
+def test_a_look_that_hangs_holds_up_no_end_and_writes_nothing_after_it(tmp_path: Path) -> None:
+    listeners, _, files = listening(tmp_path, to_nobody())
+    inside, over = threading.Event(), threading.Event()
+
+    def at_work() -> Work:
+        inside.set()
+        over.wait(30)
+        return Work()
+
+    listeners.tell(WorkersAsked(starts=dict))
+    seen(files, lambda one: True)
+    listeners.tell(began(at_work))
+    listeners.tell(EnginesReady(last=None, snapshot=False))
+    assert inside.wait(10)
+    before = time.monotonic()
+    listeners.tell(RunClosing())
+    assert time.monotonic() - before < 10
+    assert read_progress(files) is None
+    over.set()
+    for thread in threading.enumerate():
+        if thread.name == "progress":
+            thread.join(10)
+    assert read_progress(files) is None
