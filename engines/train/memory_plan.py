@@ -9,6 +9,7 @@ of its sequences in attention, R response tokens; c the bytes of a number in pro
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from configs.lora import LoraConfig
@@ -25,6 +26,8 @@ FLOAT = 4  # bytes
 SHORT = 256  # tokens; as in engines/train/model/attention.py, likewise
 CACHED_LOGITS = 2**22  # as in engines/train/logprobs.py, which imports torch
 PIECE = 2**25  # elements of a parameter that AdamW takes at a time (adamw.py)
+BLOCK, SHORTEST = 256, 32  # of a row's moments in eight bits: numbers in a block, most and fewest
+FEWEST = 4096  # elements of a parameter whose moments may be so
 SLOTS = 3  # pieces on the device where its state is on the host: one comes, one is used, one goes
 
 
@@ -67,6 +70,17 @@ class MemoryPlan:
     def resident(self) -> int:
         """Most that the process of a rank on a CPU holds beyond what it began with."""
         return self.peak + self.holes + LIBRARIES
+
+
+def block_of(shape: Sequence[int]) -> int:
+    """How many moments of a parameter in eight bits share a largest; 0: its moments are float32.
+
+    A power of two that divides its rows, of which a matrix has one for each index of its first
+    dimension.
+    """
+    block = math.gcd(math.prod(shape[1:]), BLOCK)
+    large = len(shape) > 1 and math.prod(shape) >= FEWEST
+    return block if large and block >= SHORTEST else 0
 
 
 def largest_batch(

@@ -191,7 +191,8 @@ class ShardedModel(TrainEngine):
         meeting = self._joined()
         optimizer = self._trained()
         self.version = None
-        facts = load_snapshot(self._files_of(run), step, self._state(), meeting.group)
+        state = self._state(to_set=True)
+        facts = load_snapshot(self._files_of(run), step, state, meeting.group)
         self._masters.round()
         optimizer.resume(facts["steps"], facts["applied"])
         self.version = step if version is None else version
@@ -201,7 +202,7 @@ class ShardedModel(TrainEngine):
         model = self._loaded()
         self.version = None
         if weights != self._spec.base:
-            held = base_weights(model.model, self._masters)
+            held = base_weights(model.model, self._masters, to_set=True)
             names = model.names_in(self._checkpoint)
             fill(held, self._store, weights, meeting.group, names)
             self._masters.round()
@@ -244,12 +245,13 @@ class ShardedModel(TrainEngine):
     def _files_of(self, run: str | None) -> RunStore:
         return self._files if run is None else replace(self._files, run=run)
 
-    def _state(self) -> dict[str, Tensor]:
+    def _state(self, to_set: bool = False) -> dict[str, Tensor]:
         optimizer = self._trained()
-        held = {name: self._masters.of(one) for name, one in optimizer.parameters.items()}
+        of = self._masters.to_set if to_set else self._masters.of
+        held = {name: of(one) for name, one in optimizer.parameters.items()}
         if self._spec.version_names == "files":  # of older runs no step has changed them
             biases = self._loaded().router_biases()
-            held |= {f"model.{name}": self._masters.of(one) for name, one in biases.items()}
+            held |= {f"model.{name}": of(one) for name, one in biases.items()}
         weights = {f"model.{name}": value.detach() for name, value in held.items()}
         return {**weights, **optimizer.moments()}
 
