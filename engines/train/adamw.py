@@ -56,27 +56,27 @@ def make_adamw(
     for group in made.param_groups:
         for parameter in group["params"]:
             device = "cpu" if config.optimizer_device == "host" else parameter.device
-            moments = _zeros(parameter, config, device)
-            if parameter.device.type == "cuda" and config.optimizer_device == "host":
-                away += moments.values()
+            pinned = config.optimizer_device == "host" and parameter.device.type == "cuda"
+            moments = _moments(parameter, config, device, pinned)
+            away += moments.values() if pinned else []
             steps = torch.zeros((), dtype=torch.float32, device=parameter.device)
             made.state[parameter] = {"step": steps, **moments}
     pin(away)
     return made
 
 
-def _zeros(
-    parameter: nn.Parameter, config: TrainConfig, device: torch.device | str
+def _moments(
+    parameter: nn.Parameter, config: TrainConfig, device: torch.device | str, pinned: bool
 ) -> dict[str, Tensor]:
-    """The moments of a (sharded) parameter by the names of its state."""
+    """The moments of a (sharded) parameter by the names of its state, zeros unless `pin` follows."""
+    fresh = torch.empty_like if pinned else torch.zeros_like
     dtype, block = torch.float32, 0
     if config.optimizer_dtype == "bfloat16":
         dtype = torch.bfloat16
     elif config.optimizer_dtype == "8bit" and (block := block_of(parameter.shape)):
         dtype = torch.uint8
     moments = {
-        name: torch.zeros_like(parameter, device=device, dtype=dtype, requires_grad=False)
-        for name in MOMENTS
+        name: fresh(parameter, device=device, dtype=dtype, requires_grad=False) for name in MOMENTS
     }
     for name in MOMENTS if block else ():
         blocks = parameter[0].numel() // block
