@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,13 +23,13 @@ from engines.models.tokens import tokens_of_student
 from engines.start_progress import report
 from engines.train.batching.mfu import cost_model
 from engines.train.building import build, materialize, whole_on
-from engines.train.checkpoint import load_snapshot, save_snapshot
+from engines.train.checkpoint import Computed, load_snapshot, save_snapshot
 from engines.train.contract import TrainEngine
 from engines.train.memory import PUT_AWAY, held_by_rank, on_device, setting_for_less
 from engines.train.model.fsdp import fill
 from engines.train.model.loading import open_checkpoint
 from engines.train.model.lora import base_weights, reset
-from engines.train.model.master_weights import MasterWeights
+from engines.train.model.master_weights import MasterWeights, Remainder
 from engines.train.model.rendezvous import Meeting, meet
 from engines.train.model.sequence_parallel import SequenceGroup, sequence_group
 from engines.train.optimizer import Optimizer
@@ -191,8 +192,7 @@ class ShardedModel(TrainEngine):
         meeting = self._joined()
         optimizer = self._trained()
         self.version = None
-        state = self._state(to_set=True)
-        facts = load_snapshot(self._files_of(run), step, state, meeting.group)
+        facts = load_snapshot(self._files_of(run), step, self._state(), meeting.group)
         self._masters.round()
         optimizer.resume(facts["steps"], facts["applied"])
         self.version = step if version is None else version
@@ -245,15 +245,25 @@ class ShardedModel(TrainEngine):
     def _files_of(self, run: str | None) -> RunStore:
         return self._files if run is None else replace(self._files, run=run)
 
-    def _state(self, to_set: bool = False) -> dict[str, Tensor]:
-        optimizer = self._trained()
-        of = self._masters.to_set if to_set else self._masters.of
-        held = {name: of(one) for name, one in optimizer.parameters.items()}
+    def _state(self) -> dict[str, Tensor | Computed]:
+        optimizer, masters = self._trained(), self._masters
+        held: dict[str, Tensor] = {}
+        computed: dict[str, Computed] = {}
+        for name, one in optimizer.parameters.items():
+            if isinstance(masters.beside(one), Remainder):
+                computed[f"model.{name}"] = Computed(
+                    like=one.detach(),
+                    values=partial(masters.of, one),
+                    place=partial(masters.to_set, one),
+                    take=masters.take,
+                )
+            else:
+                held[name] = masters.of(one)
         if self._spec.version_names == "files":  # of older runs no step has changed them
             biases = self._loaded().router_biases()
-            held |= {f"model.{name}": of(one) for name, one in biases.items()}
+            held |= {f"model.{name}": masters.of(one) for name, one in biases.items()}
         weights = {f"model.{name}": value.detach() for name, value in held.items()}
-        return {**weights, **optimizer.moments()}
+        return {**weights, **computed, **optimizer.moments()}
 
     def _versions(self) -> Versions:
         assert self._published is not None

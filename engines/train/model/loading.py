@@ -104,6 +104,7 @@ def load(
         for other in others:
             if other != first and not part_equals(other, begin, own):
                 raise ValueError(_not_tied(checkpoint.directory, first.name, other.name))
+        masters.take()
 
 
 def _from_rank_0(
@@ -122,6 +123,7 @@ def _from_rank_0(
             if first is not None and other is not None and not torch.equal(first, other):
                 raise ValueError(_not_tied(directory, names[0], name))
         spread(masters.to_set(target), first, 0, group)
+        masters.take()
 
 
 def _not_tied(directory: Path, first: str, second: str) -> str:

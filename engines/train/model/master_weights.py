@@ -103,6 +103,11 @@ class MasterWeights:
         """Set the device's weights by the masters, once these have been filled."""
         for parameter, master in self._of.items():
             own_part(parameter)[0].copy_(own_part(master)[0])
+        self.take()
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """`round` of what has a remainder, which is to be called again for what is set later."""
         while self._to_round:
             parameter, master = self._to_round.popitem()
             own, remainder = own_part(parameter)[0].view(-1), self._remainders[parameter]

@@ -67,6 +67,7 @@ def trained(folder: Path, rank: int, world: int, port: int, away: bool, **train:
     [
         {},
         {"optimizer_dtype": "bfloat16"},
+        {"optimizer_dtype": "8bit"},
         {"compute_dtype": "bfloat16", "weights_dtype": "bfloat16"},
     ],
 )
