@@ -60,6 +60,25 @@ def test_each_value_gets_its_nearest_code(signed: bool) -> None:
 
 
 @pytest.mark.parametrize("signed", [True, False])
+def test_a_code_ends_where_a_search_says(signed: bool) -> None:
+    """At every end, at its neighbours, and at both ends of each upper half of bits."""
+    known = code(signed, CPU)
+    ends = (known[1:] + known[:-1]) / 2
+    halves = torch.arange(0x3F80) << 16
+    edges = torch.cat([halves, halves | 0xFFFF]).to(torch.int32).view(torch.float32)
+    up, down = (torch.nextafter(ends, torch.tensor(side)) for side in (9.0, -9.0))
+    shares = torch.cat([ends, up, down, edges, torch.tensor([1.0])])
+    shares = torch.cat([shares, -shares[:-1]]) if signed else shares
+    shares = torch.cat([shares, torch.ones(-len(shares) % 64)])
+    # One block, so that each is a share of 1.
+    codes, _ = coded(shares, 1, signed)
+    wanted = torch.searchsorted(ends, shares).to(torch.uint8)
+    if not signed:
+        wanted.clamp_(min=(shares > 0).to(torch.uint8))
+    assert torch.equal(codes, wanted)
+
+
+@pytest.mark.parametrize("signed", [True, False])
 def test_the_error_is_within_the_codes_width(signed: bool) -> None:
     """Half a part of a value's decade, relative to the block's largest."""
     values = drawn(signed)
