@@ -27,8 +27,8 @@ from torch.optim.adamw import adamw
 
 from configs.train import TrainConfig
 from engines.train.block_codes import decode, encode
-from engines.train.memory_plan import SLOTS, block_of
-from engines.train.model.master_weights import MasterWeights, Remainder, joined, parts_of, split
+from engines.train.model.master_weights import MasterWeights, Remainder, joined, split
+from engines.train.optimizer_pieces import SLOTS, block_of, parts_of
 from engines.workers.pinned_memory import pin
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

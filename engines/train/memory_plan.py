@@ -9,7 +9,6 @@ of its sequences in attention, R response tokens; c the bytes of a number in pro
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from configs.lora import LoraConfig
@@ -18,6 +17,7 @@ from engines.models.facts import ModelShape
 from engines.models.traced_shape import Kept, Shape, TracedShape
 from engines.models.vla.shapes import TowerShape
 from engines.train.batching.packing import WHOLE
+from engines.train.optimizer_pieces import CODED, FEWEST, JOINED, PIECE, SLOTS, block_of
 from engines.train.resident_memory import LIBRARIES, PRIMITIVES, buffer_bytes, most_resident
 
 FUSED = 4  # as engines/train/logprobs.py has it
@@ -25,13 +25,6 @@ RESULTS = 2  # copies of attention's result that its kernel on a GPU keeps (seen
 FLOAT = 4  # bytes
 SHORT = 256  # tokens; as in engines/train/model/attention.py, likewise
 CACHED_LOGITS = 2**22  # as in engines/train/logprobs.py, which imports torch
-PIECE = 2**25  # elements of a parameter that AdamW takes at a time (adamw.py)
-BLOCK, SHORTEST = 256, 32  # of a row's moments in eight bits: numbers in a block, most and fewest
-FEWEST = 4096  # elements of a parameter whose moments may be so
-# Bytes of an element of a piece while its moments are taken from eight bits and put back, with its
-# master taken from a remainder; and for the latter alone.
-CODED, JOINED = 26, 13
-SLOTS = 3  # pieces on the device where its state is on the host: one comes, one is used, one goes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,17 +66,6 @@ class MemoryPlan:
     def resident(self) -> int:
         """Most that the process of a rank on a CPU holds beyond what it began with."""
         return self.peak + self.holes + LIBRARIES
-
-
-def block_of(shape: Sequence[int]) -> int:
-    """How many moments of a parameter in eight bits share a largest; 0: its moments are float32.
-
-    A power of two that divides its rows, of which a matrix has one for each index of its first
-    dimension.
-    """
-    block = math.gcd(math.prod(shape[1:]), BLOCK)
-    large = len(shape) > 1 and math.prod(shape) >= FEWEST
-    return block if large and block >= SHORTEST else 0
 
 
 def moment_bytes(shape: Shape, train: TrainConfig, trained: int, adapter: bool) -> int:

@@ -9,7 +9,7 @@ In place of a master there may be a remainder, the sixteen bits that it has besi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from engines.train.memory_plan import PIECE
 from engines.train.model.fsdp import own_part
+from engines.train.optimizer_pieces import parts_of
 from engines.workers.pinned_memory import pin
 
 TIE = 1 << 15  # between two neighbours in bfloat16, in units of float32's last bit
@@ -115,12 +115,6 @@ class MasterWeights:
             for start, stop in parts_of(len(own)):
                 piece = values[start:stop].to(own.device)
                 remainder.ties[start] = split(piece, own[start:stop], bits[start:stop])
-
-
-def parts_of(length: int) -> Iterator[tuple[int, int]]:
-    """Where the pieces begin and end that a step takes of a parameter's elements; one at least."""
-    for start in range(0, max(length, 1), PIECE):
-        yield start, min(start + PIECE, length)
 
 
 @torch.no_grad()

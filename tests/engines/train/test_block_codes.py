@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engines.train.block_codes import code, decode, encode
-from engines.train.memory_plan import block_of
+from engines.train.optimizer_pieces import block_of
 
 CPU = torch.device("cpu")
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.train import TrainConfig
+from engines.train import optimizer_pieces
 from engines.train.model import master_weights
 from engines.train.model.master_weights import MasterWeights, joined, split
 from engines.train.optimizer import Optimizer
@@ -88,7 +89,7 @@ def test_masters_and_weights_are_those_of_float32_after_every_step(
     piece: int, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With decay and a bound on the gradient; ties are planted, as they are rare."""
-    monkeypatch.setattr(master_weights, "PIECE", piece)
+    monkeypatch.setattr(optimizer_pieces, "PIECE", piece)
     models = [Model(torch.bfloat16) for _ in range(2)]
     made = [
         optimizer(model, remainders, optimizer_dtype=dtype)
