@@ -97,6 +97,15 @@ def test_it_is_what_is_proposed_for_weights_that_a_device_cannot_hold() -> None:
         assert "workers" in given
 
 
+def test_remainders_are_proposed_for_masters_that_do_not_fit() -> None:
+    held, train = {"master weights": 4, "weights": 2}, TrainConfig()
+    said = "Set train.weights_dtype = bfloat16 and train.master_weights = remainder"
+    for memory in ("device", "host"):
+        assert said in setting_for_less(train, memory, held)
+    halves = train.model_copy(update={"master_weights": "remainder"})
+    assert "master_weights" not in setting_for_less(halves, "device", held)
+
+
 @pytest.mark.parametrize(
     ("given", "remedy"),
     [
