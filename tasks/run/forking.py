@@ -46,7 +46,7 @@ def origin_of_fork(config: GRPOConfig, fork: str, flow: str) -> Origin:
             f"{origin} was trained from another model, whose weights and optimizer state do not fit "
             "the one given. A fork keeps its parent's model; start a new run to change it."
         )
-    check_same_adapter(config, before, str(origin))
+    check_state_fits(config, before, str(origin))
     if config.steps <= origin.at:
         raise ConfigError(
             f"steps = {config.steps}, and a fork of {origin} begins after step {origin.at}. "
@@ -72,8 +72,11 @@ def _check_no_answer_is_begun(parent: RunStore, origin: Origin) -> None:
         )
 
 
-def check_same_adapter(config: GRPOConfig, before: GRPOConfig, origin: str) -> None:
-    """ConfigError where a trainer's state is to be taken over by other adapters than its own."""
+def check_state_fits(config: GRPOConfig, before: GRPOConfig, origin: str) -> None:
+    """ConfigError where a trainer's state is to be taken over by what has another kind of it."""
+    anew = (
+        f"or begin with the weights alone: continue_from = {origin} with continue_state = weights."
+    )
     if config.lora != before.lora:
         was, is_ = (
             "null" if one is None else str(one.model_dump(mode="json"))
@@ -81,8 +84,13 @@ def check_same_adapter(config: GRPOConfig, before: GRPOConfig, origin: str) -> N
         )
         raise ConfigError(
             f"The trainer state of {origin} is of lora = {was}, and lora = {is_} does not fit it. "
-            "Set lora to the former, or begin with the weights alone: continue_from = "
-            f"{origin} with continue_state = weights."
+            f"Set lora to the former, {anew}"
+        )
+    formats = [one.train.optimizer_dtype for one in (before, config)]
+    if formats[0] != formats[1] and "8bit" in formats:
+        raise ConfigError(
+            f"The trainer state of {origin} is of train.optimizer_dtype = {formats[0]}, and "
+            f"train.optimizer_dtype = {formats[1]} has other moments. Set it to the former, {anew}"
         )
 
 
