@@ -25,6 +25,12 @@ OWN_ENGINE_ARGS = {
     "generation_config": None,
     "seed": "rollout.seed",
     "enable_sleep_mode": "cluster.share_devices",
+    "enable_lora": "lora.serving",
+    "max_lora_rank": "lora.rank",
+    "max_loras": None,
+    "fully_sharded_loras": None,
+    "lora_dtype": "rollout.dtype",
+    "lora_target_modules": "lora.target_modules",
 }
 
 

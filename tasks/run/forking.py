@@ -60,11 +60,11 @@ def origin_of_fork(config: GRPOConfig, fork: str, flow: str) -> Origin:
 
 def check_same_adapter(config: GRPOConfig, before: GRPOConfig, origin: str) -> None:
     """ConfigError where a trainer's state is to be taken over by other adapters than its own."""
-    if config.lora != before.lora:
-        was, is_ = (
-            "null" if one is None else str(one.model_dump(mode="json"))
-            for one in (before.lora, config.lora)
-        )
+    was, is_ = (
+        "null" if one is None else str(one.model_dump(mode="json", exclude={"serving"}))
+        for one in (before.lora, config.lora)
+    )
+    if was != is_:
         raise ConfigError(
             f"The trainer state of {origin} is of lora = {was}, and lora = {is_} does not fit it. "
             "Set lora to the former, or begin with the weights alone: continue_from = "

@@ -1,4 +1,4 @@
-"""Policy versions that are adapters, on both rollout engines: merged, attested, refused when damaged."""
+"""Policy versions that are adapters, on both rollout engines: merged or not, attested, refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ from storage.runs.weights_writing import publish
 from tests.contract.rollout.world import World
 
 # vLLM is started once for the other tests of the contract; here that would be once more.
-KINDS = ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])]
+BESIDE = pytest.param("vllm-adapter", marks=[pytest.mark.vllm, pytest.mark.slow])
+KINDS = [
+    "transformers",
+    pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow]),
+    BESIDE,
+]
 RUN = "adapters"
 RANK, ALPHA = 3, 6.0
 ADAPTED = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")

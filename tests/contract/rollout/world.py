@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from configs.imports import imported_class
+from configs.lora import LoraConfig
 from configs.model import RandomModel
 from configs.rollout import RolloutConfig
 from engines.models import checkpoints
@@ -65,17 +66,20 @@ class World:
         )
 
     def spec(self, kind: str) -> RolloutSpec:
+        """Of an engine of a kind; `vllm-adapter` is vLLM with adapters beside their base."""
+        engine, _, beside = kind.partition("-")
         return RolloutSpec(
             name=f"{kind}-0",
             model=MODEL,
             model_cache=str(self.cache),
             rollout=RolloutConfig(
-                engine=kind,
+                engine=engine,
                 dtype="float32",
                 kv_cache_gib=0.1,
                 seed=1,
-                engine_args={"max_num_batched_tokens": 2048} if kind == "vllm" else {},
+                engine_args={"max_num_batched_tokens": 2048} if engine == "vllm" else {},
             ),
+            lora=LoraConfig(rank=3, serving="adapter") if beside else None,
             store_uri=self.store.uri,
             max_model_len=MAX_MODEL_LEN,
         )
