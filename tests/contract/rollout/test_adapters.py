@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -16,7 +17,7 @@ from engines.rollout.engine import RolloutEngine
 from storage.objects.errors import ObjectDamaged
 from storage.runs.weights import Adapter, BaseVersion, WeightsRef, open_manifest
 from storage.runs.weights_writing import publish
-from tests.contract.rollout.world import World
+from tests.contract.rollout.world import LONG, World, begun
 
 # vLLM is started once for the other tests of the contract; here that would be once more.
 BESIDE = pytest.param("vllm-adapter", marks=[pytest.mark.vllm, pytest.mark.slow])
@@ -28,7 +29,7 @@ KINDS = [
 RUN = "adapters"
 RANK, ALPHA = 3, 6.0
 ADAPTED = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
-PROMPT, RESPONSE = [4, 9, 14, 19, 24], [30, 8, 77, 12, 5, 61]
+PROMPT, RESPONSE = (4, 9, 14, 19, 24), (30, 8, 77, 12, 5, 61)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +87,17 @@ def engine(request: pytest.FixtureRequest, built: Callable[[str], RolloutEngine]
 
 
 @torch.no_grad()
-def expected(policy: PreTrainedModel) -> list[float]:
-    logits = policy(torch.tensor([PROMPT + RESPONSE])).logits[0, len(PROMPT) - 1 : -1]
-    return logits.log_softmax(1).gather(1, torch.tensor(RESPONSE)[:, None])[:, 0].tolist()
+def expected(
+    policy: PreTrainedModel,
+    prompt: Sequence[int] = PROMPT,
+    response: Sequence[int] = RESPONSE,
+) -> list[float]:
+    logits = policy(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
 
 
 def scores(engine: RolloutEngine) -> list[float]:
-    (found,) = engine.score([PROMPT + RESPONSE], [len(PROMPT)])
+    (found,) = engine.score([[*PROMPT, *RESPONSE]], [len(PROMPT)])
     return found
 
 
@@ -123,6 +128,53 @@ def test_the_next_adapter_needs_only_what_it_changes(
     assert second.nbytes < first.nbytes
     engine.sync(world.weights[1])
     assert engine.sync(versions.weights[0]).tensors == first.tensors
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_beside_its_base_the_next_adapter_is_all_that_is_read(
+    built: Callable[[str], RolloutEngine], versions: Versions, world: World
+) -> None:
+    """Also after one was refused; the base is read again after another version of all weights."""
+    engine = built("vllm-adapter")
+    engine.sync(world.weights[1])
+    first, second = (engine.sync(ref) for ref in versions.weights)
+    changed = len(factors(world, 0))
+    assert first.tensors == len(world.policies[0].state_dict()) + changed
+    assert (second.tensors, second.nbytes) == (changed, versions.weights[1].nbytes)
+    engine.sync(world.weights[1])
+    assert engine.sync(versions.weights[0]).tensors == first.tensors
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_answers_in_progress_go_on_under_the_next_adapter(
+    built: Callable[[str], RolloutEngine],
+    versions: Versions,
+    world: World,
+    threads: ThreadPoolExecutor,
+) -> None:
+    """Each token's log-prob is that of the version which its span names."""
+    engine = built("vllm-adapter")
+    first, second = versions.weights
+    engine.sync(first)
+    shard = begun(engine, threads, world.request(world.prompts(), LONG))
+    engine.sync(second, mode="recompute")
+    result = shard.result(60)
+    for prompt, response, logprobs, spans in zip(
+        world.column(result, "prompt_ids"),
+        world.column(result, "response_ids"),
+        world.column(result, "rollout_logprobs"),
+        world.column(result, "weight_spans"),
+        strict=True,
+    ):
+        (old, _, change), (new, again, _) = spans[:3], spans[3:]
+        assert (old, new, change) == (1, 2, again)
+        for policy, part in zip(
+            versions.policies, (slice(change), slice(change, None)), strict=True
+        ):
+            wanted = expected(policy, prompt, response)[part]
+            assert logprobs[part] == pytest.approx(wanted, abs=1e-3)
 
 
 def test_a_damaged_factor_is_refused(
