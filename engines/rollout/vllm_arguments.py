@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.lora import NOT_ADAPTED, LoraConfig
+from configs.rollout import RolloutConfig
 from engines.models import checkpoints
 from engines.models.routed_experts import RoutedExperts, checked
 from engines.rollout.contract import RolloutSpec, Sampling
@@ -80,9 +81,29 @@ def engine_arguments(spec: RolloutSpec, directory: Path) -> AsyncEngineArgs:
         disable_log_stats=not spec.measured,
     )
     further: dict[str, Any] = dict(config.engine_args)
+    if proposed := speculation(config):
+        further["speculative_config"] = proposed
     if spec.lora is not None:
         further |= adapter_arguments(spec.lora, checkpoints.tensor_shapes(directory))
     return replace(found, **further) if further else found
+
+
+def speculation(config: RolloutConfig) -> dict[str, Any]:
+    """vLLM's settings for proposed tokens; empty: there are none.
+
+    The weights of a draft model come with its files, and those of the policy by a sync.
+    """
+    if (ngram := config.speculative) is not None:
+        return {
+            "method": ngram.kind,
+            "num_speculative_tokens": ngram.tokens,
+            "prompt_lookup_max": ngram.longest_match,
+            "prompt_lookup_min": ngram.shortest_match,
+        }
+    given = config.engine_args.get("speculative_config")
+    return (
+        {"draft_load_config": {"load_format": "auto"}, **given} if isinstance(given, dict) else {}
+    )
 
 
 def adapter_arguments(lora: LoraConfig, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:

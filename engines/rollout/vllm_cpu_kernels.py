@@ -7,6 +7,9 @@ engines/rollout/vllm_arguments.py asks for by name.
 
 Experts are packed for their kernel at the first load only (not reported): after a weight sync it
 would read plain numbers as packed ones. So each load makes the kernel, and packs, anew.
+
+Where tokens are proposed, temperatures, top_k and top_p of the requests are spread over their tokens
+by a kernel that writes into a copy, and what is drawn with is what the memory had (not reported).
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ def register() -> None:
         UnquantizedFusedMoEMethod,
     )
     from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
 
     if PROVIDER in ir.ops.rms_norm.impls:
         return
@@ -44,6 +48,8 @@ def register() -> None:
         process(method, layer)
 
     UnquantizedFusedMoEMethod.process_weights_after_loading = process_anew  # type: ignore[method-assign, assignment]
+
+    rejection_sampler.expand_batch_to_tokens = spread
 
     # vLLM compares the signatures, annotations included, with those of its own implementations.
     def plain(
@@ -64,6 +70,19 @@ def register() -> None:
     ir.ops.fused_add_rms_norm.register_impl(PROVIDER, supports_args=added, inplace=True)(
         _fused_add_rms_norm
     )
+
+
+def spread(
+    x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> Tensor:
+    """Each request's number as often as it has tokens, [num_tokens]: vLLM's expand_batch_to_tokens.
+
+    Args:
+        x: [requests]; where it is `replace_from`, `replace_to` is taken.
+        cu_num_tokens: [requests] sums of their tokens, each request's own included.
+    """
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    return torch.where(x == replace_from, replace_to, x).repeat_interleave(counts)
 
 
 def _suits(x: Tensor, weight: Tensor | None) -> bool:
