@@ -48,13 +48,15 @@ def load(
         name: each.float() * (adapter.scale if ".lora_B." in name else 1.0)
         for name, each in factors.items()
     }
+    dtype = manager.lora_config.lora_dtype
+    assert isinstance(dtype, torch.dtype), "vLLM has taken the model's"
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
     found = LoRAModel.from_lora_tensors(
         REQUEST.lora_int_id,
         scaled,
         config,
         device="cpu",
-        dtype=manager.lora_config.lora_dtype,
+        dtype=dtype,
         weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
     )
     wanted = {

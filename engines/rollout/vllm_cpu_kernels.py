@@ -9,7 +9,8 @@ Experts are packed for their kernel at the first load only (not reported): after
 would read plain numbers as packed ones. So each load makes the kernel, and packs, anew.
 
 Where tokens are proposed, temperatures, top_k and top_p of the requests are spread over their tokens
-by a kernel that writes into a copy, and what is drawn with is what the memory had (not reported).
+by a kernel that writes into a copy, so that tokens are drawn with what the memory had; and of no
+token top_k is not taken (not reported).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from configs.environment import cpu_multiplies_bfloat16
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.v1.sample.metadata import SamplingMetadata
 
 PROVIDER = "refrain_cpu"
 OPERATIONS = ("rms_norm", "fused_add_rms_norm")
@@ -49,7 +51,7 @@ def register() -> None:
 
     UnquantizedFusedMoEMethod.process_weights_after_loading = process_anew  # type: ignore[method-assign, assignment]
 
-    rejection_sampler.expand_batch_to_tokens = spread
+    rejection_sampler.apply_sampling_constraints = constrained
 
     # vLLM compares the signatures, annotations included, with those of its own implementations.
     def plain(
@@ -72,17 +74,31 @@ def register() -> None:
     )
 
 
-def spread(
-    x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+def constrained(
+    logits: Tensor, cu_num_draft_tokens: Tensor, sampling_metadata: SamplingMetadata
 ) -> Tensor:
-    """Each request's number as often as it has tokens, [num_tokens]: vLLM's expand_batch_to_tokens.
+    """Logits as each request wants them: vLLM's apply_sampling_constraints.
 
     Args:
-        x: [requests]; where it is `replace_from`, `replace_to` is taken.
-        cu_num_tokens: [requests] sums of their tokens, each request's own included.
+        logits: [tokens, V] of the proposed ones of all requests; changed in place.
+        cu_num_draft_tokens: [requests] where each request's tokens end.
+        sampling_metadata: Temperatures, top_k and top_p [requests].
     """
-    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
-    return torch.where(x == replace_from, replace_to, x).repeat_interleave(counts)
+    from vllm.v1.sample import rejection_sampler as vllm
+
+    sampling, ends = sampling_metadata, cu_num_draft_tokens
+    if sampling.all_greedy or not len(logits):
+        return logits
+    counts = ends.diff(prepend=ends.new_zeros(1))
+
+    def spread(given: Tensor | None) -> Tensor | None:
+        return None if given is None else given.repeat_interleave(counts)
+
+    temperatures = spread(sampling.temperature)
+    assert temperatures is not None, "not all are greedy"
+    greedy = temperatures == vllm.GREEDY_TEMPERATURE
+    logits.div_(temperatures.masked_fill(greedy, 1).unsqueeze(1))
+    return vllm.apply_top_k_top_p(logits, spread(sampling.top_k), spread(sampling.top_p))
 
 
 def _suits(x: Tensor, weight: Tensor | None) -> bool:

@@ -40,6 +40,7 @@ from storage.runs.weights import WeightsRef
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.output_processor import RequestState
 
@@ -322,10 +323,12 @@ class VllmEngine(RolloutEngine):
     async def _answer(
         self, prompt: TokensPrompt, params: SamplingParams, name: str
     ) -> RequestOutput:
-        lora = None
+        adapter: LoRARequest | None = None
         if self._spec.lora is not None:
-            from engines.rollout.vllm_adapters import REQUEST as lora
-        async for output in self._process.llm.generate(prompt, params, name, lora_request=lora):
+            from engines.rollout.vllm_adapters import REQUEST
+
+            adapter = REQUEST
+        async for output in self._process.llm.generate(prompt, params, name, lora_request=adapter):
             if output.finished:
                 return output
         raise AssertionError("vLLM ended a request without its last output")

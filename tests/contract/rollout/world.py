@@ -84,6 +84,7 @@ class World:
             ),
             lora=LoraConfig(rank=3, serving="adapter") if with_ == "adapter" else None,
             store_uri=self.store.uri,
+            measured=with_ == "ngram",
             max_model_len=MAX_MODEL_LEN,
         )
 
