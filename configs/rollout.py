@@ -41,7 +41,7 @@ class NgramSpeculation(Settings):
     al., 2023, arXiv:2211.17192).
     """
 
-    kind: Literal["ngram"] = "ngram"
+    kind: Literal["ngram"] = Field("ngram", description="Where proposals come from.")
     tokens: int = Field(4, ge=1, le=32, description="Tokens proposed at once.")
     longest_match: int = Field(
         4, ge=1, description="Last tokens that are looked for, at most; the longest match counts."

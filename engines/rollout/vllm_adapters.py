@@ -65,7 +65,7 @@ def load(
     try:
         manager.add_adapter(found)
         manager.activate_adapter(REQUEST.lora_int_id)
-        _check(manager, wanted)
+        check_held(manager, wanted)
     except Exception:
         worker.remove_all_adapters()
         _load_none(worker)
@@ -77,8 +77,12 @@ def _load_none(worker: LRUCacheWorkerLoRAManager) -> None:
     worker._adapter_manager.activate_adapter(REQUEST.lora_int_id)
 
 
-def _check(manager: LoRAModelManager, wanted: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-    """WeightMismatch unless vLLM's layers hold what is wanted, A and B by layer, and no more."""
+def check_held(manager: LoRAModelManager, wanted: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """WeightMismatch unless vLLM's layers hold what is wanted and no more, and have a place for all.
+
+    Args:
+        wanted: A [rank, in] and B [out, rank] by the layer's name, in the format and scale of vLLM's.
+    """
     slot = manager.lora_index_to_id.index(REQUEST.lora_int_id)
     left = set(wanted)
     for path, layer in manager.modules.items():

@@ -142,11 +142,9 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
 
     def _load(self, ref: WeightsRef, base_held: str) -> None:
         before = COUNTER.total().bytes_read
-        lora = self.vllm_config.lora_config
-        offered = LoadedWeights(
-            *(self.store, ref, self.cache, base_held, self._share),
-            apart_to_rank=0 if lora is None else lora.max_lora_rank,
-        )
+        offered = self._offered(ref, base_held)
+        if not offered.apart:  # layers are loaded whole
+            offered = self._offered(ref, "")
         if offered.apart and offered.base == base_held:
             for name, _ in offered:
                 raise AssertionError(f"{name} is of the base, which is loaded")
@@ -163,6 +161,13 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
             "bytes_read": COUNTER.total().bytes_read - before,
             "base": offered.base if offered.apart else "",
         }
+
+    def _offered(self, ref: WeightsRef, base_held: str) -> LoadedWeights:
+        lora = self.vllm_config.lora_config
+        return LoadedWeights(
+            *(self.store, ref, self.cache, base_held, self._share),
+            apart_to_rank=0 if lora is None else lora.max_lora_rank,
+        )
 
     def _load_whole(self, ref: WeightsRef, offered: LoadedWeights) -> None:
         wanted = {_unwrapped(name) for name, _ in self.model.named_parameters()}

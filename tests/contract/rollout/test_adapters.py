@@ -41,14 +41,14 @@ class Versions:
     policies: list[PreTrainedModel]
 
 
-def factors(world: World, seed: int) -> dict[str, torch.Tensor]:
+def factors(world: World, seed: int, rank: int = RANK) -> dict[str, torch.Tensor]:
     noise = torch.Generator().manual_seed(seed)
     found = {}
     for name, weight in world.policies[0].state_dict().items():
         if name.removesuffix(".weight").endswith(ADAPTED):
             a, b = factor_names(name)
-            found[a] = 0.3 * torch.randn(RANK, weight.shape[1], generator=noise)
-            found[b] = 0.3 * torch.randn(weight.shape[0], RANK, generator=noise)
+            found[a] = 0.3 * torch.randn(rank, weight.shape[1], generator=noise)
+            found[b] = 0.3 * torch.randn(weight.shape[0], rank, generator=noise)
     return found
 
 
@@ -59,8 +59,9 @@ def publish_adapter(
     base: WeightsRef,
     run: str = RUN,
     alpha: float = ALPHA,
+    rank: int = RANK,
 ) -> WeightsRef:
-    adapter = Adapter(rank=RANK, alpha=alpha)
+    adapter = Adapter(rank=rank, alpha=alpha)
     below = BaseVersion(key=base.key, digest=base.digest)
     return publish(world.store, run, version, tensors.items(), {}, base=below, adapter=adapter)
 
@@ -148,6 +149,23 @@ def test_beside_its_base_the_next_adapter_is_all_that_is_read(
 
 @pytest.mark.vllm
 @pytest.mark.slow
+def test_another_runs_adapter_of_a_higher_rank_is_merged(
+    built: Callable[[str], RolloutEngine], versions: Versions, world: World
+) -> None:
+    """An opponent's may be such; vLLM has room for those of the run's own."""
+    engine = built("vllm-adapter")
+    rank = 9
+    ref = publish_adapter(
+        world, 1, factors(world, 26, rank), versions.base, "wide", alpha=rank / 4, rank=rank
+    )
+    assert engine.sync(ref).digest == ref.digest
+    policy = checkpoints.load_for_training(world.directory)
+    policy.load_state_dict(dict(stream_whole(world.store, ref)), strict=False)
+    assert scores(engine) == pytest.approx(expected(policy), abs=1e-4)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
 def test_answers_in_progress_go_on_under_the_next_adapter(
     built: Callable[[str], RolloutEngine],
     versions: Versions,
@@ -180,7 +198,7 @@ def test_answers_in_progress_go_on_under_the_next_adapter(
 def test_a_damaged_factor_is_refused(
     engine: RolloutEngine, versions: Versions, world: World
 ) -> None:
-    run = f"damaged-{type(engine).__name__}"
+    run = f"damaged-{engine.status().name}"
     ref = publish_adapter(world, 7, factors(world, 23), versions.base, run)
     name, entry = next(iter(open_manifest(world.store, ref).tensors.items()))
     key = f"{ref.key}/{entry.file}"
