@@ -11,14 +11,18 @@ would read plain numbers as packed ones. So each load makes the kernel, and pack
 Where tokens are proposed, temperatures, top_k and top_p of the requests are spread over their tokens
 by a kernel that writes into a copy, so that tokens are drawn with what the memory had; and of no
 token top_k is not taken (not reported).
+
+An adapter is multiplied by as one: vLLM copies it for each token, which may each have another one.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from configs.environment import cpu_multiplies_bfloat16
 
@@ -34,6 +38,7 @@ _VECTOR = 32  # rows of a multiple of so many elements suit the kernels, whateve
 def register() -> None:
     """Make the kernels known to vLLM, before a model is built; again in a process changes nothing."""
     from vllm import ir
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
         UnquantizedFusedMoEMethod,
     )
@@ -52,6 +57,26 @@ def register() -> None:
     UnquantizedFusedMoEMethod.process_weights_after_loading = process_anew  # type: ignore[method-assign, assignment]
 
     rejection_sampler.apply_sampling_constraints = constrained
+
+    of_several = PunicaWrapperCPU.add_lora_linear
+
+    def add_lora_linear(
+        punica: PunicaWrapperCPU,
+        y: Tensor,
+        x: Tensor,
+        lora_a_stacked: tuple[Tensor, ...],
+        lora_b_stacked: tuple[Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        **named: Any,
+    ) -> None:
+        given = (y, x, lora_a_stacked, lora_b_stacked, scale, output_slices)
+        if len(lora_a_stacked[0]) > 1:
+            of_several(punica, *given, **named)
+        elif not punica.no_lora:
+            add_adapter(*given)
+
+    PunicaWrapperCPU.add_lora_linear = add_lora_linear  # type: ignore[method-assign, assignment]
 
     # vLLM compares the signatures, annotations included, with those of its own implementations.
     def plain(
@@ -99,6 +124,26 @@ def constrained(
     greedy = temperatures == vllm.GREEDY_TEMPERATURE
     logits.div_(temperatures.masked_fill(greedy, 1).unsqueeze(1))
     return vllm.apply_top_k_top_p(logits, spread(sampling.top_k), spread(sampling.top_p))
+
+
+def add_adapter(
+    y: Tensor,
+    x: Tensor,
+    lora_a_stacked: Sequence[Tensor],
+    lora_b_stacked: Sequence[Tensor],
+    scale: float,
+    output_slices: Sequence[int],
+) -> None:
+    """y += scale (x A^T) B^T, slice by slice of y's columns: vLLM's add_lora_linear of one adapter.
+
+    Args:
+        y: [..., out], changed in place. x: [..., in].
+        lora_a_stacked, lora_b_stacked: [1, 1, rank, in] and [1, 1, width, rank] of each slice.
+    """
+    rows, out = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+    tables = zip(lora_a_stacked, lora_b_stacked, strict=True)
+    for part, (a, b) in zip(out.split(list(output_slices), dim=1), tables, strict=True):
+        part.add_(linear(linear(rows, a[0, 0]), b[0, 0]), alpha=scale)
 
 
 def _suits(x: Tensor, weight: Tensor | None) -> bool:
