@@ -11,8 +11,10 @@ from torch import Tensor
 
 pytest.importorskip("vllm")
 
+from configs.lora import LoraConfig
 from engines.failures import WeightMismatch
 from engines.rollout.vllm_adapters import check_held
+from engines.rollout.vllm_arguments import adapter_arguments
 
 RANK, WIDTH, HEIGHTS = 2, 6, (4, 3)
 Q, K, OUT = "layers.0.q_proj", "layers.0.k_proj", "layers.0.o_proj"
@@ -99,3 +101,19 @@ def test_a_factor_without_a_place_is_seen() -> None:
     manager.packed_modules = {}
     with pytest.raises(WeightMismatch, match="qk_proj"):
         check(manager, wanted)
+
+
+@pytest.mark.parametrize(("rank", "room"), [(1, 1), (3, 8), (33, 64), (512, 512)])
+def test_vllm_has_room_for_one_adapter_of_the_runs_rank(rank: int, room: int) -> None:
+    shapes = {
+        "model.embed_tokens.weight": (101, 64),
+        "model.layers.0.self_attn.q_proj.weight": (64, 64),
+        "model.layers.0.self_attn.q_proj.bias": (64,),
+        "model.layers.0.mlp.down_proj.weight": (64, 128),
+        "lm_head.weight": (101, 64),
+    }
+    found = adapter_arguments(LoraConfig(rank=rank), shapes)
+    assert (found["max_lora_rank"], found["max_loras"]) == (room, 1)
+    assert found["lora_target_modules"] == ["down_proj", "q_proj"]
+    found = adapter_arguments(LoraConfig(target_modules=("v_proj",)), shapes)
+    assert found["lora_target_modules"] == ["v_proj"]
