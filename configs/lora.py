@@ -30,6 +30,13 @@ class LoraConfig(Settings):
         "decoder. Each expert has factors of its own.",
     )
 
+    serving: Literal["merged", "adapter"] = Field(
+        "merged",
+        description="How rollout engines use a version: merged into its base, which is read again "
+        "with each; or beside a base that stays loaded, so that a version costs its own megabytes "
+        "(vLLM).",
+    )
+
     @property
     def scale(self) -> float:
         """What the product of the two matrices is multiplied by."""

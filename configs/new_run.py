@@ -13,7 +13,6 @@ from configs.grpo import GRPOConfig
 from configs.rollout import RolloutConfig
 from configs.rules.logprobs import MASK, WHOLE, cut_by
 from configs.rules.rule import check_rules
-from configs.rules.sampling import SPECULATION
 
 _LARGEST = 2**63 - 1  # of a column of whole numbers
 
@@ -25,9 +24,7 @@ def check_new_run(config: GRPOConfig) -> None:
 
 def warnings_of(config: GRPOConfig) -> list[str]:
     """What a person should know of settings that are allowed, or with which a stored run goes on."""
-    speculation = SPECULATION.fault(config)
-    wrong = [] if speculation is None else [speculation]
-    return [*wrong, *_bias(config.rollout), *_early_end(config), *_idle(config)]
+    return [*_bias(config.rollout), *_early_end(config), *_idle(config)]
 
 
 def _bias(rollout: RolloutConfig) -> list[str]:

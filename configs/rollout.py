@@ -25,6 +25,12 @@ OWN_ENGINE_ARGS = {
     "generation_config": None,
     "seed": "rollout.seed",
     "enable_sleep_mode": "cluster.share_devices",
+    "enable_lora": "lora.serving",
+    "max_lora_rank": "lora.rank",
+    "max_loras": None,
+    "fully_sharded_loras": None,
+    "lora_dtype": "rollout.dtype",
+    "lora_target_modules": "lora.target_modules",
 }
 
 
@@ -47,6 +53,32 @@ class ThinkingConfig(Settings):
             raise ValueError(
                 f"rollout.thinking.closing = {self.closing!r} has no {self.end!r} "
                 "(rollout.thinking.end), so that the thought would go on. Put it in."
+            )
+        return self
+
+
+class NgramSpeculation(Settings):
+    """Tokens proposed because they followed the last ones before, in the prompt or the answer.
+
+    A proposed token is kept with the probability that leaves what is drawn as without (Leviathan et
+    al., 2023, arXiv:2211.17192).
+    """
+
+    kind: Literal["ngram"] = Field("ngram", description="Where proposals come from.")
+    tokens: int = Field(4, ge=1, le=32, description="Tokens proposed at once.")
+    longest_match: int = Field(
+        4, ge=1, description="Last tokens that are looked for, at most; the longest match counts."
+    )
+    shortest_match: int = Field(
+        2, ge=1, description="Last tokens of which there is a proposal, at least."
+    )
+
+    @model_validator(mode="after")
+    def _matches_are_a_range(self) -> Self:
+        if self.shortest_match > self.longest_match:
+            raise ValueError(
+                f"rollout.speculative.shortest_match = {self.shortest_match} is more than "
+                f"longest_match = {self.longest_match}. Set it to {self.longest_match} or less."
             )
         return self
 
@@ -122,6 +154,12 @@ class RolloutConfig(Settings):
         True,
         description="Run vLLM without compiled graphs: starts in seconds, samples slower on GPU. "
         "Unless set, false where rollout workers have GPUs.",
+    )
+    speculative: NgramSpeculation | None = Field(
+        None,
+        description="Have vLLM propose tokens and check several in one step: the distribution and "
+        "the log-probs stay, a seed gives other answers. It pays where answers repeat themselves and "
+        "few are decoded at once. Draft models: engine_args.speculative_config.",
     )
     engine_args: dict[str, JsonValue] = Field(
         default_factory=dict,

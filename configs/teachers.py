@@ -52,7 +52,9 @@ class VllmTeaching(Settings):
         """
         own = self.model_dump(exclude={"kind"})
         arguments = {**sampling.engine_args, "max_logprobs": words}
-        return sampling.model_copy(update={**own, "engine": "vllm", "engine_args": arguments})
+        arguments.pop("speculative_config", None)  # nothing is drawn
+        other = {"engine": "vllm", "engine_args": arguments, "speculative": None}
+        return sampling.model_copy(update={**own, **other})
 
 
 Teaching = Annotated[FSDPTeaching | VllmTeaching, Field(discriminator="kind")]

@@ -1,27 +1,54 @@
 """What the engines that sample are asked for."""
 
-from collections.abc import Iterable
-
-from configs.rules.rule import Rule, of_each
+from configs.rules.rule import Rule, where
 from configs.run import RunConfig
 
 
-def _sampling_pools(config: RunConfig) -> Iterable[str]:
-    return map(config.cluster.roles.pool_of, config.sampling_roles)
+def _speculates(config: RunConfig) -> bool:
+    rollout = config.rollout
+    return rollout.speculative is not None or "speculative_config" in rollout.engine_args
 
 
-# vLLM's build for CPUs was seen to draw wrong tokens.
-SPECULATION: Rule[RunConfig] = of_each(
-    _sampling_pools,
-    needs=lambda config, pool: (
-        config.rollout.engine_args.get("speculative_config") is None
-        or config.cluster.pools[pool].gpus > 0
+SPECULATION: tuple[Rule[RunConfig], ...] = (
+    Rule(
+        needs=lambda config: config.rollout.speculative is None or config.rollout.engine == "vllm",
+        says=lambda config: (
+            f"rollout.speculative is vLLM's, and rollout.engine = {config.rollout.engine}. Set "
+            "rollout.speculative = null, or rollout.engine = vllm."
+        ),
     ),
-    says=lambda config, pool: (
-        f"rollout.engine_args.speculative_config with cluster.pools.{pool}.gpus = 0: on a "
-        "CPU vLLM 0.32 draws other tokens with it than without. Remove it."
+    Rule(
+        needs=lambda config: (
+            config.rollout.speculative is None
+            or "speculative_config" not in config.rollout.engine_args
+        ),
+        says=lambda config: (
+            "rollout.speculative and rollout.engine_args.speculative_config are two ways to propose "
+            "tokens, and vLLM takes one. Remove one of them."
+        ),
     ),
-    new_runs_only=True,
+    *where(
+        _speculates,
+        Rule(
+            needs=lambda config: config.rollout.min_p == 0,
+            says=lambda config: (
+                f"rollout.min_p = {config.rollout.min_p:g}, and vLLM takes no min_p where tokens are "
+                "proposed. Set rollout.min_p = 0, or rollout.speculative = null."
+            ),
+            new_runs_only=True,
+        ),
+        Rule(
+            needs=lambda config: (
+                not config.rollout.sampling_mask and not config.train.router_replay
+            ),
+            says=lambda config: (
+                "rollout.sampling_mask and train.router_replay want what vLLM knows of each token, "
+                "and where tokens are proposed that was not tried. Set both to false, or "
+                "rollout.speculative = null."
+            ),
+            new_runs_only=True,
+        ),
+    ),
 )
 
 SAMPLING: tuple[Rule[RunConfig], ...] = (
@@ -33,5 +60,5 @@ SAMPLING: tuple[Rule[RunConfig], ...] = (
         ),
         new_runs_only=True,
     ),
-    SPECULATION,
+    *SPECULATION,
 )

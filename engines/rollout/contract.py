@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from configs.base import Settings
+from configs.lora import LoraConfig
 from configs.model import Model
 from configs.rollout import RolloutConfig
 from engines.failures import InfrastructureError
@@ -65,6 +66,9 @@ class RolloutSpec(Settings):
         False, description="Whether shards may ask for the experts of each token."
     )
     measured: bool = Field(False, description="Whether vLLM counts what it does, for Prometheus.")
+    lora: LoraConfig | None = Field(
+        None, description="Adapters that vLLM loads beside their base; none: all are merged."
+    )
     sleeps: bool = Field(False, description="Whether the engine must be able to go to sleep.")
     max_model_len: int = Field(
         ge=2, description="Longest sequence, prompt and completion together, in tokens."

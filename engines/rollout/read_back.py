@@ -197,7 +197,9 @@ def _column(module: nn.Module) -> Tensor | None:
     width = getattr(module, "input_size_per_partition", width)
     if method is None or width is None:
         return None
-    like = next(iter(module.parameters(recurse=False)))
+    like = next(iter(module.parameters(recurse=False)), None)
+    if like is None:  # a layer for adapters, around one that has the weights
+        return None
     unit = torch.zeros(1, width, dtype=like.dtype, device=like.device)
     unit[0, 0] = 1
     found: Tensor = method.apply(module, unit, bias=None)

@@ -6,14 +6,17 @@ Nothing here talks to an engine.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from configs.lora import NOT_ADAPTED, LoraConfig
+from configs.rollout import RolloutConfig
+from engines.models import checkpoints
 from engines.models.routed_experts import RoutedExperts, checked
 from engines.rollout.contract import RolloutSpec, Sampling
 from engines.rollout.samples import NOTHING, Completion
@@ -78,7 +81,45 @@ def engine_arguments(spec: RolloutSpec, directory: Path) -> AsyncEngineArgs:
         disable_log_stats=not spec.measured,
     )
     further: dict[str, Any] = dict(config.engine_args)
+    if proposed := speculation(config):
+        further["speculative_config"] = proposed
+    if spec.lora is not None:
+        further |= adapter_arguments(spec.lora, checkpoints.tensor_shapes(directory))
     return replace(found, **further) if further else found
+
+
+def speculation(config: RolloutConfig) -> dict[str, Any]:
+    """vLLM's settings for proposed tokens; empty: there are none.
+
+    The weights of a draft model come with its files, and those of the policy by a sync.
+    """
+    if (ngram := config.speculative) is not None:
+        return {
+            "method": ngram.kind,
+            "num_speculative_tokens": ngram.tokens,
+            "prompt_lookup_max": ngram.longest_match,
+            "prompt_lookup_min": ngram.shortest_match,
+        }
+    given = config.engine_args.get("speculative_config")
+    return (
+        {"draft_load_config": {"load_format": "auto"}, **given} if isinstance(given, dict) else {}
+    )
+
+
+def adapter_arguments(lora: LoraConfig, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """With which vLLM takes a version's adapter; shapes: of the model's tensors by name."""
+    from vllm.config.lora import MaxLoRARanks
+
+    tables = {name.split(".")[-2] for name, shape in shapes.items() if len(shape) == 2}
+    layers = tables.difference(NOT_ADAPTED)
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": min(rank for rank in get_args(MaxLoRARanks) if rank >= lora.rank),
+        "lora_target_modules": sorted(
+            layers if lora.target_modules == "all-linear" else lora.target_modules
+        ),
+    }
 
 
 def step_tokens(spec: RolloutSpec, on_cpu: bool) -> int:

@@ -40,6 +40,7 @@ from storage.runs.weights import WeightsRef
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.output_processor import RequestState
 
@@ -128,6 +129,7 @@ class VllmEngine(RolloutEngine):
         # Shards in flight, each with the error that it must end with, if it must.
         self._shards: dict[asyncio.Task[list[Completion]], Exception | None] = {}
         self._rows: dict[str, list[_Row]] = {}  # of the shards in flight, by out_key
+        self._base = ""  # digest of the base that vLLM has, where an adapter is beside it
         self._cache_asleep = False  # whether only the weights have been woken
         self._process = VllmProcess(
             spec.name,
@@ -321,7 +323,12 @@ class VllmEngine(RolloutEngine):
     async def _answer(
         self, prompt: TokensPrompt, params: SamplingParams, name: str
     ) -> RequestOutput:
-        async for output in self._process.llm.generate(prompt, params, name):
+        adapter: LoRARequest | None = None
+        if self._spec.lora is not None:
+            from engines.rollout.vllm_adapters import REQUEST
+
+            adapter = REQUEST
+        async for output in self._process.llm.generate(prompt, params, name, lora_request=adapter):
             if output.finished:
                 return output
         raise AssertionError("vLLM ended a request without its last output")
@@ -409,13 +416,16 @@ class VllmEngine(RolloutEngine):
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         began, llm = time.monotonic(), self._process.llm
+        base, self._base = self._base, ""
         update = WeightTransferUpdateRequest(
-            update_info={"weights": weights.model_dump(mode="json")}
+            update_info={"weights": weights.model_dump(mode="json"), "base_held": base}
         )
         try:
             await llm.start_weight_update()
             await llm.update_weights(update)
             await llm.finish_weight_update(weight_version=str(weights.version))
+            if self._spec.lora is not None:
+                await llm.collective_rpc("load_adapter")
         except Exception as error:
             for report in await llm.collective_rpc("weights_report"):
                 if "failure" in report:
@@ -427,6 +437,7 @@ class VllmEngine(RolloutEngine):
         if version != str(weights.version):
             raise WeightMismatch(f"vLLM reports policy version {version}, not {weights.version}.")
         loaded = [HeldVersion(version=one["version"], digest=one["digest"]) for one in reports]
+        self._base = reports[0]["base"]
         COUNTER.add(bytes_read=reports[0]["bytes_read"])  # by vLLM's own process
         return LoadReport(
             held=self._hold(weights, *loaded),

@@ -36,6 +36,10 @@ from storage.runs.weights_reading import ALL, Share
 
 if TYPE_CHECKING:
     import torch
+    from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+    from storage.runs.weights import Adapter
 
 logger = init_logger(__name__)
 # Mixtures whose stacked experts vLLM 0.32 takes as transformers has them, which is fewer tensors.
@@ -56,6 +60,7 @@ class VersionToLoad(WeightTransferUpdateInfo):
     """The policy version of one update."""
 
     weights: dict[str, Any]  # WeightsRef as JSON
+    base_held: str = ""  # digest of the base that is in the model, where adapters are beside it
 
 
 class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
@@ -74,12 +79,13 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
         self.report: dict[str, Any] = {}
         self.names = CheckpointNames()
         self.file_names: FileNames | None = None
+        self.reloading = False  # whether layers wait for their weights
+        self.adapter: tuple[dict[str, torch.Tensor], Adapter | None] = ({}, None)
         self.check = LoadCheck(self.model, self.parallel_config.tensor_parallel_size)
 
     def start_weight_update(self) -> None:
         self.report = {}
-        self.check.begin()
-        initialize_layerwise_reload(self.model)
+        self.adapter = ({}, None)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # The base class's method synchronises torch.accelerator, which a CPU build does not have
@@ -94,15 +100,17 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
         """Load the version; on failure leave the model whole in form, though not in content."""
         ref = WeightsRef.model_validate(update_info.weights)
         try:
-            self._load(ref)
+            self._load(ref, update_info.base_held)
         except Exception as error:
             # vLLM keeps half-loaded layers for the next update otherwise, which then fails too.
-            finalize_layerwise_reload(self.model, self.model_config)
+            self._end_reload()
             self.report = {"failure": type(error).__name__, "message": str(error)}
             raise
 
     def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
+        if not self.reloading:
+            return
+        self._end_reload()
         try:
             read_back = self.check.end()
         except WeightMismatch as error:
@@ -112,19 +120,38 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
         if read_back.unseen:
             logger.info_once("Not comparable with the policy: %s", ", ".join(read_back.unseen))
 
+    def load_adapter(self, manager: LRUCacheWorkerLoRAManager) -> None:
+        """That of the version that was received, if it is to be beside its base; after the update,
+        whose end takes adapters out of vLLM."""
+        from engines.rollout.vllm_adapters import load
+
+        factors, adapter = self.adapter
+        try:
+            load(manager, factors, adapter)
+        except Exception as error:
+            self.report = {"failure": type(error).__name__, "message": str(error)}
+            raise
+
     def shutdown(self) -> None:
         """Nothing stays open between updates."""
 
-    def _load(self, ref: WeightsRef) -> None:
-        wanted = {name for name, _ in self.model.named_parameters()}
+    def _end_reload(self) -> None:
+        if self.reloading:
+            finalize_layerwise_reload(self.model, self.model_config)
+            self.reloading = False
+
+    def _load(self, ref: WeightsRef, base_held: str) -> None:
         before = COUNTER.total().bytes_read
-        offered = LoadedWeights(self.store, ref, self.cache, share=self._share)
-        tensors = self._as_in_files(self._but_unknown_head(offered))
-        weights = self.check.watch(tensors, self.names.unused)
-        loaded = cast(_LoadsWeights, self.model).load_weights(weights)
-        missing = sorted(wanted - loaded) if loaded is not None else []
-        if missing:
-            raise ValueError(f"policy version {ref.version} left {missing[0]} as it was")
+        offered = self._offered(ref, base_held)
+        if not offered.apart:  # layers are loaded whole
+            offered = self._offered(ref, "")
+        if offered.apart and offered.base == base_held:
+            for name, _ in offered:
+                raise AssertionError(f"{name} is of the base, which is loaded")
+        else:
+            self._load_whole(ref, offered)
+        if offered.apart:
+            self.adapter = (offered.factors, offered.adapter)
         held = offered.held()
         self.report = {
             "version": held.version,
@@ -132,7 +159,27 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
             "tensors": offered.tensors,
             "nbytes": offered.nbytes,
             "bytes_read": COUNTER.total().bytes_read - before,
+            "base": offered.base if offered.apart else "",
         }
+
+    def _offered(self, ref: WeightsRef, base_held: str) -> LoadedWeights:
+        lora = self.vllm_config.lora_config
+        return LoadedWeights(
+            *(self.store, ref, self.cache, base_held, self._share),
+            apart_to_rank=0 if lora is None else lora.max_lora_rank,
+        )
+
+    def _load_whole(self, ref: WeightsRef, offered: LoadedWeights) -> None:
+        wanted = {_unwrapped(name) for name, _ in self.model.named_parameters()}
+        self.check.begin()
+        initialize_layerwise_reload(self.model)
+        self.reloading = True
+        tensors = self._as_in_files(self._but_unknown_head(offered))
+        weights = self.check.watch(tensors, self.names.unused)
+        loaded = cast(_LoadsWeights, self.model).load_weights(weights)
+        missing = [] if loaded is None else sorted(wanted - {_unwrapped(name) for name in loaded})
+        if missing:
+            raise ValueError(f"policy version {ref.version} left {missing[0]} as it was")
 
     def _but_unknown_head(self, offered: LoadedWeights) -> Iterator[tuple[str, torch.Tensor]]:
         """Without an output head that is the embedding, where vLLM's model has none: Gemma 2's."""
@@ -166,6 +213,11 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
         return ranks.rank % ranks.world_size, ranks.world_size
 
 
+def _unwrapped(name: str) -> str:
+    """Of a parameter, without the place that layers for adapters have for what they wrap."""
+    return name.replace(".base_layer.", ".")
+
+
 class _LoadsWeights(Protocol):
     """What vLLM's models have in common."""
 
@@ -176,11 +228,16 @@ class WeightsReporter:
     """Mixed into vLLM's worker class (worker_extension_cls)."""
 
     weight_transfer_engine: StoreTransferEngine
+    model_runner: LoRAModelRunnerMixin
 
     def weights_report(self) -> dict[str, Any]:
         """Of the last update: version, digest, tensors, nbytes, and what kinds of tensors were found
         or unseen when they were read back; or failure and message."""
         return self.weight_transfer_engine.report
+
+    def load_adapter(self) -> None:
+        """Of the last update, beside its base; the base alone where it brought no such adapter."""
+        self.weight_transfer_engine.load_adapter(self.model_runner.lora_manager)
 
     def free_memory(self) -> int:
         """Bytes of this worker's device that nobody has."""

@@ -58,8 +58,12 @@ class LoadedWeights:
         cache: NodeCache | None = None,
         base_held: str = "",
         share: Share = ALL,
+        apart_to_rank: int = 0,
     ) -> None:
         """`cache`: what this machine keeps of the store. `share`: which tensors this reader checks.
+
+        apart_to_rank: an adapter of linear layers, of this rank or less, is not merged: the base's
+        tensors are given as they are, and `factors` has the others once all have been taken.
 
         `base_held`: digest of the base whose other tensors the taker has already, if it has one: of
         an adapter on that base only the tensors that it changes are read and given.
@@ -71,13 +75,16 @@ class LoadedWeights:
         self._names: frozenset[str] | None = None
         self._factors = _Taken(manifest)
         self._whole = self._factors
+        self.factors: dict[str, torch.Tensor] = {}  # of an adapter, by PEFT's names
+        self.adapter = adapter = manifest.adapter
+        self.apart = adapter is not None and not adapter.experts and adapter.rank <= apart_to_rank
         self.base = ""  # digest of the base below an adapter; empty where the version is none
         if manifest.adapter is not None and manifest.base is not None:
             base = open_manifest(cache or store, manifest.base)
             self.base = base.digest
             self._whole = _Taken(base)
             if base_held == self.base:
-                self._names = frozenset(adapted_weights(manifest))
+                self._names = frozenset(() if self.apart else adapted_weights(manifest))
                 self._whole.had(base.tensors.keys() - self._names)
 
     @property
@@ -97,12 +104,11 @@ class LoadedWeights:
                 yield name, tensor
                 self._whole.take(name)
             return
-        factors = {}
         for name, factor in self._stream(self._weights):
-            factors[name] = factor
+            self.factors[name] = factor
             self._factors.take(name)
         for name, tensor in self._stream(base, self._names):
-            yield name, merge(name, tensor, factors, adapter)
+            yield name, tensor if self.apart else merge(name, tensor, self.factors, adapter)
             self._whole.take(name)
 
     def _stream(

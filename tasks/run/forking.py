@@ -77,11 +77,11 @@ def check_state_fits(config: GRPOConfig, before: GRPOConfig, origin: str) -> Non
     anew = (
         f"or begin with the weights alone: continue_from = {origin} with continue_state = weights."
     )
-    if config.lora != before.lora:
-        was, is_ = (
-            "null" if one is None else str(one.model_dump(mode="json"))
-            for one in (before.lora, config.lora)
-        )
+    was, is_ = (
+        "null" if one is None else str(one.model_dump(mode="json", exclude={"serving"}))
+        for one in (before.lora, config.lora)
+    )
+    if was != is_:
         raise ConfigError(
             f"The trainer state of {origin} is of lora = {was}, and lora = {is_} does not fit it. "
             f"Set lora to the former, {anew}"

@@ -71,3 +71,18 @@ def test_an_adapter_is_no_difference() -> None:
 def test_what_cannot_be_is_said_in_a_sentence(word: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         tiny(word)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["rollout.engine=transformers"], "Set rollout.engine = vllm, or lora.serving = merged"),
+        (["lora.rank=513"], "Set lora.rank to 512 or less"),
+        (["cluster.share_devices=true"], "or cluster.share_devices = false"),
+    ],
+)
+def test_beside_their_base_adapters_need_vllm_and_its_limits(words: list[str], said: str) -> None:
+    beside = ["lora.serving=adapter", "rollout.engine=vllm"]
+    assert tiny(*beside).lora is not None
+    with pytest.raises(ConfigError, match=said):
+        tiny(*beside, *words)

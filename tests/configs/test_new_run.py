@@ -41,7 +41,8 @@ def test_the_recipes_may_begin(name: str) -> None:
         (["rollout.top_p=0.5", "algorithm.loss.kind=decoupled"], "algorithm.loss.kind = decoupled compares"),
         (["rollout.stop=['']"], "an empty string, which every text has"),
         (["rollout.stop=[END, '']"], "an empty string"),
-        ([SPECULATIVE], r"speculative_config with cluster\.pools\.rollout\.gpus = 0: .* Remove it"),
+        ([SPECULATIVE, "rollout.min_p=0.1"], r"rollout\.min_p = 0\.1, and vLLM .* Set rollout\.min_p = 0"),
+        (["rollout.engine=vllm", "rollout.speculative={}", "rollout.top_k=9", "rollout.sampling_mask=true"], "Set both to false"),
     ],
 )  # fmt: skip
 def test_no_run_begins_with_these(words: list[str], said: str) -> None:
@@ -50,14 +51,6 @@ def test_no_run_begins_with_these(words: list[str], said: str) -> None:
         check_new_run(config)
     assert "\n" not in str(caught.value)
     assert GRPOConfig.model_validate(config.model_dump(mode="json")) == config, "it can be read"
-
-
-def test_a_stored_run_that_decodes_speculatively_on_a_cpu_is_told_and_goes_on() -> None:
-    (said,) = warnings_of(tiny([SPECULATIVE]))
-    assert "draws other tokens" in said
-    on_gpus = tiny([SPECULATIVE, "cluster.pools.rollout.gpus=1"])
-    check_new_run(on_gpus)
-    assert warnings_of(on_gpus) == []
 
 
 @pytest.mark.parametrize("cut", ["rollout.top_k=2", "rollout.top_p=0.9", "rollout.min_p=0.1"])

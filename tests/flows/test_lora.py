@@ -174,3 +174,29 @@ def test_vllm_samples_with_merged_weights(launch: Launch) -> None:
         assert commit.metrics["weights/probe_error"] < 1e-4
         assert commit.metrics["train/rollout_mismatch_max"] < 1e-4
     assert command(run, "audit", run.files.run, "--strict")["good"]
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_vllm_samples_with_adapters_beside_their_base(launch: Launch, tmp_path: Path) -> None:
+    """Killed in a step and resumed; what it trained on and under which weights is all there."""
+    pytest.importorskip("vllm")
+    words = (*WORDS, "steps=4", "rollout.engine=vllm", "lora.serving=adapter", "name=beside")
+    kill = replace(FLOW["update"], id="update-3", nth=3)
+    faults = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [kill])
+    run = launch(*words, environment=faults.environment)
+    code, out = run.end()
+    assert code == -9, out
+    files = named(run, "beside")
+    ended(launch("--resume", files.run))
+    assert faults.missed == []
+    for commit in committed(files):
+        manifest = open_manifest(files.store, commit.version_out)
+        assert manifest.base is not None
+        assert (
+            commit.metrics["weights/bytes"] < open_manifest(files.store, manifest.base).nbytes / 5
+        )
+        assert commit.metrics["weights/probe_error"] < 1e-4
+        assert commit.metrics["train/rollout_mismatch_max"] < 1e-4
+    assert command(run, "replay", files.run, "3")["equal"]
+    assert command(run, "audit", files.run, "--strict")["good"]

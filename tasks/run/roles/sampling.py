@@ -21,6 +21,7 @@ SamplingRole = Literal["rollout", "opponent", "evaluation"]
 
 def rollout_spec(config: GRPOConfig, store: Store, name: str = "rollout") -> RolloutSpec:
     """From what a run's rollout engines are built, and the opponent's, which have another name."""
+    lora = config.lora
     return RolloutSpec(
         name=name,
         model=config.model,
@@ -31,6 +32,7 @@ def rollout_spec(config: GRPOConfig, store: Store, name: str = "rollout") -> Rol
         node_cache_bytes=config.store.node_cache_bytes,
         routed_experts=config.train.router_replay,
         measured=config.tracking.metrics_every > 0,
+        lora=lora if lora is not None and lora.serving == "adapter" else None,
         sleeps=config.cluster.share_devices,
         max_model_len=config.longest_sequence,
     )

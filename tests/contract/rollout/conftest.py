@@ -25,7 +25,7 @@ def built(world: World) -> Iterator[Callable[[str], RolloutEngine]]:
 
     def get(kind: str) -> RolloutEngine:
         if kind not in engines or engines[kind].status().state in ("dead", "closed"):
-            if kind == "vllm":
+            if kind.startswith("vllm"):
                 pytest.importorskip("vllm")
             engines[kind] = world.build(kind)
             pids.update(engines[kind].status().pids)

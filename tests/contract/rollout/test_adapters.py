@@ -1,8 +1,9 @@
-"""Policy versions that are adapters, on both rollout engines: merged, attested, refused when damaged."""
+"""Policy versions that are adapters, on both rollout engines: merged or not, attested, refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -16,14 +17,19 @@ from engines.rollout.engine import RolloutEngine
 from storage.objects.errors import ObjectDamaged
 from storage.runs.weights import Adapter, BaseVersion, WeightsRef, open_manifest
 from storage.runs.weights_writing import publish
-from tests.contract.rollout.world import World
+from tests.contract.rollout.world import LONG, World, begun
 
 # vLLM is started once for the other tests of the contract; here that would be once more.
-KINDS = ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])]
+BESIDE = pytest.param("vllm-adapter", marks=[pytest.mark.vllm, pytest.mark.slow])
+KINDS = [
+    "transformers",
+    pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow]),
+    BESIDE,
+]
 RUN = "adapters"
 RANK, ALPHA = 3, 6.0
 ADAPTED = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
-PROMPT, RESPONSE = [4, 9, 14, 19, 24], [30, 8, 77, 12, 5, 61]
+PROMPT, RESPONSE = (4, 9, 14, 19, 24), (30, 8, 77, 12, 5, 61)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +41,14 @@ class Versions:
     policies: list[PreTrainedModel]
 
 
-def factors(world: World, seed: int) -> dict[str, torch.Tensor]:
+def factors(world: World, seed: int, rank: int = RANK) -> dict[str, torch.Tensor]:
     noise = torch.Generator().manual_seed(seed)
     found = {}
     for name, weight in world.policies[0].state_dict().items():
         if name.removesuffix(".weight").endswith(ADAPTED):
             a, b = factor_names(name)
-            found[a] = 0.3 * torch.randn(RANK, weight.shape[1], generator=noise)
-            found[b] = 0.3 * torch.randn(weight.shape[0], RANK, generator=noise)
+            found[a] = 0.3 * torch.randn(rank, weight.shape[1], generator=noise)
+            found[b] = 0.3 * torch.randn(weight.shape[0], rank, generator=noise)
     return found
 
 
@@ -53,8 +59,9 @@ def publish_adapter(
     base: WeightsRef,
     run: str = RUN,
     alpha: float = ALPHA,
+    rank: int = RANK,
 ) -> WeightsRef:
-    adapter = Adapter(rank=RANK, alpha=alpha)
+    adapter = Adapter(rank=rank, alpha=alpha)
     below = BaseVersion(key=base.key, digest=base.digest)
     return publish(world.store, run, version, tensors.items(), {}, base=below, adapter=adapter)
 
@@ -81,13 +88,17 @@ def engine(request: pytest.FixtureRequest, built: Callable[[str], RolloutEngine]
 
 
 @torch.no_grad()
-def expected(policy: PreTrainedModel) -> list[float]:
-    logits = policy(torch.tensor([PROMPT + RESPONSE])).logits[0, len(PROMPT) - 1 : -1]
-    return logits.log_softmax(1).gather(1, torch.tensor(RESPONSE)[:, None])[:, 0].tolist()
+def expected(
+    policy: PreTrainedModel,
+    prompt: Sequence[int] = PROMPT,
+    response: Sequence[int] = RESPONSE,
+) -> list[float]:
+    logits = policy(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
 
 
 def scores(engine: RolloutEngine) -> list[float]:
-    (found,) = engine.score([PROMPT + RESPONSE], [len(PROMPT)])
+    (found,) = engine.score([[*PROMPT, *RESPONSE]], [len(PROMPT)])
     return found
 
 
@@ -120,10 +131,74 @@ def test_the_next_adapter_needs_only_what_it_changes(
     assert engine.sync(versions.weights[0]).tensors == first.tensors
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_beside_its_base_the_next_adapter_is_all_that_is_read(
+    built: Callable[[str], RolloutEngine], versions: Versions, world: World
+) -> None:
+    """Also after one was refused; the base is read again after another version of all weights."""
+    engine = built("vllm-adapter")
+    engine.sync(world.weights[1])
+    first, second = (engine.sync(ref) for ref in versions.weights)
+    changed = len(factors(world, 0))
+    assert first.tensors == len(world.policies[0].state_dict()) + changed
+    assert (second.tensors, second.nbytes) == (changed, versions.weights[1].nbytes)
+    engine.sync(world.weights[1])
+    assert engine.sync(versions.weights[0]).tensors == first.tensors
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_another_runs_adapter_of_a_higher_rank_is_merged(
+    built: Callable[[str], RolloutEngine], versions: Versions, world: World
+) -> None:
+    """An opponent's may be such; vLLM has room for those of the run's own."""
+    engine = built("vllm-adapter")
+    rank = 9
+    ref = publish_adapter(
+        world, 1, factors(world, 26, rank), versions.base, "wide", alpha=rank / 4, rank=rank
+    )
+    assert engine.sync(ref).digest == ref.digest
+    policy = checkpoints.load_for_training(world.directory)
+    policy.load_state_dict(dict(stream_whole(world.store, ref)), strict=False)
+    assert scores(engine) == pytest.approx(expected(policy), abs=1e-4)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_answers_in_progress_go_on_under_the_next_adapter(
+    built: Callable[[str], RolloutEngine],
+    versions: Versions,
+    world: World,
+    threads: ThreadPoolExecutor,
+) -> None:
+    """Each token's log-prob is that of the version which its span names."""
+    engine = built("vllm-adapter")
+    first, second = versions.weights
+    engine.sync(first)
+    shard = begun(engine, threads, world.request(world.prompts(), LONG))
+    engine.sync(second, mode="recompute")
+    result = shard.result(60)
+    for prompt, response, logprobs, spans in zip(
+        world.column(result, "prompt_ids"),
+        world.column(result, "response_ids"),
+        world.column(result, "rollout_logprobs"),
+        world.column(result, "weight_spans"),
+        strict=True,
+    ):
+        (old, _, change), (new, again, _) = spans[:3], spans[3:]
+        assert (old, new, change) == (1, 2, again)
+        for policy, part in zip(
+            versions.policies, (slice(change), slice(change, None)), strict=True
+        ):
+            wanted = expected(policy, prompt, response)[part]
+            assert logprobs[part] == pytest.approx(wanted, abs=1e-3)
+
+
 def test_a_damaged_factor_is_refused(
     engine: RolloutEngine, versions: Versions, world: World
 ) -> None:
-    run = f"damaged-{type(engine).__name__}"
+    run = f"damaged-{engine.status().name}"
     ref = publish_adapter(world, 7, factors(world, 23), versions.base, run)
     name, entry = next(iter(open_manifest(world.store, ref).tensors.items()))
     key = f"{ref.key}/{entry.file}"

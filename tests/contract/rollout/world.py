@@ -16,8 +16,9 @@ import torch
 from transformers import PreTrainedModel
 
 from configs.imports import imported_class
+from configs.lora import LoraConfig
 from configs.model import RandomModel
-from configs.rollout import RolloutConfig
+from configs.rollout import NgramSpeculation, RolloutConfig
 from engines.models import checkpoints
 from engines.rollout.contract import (
     RolloutRequest,
@@ -36,6 +37,7 @@ from storage.runs.weights_writing import publish
 MODEL = RandomModel(seed=3)
 MAX_MODEL_LEN = 256
 RUN = "run"
+PROPOSED = NgramSpeculation(tokens=3, longest_match=3, shortest_match=1)
 SHORT = Sampling(n=3, max_new_tokens=24, seed=5)
 # Long enough to be disturbed on its way: 8 samples of the default prompts, 200 tokens each.
 LONG = Sampling(n=2, max_new_tokens=200, seed=5, ignore_eos=True)
@@ -65,18 +67,24 @@ class World:
         )
 
     def spec(self, kind: str) -> RolloutSpec:
+        """Of an engine of a kind; `vllm-adapter` has adapters beside their base, and `vllm-ngram`
+        proposes tokens."""
+        engine, _, with_ = kind.partition("-")
         return RolloutSpec(
             name=f"{kind}-0",
             model=MODEL,
             model_cache=str(self.cache),
             rollout=RolloutConfig(
-                engine=kind,
+                engine=engine,
                 dtype="float32",
                 kv_cache_gib=0.1,
                 seed=1,
-                engine_args={"max_num_batched_tokens": 2048} if kind == "vllm" else {},
+                speculative=PROPOSED if with_ == "ngram" else None,
+                engine_args={"max_num_batched_tokens": 2048} if engine == "vllm" else {},
             ),
+            lora=LoraConfig(rank=3, serving="adapter") if with_ == "adapter" else None,
             store_uri=self.store.uri,
+            measured=with_ == "ngram",
             max_model_len=MAX_MODEL_LEN,
         )
 

@@ -69,3 +69,30 @@ def test_without_avx_512_bfloat16_goes_to_vllms_operations(monkeypatch):
     for there in (True, False):
         monkeypatch.setattr(vllm_cpu, "cpu_multiplies_bfloat16", lambda there=there: there)
         assert impl("rms_norm", PROVIDER).supports_args(x, weight, 1e-5, None) is there
+
+
+def test_one_adapter_is_multiplied_by_as_by_vllms_operations():
+    """By slices of different widths, and by what is left of rank and height as zeros."""
+    from types import SimpleNamespace
+
+    from vllm.lora.ops.torch_ops import bgmv_expand_slice, bgmv_shrink
+
+    rank, width, heights, tokens = 8, 48, (32, 16, 16), 5
+    x, y = torch.randn(tokens, width), torch.randn(tokens, sum(heights))
+    a = tuple(torch.randn(1, 1, rank, width) for _ in heights)
+    b = tuple(torch.randn(1, 1, height, rank) for height in heights)
+    wanted, begin = y.clone(), 0
+    for one_a, one_b, height in zip(a, b, heights, strict=True):
+        low, first = torch.zeros(tokens, rank), torch.zeros(tokens, dtype=torch.long)
+        bgmv_shrink(x, one_a, low, first, 1.0)
+        bgmv_expand_slice(low, one_b, wanted, first, begin, height, True)
+        begin += height
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    own, untouched = y.clone(), y.clone()
+    PunicaWrapperCPU.add_lora_linear(SimpleNamespace(no_lora=False), own, x, a, b, 1.0, heights)
+    torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-5)
+    PunicaWrapperCPU.add_lora_linear(
+        SimpleNamespace(no_lora=True), untouched, x, a, b, 1.0, heights
+    )
+    assert torch.equal(untouched, y)
