@@ -1,8 +1,8 @@
 """The protocols in which agents ask for the model's turn: how each is read, answered and streamed.
 
-OpenAI's Chat Completions and Responses, Anthropic's Messages, and two that take token ids in the forms
-of vLLM's server. Whatever the protocol, a request becomes the same messages (`TurnRequest`), and its
-answer comes from the same turn (`ModelTurn`). Only the standard library is imported.
+OpenAI's Chat Completions and Responses, Anthropic's Messages, and two that take token ids, in the
+forms of vLLM's server. Whatever the protocol, a request becomes the same messages (`TurnRequest`),
+and its answer comes from the same turn (`ModelTurn`). Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ COMPLETIONS = "/v1/completions"
 GENERATE = "/inference/v1/generate"
 
 Body: TypeAlias = "Mapping[str, Any]"
-Message: TypeAlias = "dict[str, Any]"  # role, content, and of calls their ids, as in Chat Completions
+Message: TypeAlias = (
+    "dict[str, Any]"  # role, content, and of calls their ids, as in Chat Completions
+)
 Event: TypeAlias = "tuple[str, dict[str, Any] | str]"  # of a stream: its name, or "", and its data
 
 # A text beside calls of tools ends where the first one begins (engines/data/tool_calls.py).
@@ -127,7 +129,6 @@ class ModelTurn:
             {
                 "token": f"token_id:{id}",
                 "token_id": id,
-                "bytes": None,
                 "logprob": logprob,
                 "top_logprobs": [],
             }
@@ -166,6 +167,14 @@ def _refuse(body: Body, *names: str) -> None:
             )
 
 
+def _no_others(body: Body) -> None:
+    """ValueError where the log-probs of other tokens are asked for."""
+    if body.get("top_logprobs"):
+        raise ValueError(
+            "top_logprobs has to be 0: the log-probability of the sampled token alone is known"
+        )
+
+
 def _text(content: Any, between: str = "") -> str:
     """A content as text; ValueError where a part of it is none."""
     if content is None or isinstance(content, str):
@@ -174,8 +183,17 @@ def _text(content: Any, between: str = "") -> str:
     for part in parts:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise ValueError(f"a message has a part of the type {kind}; the policy reads text alone")
+            raise ValueError(
+                f"a message has a part of the type {kind}; the policy reads text alone"
+            )
     return between.join(part["text"] for part in parts)
+
+
+def _list(body: Body, name: str) -> list[Any]:
+    value = body.get(name) or []
+    if not isinstance(value, list):
+        raise ValueError(f"{name} has to be a list")
+    return value
 
 
 def _dicts(value: Any, name: str) -> list[dict[str, Any]]:
@@ -187,11 +205,12 @@ def _dicts(value: Any, name: str) -> list[dict[str, Any]]:
     return value
 
 
-def _variables(body: Body) -> dict[str, Any]:
-    found = body.get("chat_template_kwargs") or {}
-    if not isinstance(found, dict):
-        raise ValueError("chat_template_kwargs has to be an object")
-    return found
+def _object(body: Body, name: str) -> dict[str, Any]:
+    """A field that is an object; ValueError where it is none. None is an empty one."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"{name} has to be an object")
+    return value or {}
 
 
 def _gives_calls(choice: Any) -> bool:
@@ -252,8 +271,10 @@ def _read_chat(body: Body) -> TurnRequest:
         raise ValueError("messages has to be a list of messages with a role")
     if body.get("n") not in (None, 1):
         raise ValueError("n has to be 1: an episode has one answer a turn")
-    _refuse(body, "functions", "function_call", "audio", "web_search_options", "top_logprobs")
+    _refuse(body, "functions", "function_call", "audio", "web_search_options")
+    _no_others(body)
     _plain_text(body.get("response_format"), "response_format")
+    _object(body, "stream_options")
     tools = _dicts(body.get("tools"), "tools")
     for one in tools:
         function = one.get("function")
@@ -262,7 +283,7 @@ def _read_chat(body: Body) -> TurnRequest:
         messages=[_chat_message(one) for one in messages],
         tools=tools,
         gives_calls=_gives_calls(body.get("tool_choice")),
-        variables=_variables(body),
+        variables=_object(body, "chat_template_kwargs"),
         stop=_stops(body.get("stop"), "stop"),
     )
 
@@ -297,8 +318,8 @@ def _answer_chat(body: Body, turn: ModelTurn) -> dict[str, Any]:
 def _stream_chat(body: Body, turn: ModelTurn) -> Iterator[Event]:
     head = _head(turn, "chat.completion.chunk")
 
-    def chunk(delta: dict[str, Any], **more: Any) -> Event:
-        choice = {"index": 0, "delta": delta, "finish_reason": None, **more}
+    def chunk(delta: dict[str, Any]) -> Event:
+        choice = {"index": 0, "delta": delta, "finish_reason": None}
         return "", {**head, "choices": [choice]}
 
     yield chunk({"role": "assistant", "content": ""})
@@ -310,10 +331,9 @@ def _stream_chat(body: Body, turn: ModelTurn) -> Iterator[Event]:
         yield chunk({"tool_calls": [{"index": place, **_call(one.id, one.name, "")}]})
         part = {"index": place, "function": {"arguments": one.json}}
         yield chunk({"tool_calls": [part]})
-    name, last = chunk({}, **_chat_choice(body, turn))
-    if body.get("return_token_ids"):
-        last = {**dict(last), "prompt_token_ids": list(turn.prompt_ids)}
-    yield name, last
+    last = {"delta": {}, **_chat_choice(body, turn)}
+    ids = {"prompt_token_ids": list(turn.prompt_ids)} if body.get("return_token_ids") else {}
+    yield "", {**head, "choices": [last], **ids}
     if (body.get("stream_options") or {}).get("include_usage"):
         yield "", {**head, "choices": [], "usage": turn.usage}
     yield "", "[DONE]"
@@ -331,20 +351,21 @@ def _read_responses(body: Body) -> TurnRequest:
     items = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
     if not items:
         raise ValueError("input has to be a text, or a list of items")
-    _refuse(body, "conversation", "prompt", "background", "top_logprobs")
-    text = body.get("text")
-    _plain_text(text.get("format") if isinstance(text, dict) else None, "text.format")
+    _refuse(body, "conversation", "prompt", "background")
+    _no_others(body)
+    _plain_text(_object(body, "text").get("format"), "text.format")
     tools = []
     for one in _dicts(body.get("tools"), "tools"):
         if one.get("type") != "function":
             raise ValueError(f"tools have to be functions; {one.get('type')} is not there")
         tools.append(_tool(one.get("name"), one.get("description"), one.get("parameters")))
+    _list(body, "include")
     told = _text(body.get("instructions"))
     return TurnRequest(
         messages=_response_items(_dicts(items, "input")),
         tools=tools,
         gives_calls=_gives_calls(body.get("tool_choice")),
-        variables=_variables(body),
+        variables=_object(body, "chat_template_kwargs"),
         previous=_text(body.get("previous_response_id")),
         instructions=[{"role": "system", "content": told}] if told else [],
     )
@@ -428,7 +449,7 @@ def _output(body: Body, turn: ModelTurn) -> Iterator[dict[str, Any]]:
         yield {"id": f"rs_{turn.id}", "type": "reasoning", "summary": [], "content": content}
     if turn.content or not turn.calls:
         part: dict[str, Any] = {"type": "output_text", "text": turn.content, "annotations": []}
-        if "message.output_text.logprobs" in (body.get("include") or ()):
+        if "message.output_text.logprobs" in _list(body, "include"):
             part["logprobs"] = turn.token_logprobs
         yield {
             "id": f"msg_{turn.id}",
@@ -461,17 +482,19 @@ def _stream_responses(body: Body, turn: ModelTurn) -> Iterator[Event]:
     yield event("in_progress", response=begun)
     for place, item in enumerate(whole["output"]):
         at = {"item_id": item["id"], "output_index": place}
-        blank = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
-        begun = {**item, **blank, "status": "in_progress"}
-        yield event("output_item.added", output_index=place, item=begun)
-        if item["type"] == "function_call":
+        blank: dict[str, Any] = (
+            {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        )
+        added = {**item, **blank, "status": "in_progress"}
+        yield event("output_item.added", output_index=place, item=added)
+        if called:
             yield event("function_call_arguments.delta", **at, delta=item["arguments"])
             done = {"name": item["name"], "arguments": item["arguments"]}
             yield event("function_call_arguments.done", **at, **done)
         else:
             (part,) = item["content"]
             at["content_index"] = 0
-            more = {"logprobs": []} if part["type"] == "output_text" else {}
+            more: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
             yield event("content_part.added", **at, part={**part, "text": ""})
             for piece in _pieces(part["text"]):
                 yield event(f"{part['type']}.delta", **at, delta=piece, **more)
@@ -489,7 +512,7 @@ def _read_messages(body: Body) -> TurnRequest:
     if not given or not all(one.get("role") in ("user", "assistant", "system") for one in given):
         raise ValueError("messages has to be a list of messages of the roles user and assistant")
     _refuse(body, "mcp_servers", "container")
-    wanted = body.get("output_format") or (body.get("output_config") or {}).get("format")
+    wanted = body.get("output_format") or _object(body, "output_config").get("format")
     _plain_text(wanted, "output_format")
     tools = []
     for one in _dicts(body.get("tools"), "tools"):
@@ -502,7 +525,7 @@ def _read_messages(body: Body) -> TurnRequest:
         messages=messages + [part for one in given for part in _block_messages(one)],
         tools=tools,
         gives_calls=_gives_calls(body.get("tool_choice")),
-        variables=_variables(body),
+        variables=_object(body, "chat_template_kwargs"),
         stop=_stops(body.get("stop_sequences"), "stop_sequences"),
     )
 

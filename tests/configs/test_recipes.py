@@ -130,7 +130,15 @@ def test_what_is_not_set_follows_from_what_is(
 
 def test_help_names_types_as_people_write_them() -> None:
     for name, kind, default, _ in fields(GRPOConfig):
-        for ours in ("FieldInfo", "Annotated", "Optional", "Union", "<class", "object at", "Pydantic"):
+        for ours in (
+            "FieldInfo",
+            "Annotated",
+            "Optional",
+            "Union",
+            "<class",
+            "object at",
+            "Pydantic",
+        ):
             assert ours not in kind and ours not in default, (name, kind, default)
 
 
