@@ -482,9 +482,8 @@ def _stream_responses(body: Body, turn: ModelTurn) -> Iterator[Event]:
     yield event("in_progress", response=begun)
     for place, item in enumerate(whole["output"]):
         at = {"item_id": item["id"], "output_index": place}
-        blank: dict[str, Any] = (
-            {"arguments": ""} if item["type"] == "function_call" else {"content": []}
-        )
+        called = item["type"] == "function_call"
+        blank: dict[str, Any] = {"arguments": ""} if called else {"content": []}
         added = {**item, **blank, "status": "in_progress"}
         yield event("output_item.added", output_index=place, item=added)
         if called:
