@@ -576,7 +576,8 @@ def _answer_messages(body: Body, turn: ModelTurn) -> dict[str, Any]:
 
 def _blocks(turn: ModelTurn) -> Iterator[dict[str, Any]]:
     if turn.thought:
-        yield {"type": "thinking", "thinking": turn.thought, "signature": ""}
+        # Clients give a thought back as one only if it is signed.
+        yield {"type": "thinking", "thinking": turn.thought, "signature": turn.id}
     if turn.content or not turn.calls:
         yield {"type": "text", "text": turn.content}
     for one in turn.calls:
@@ -598,9 +599,10 @@ def _stream_messages(body: Body, turn: ModelTurn) -> Iterator[Event]:
             blank: dict[str, Any] = {"input": {}}
             deltas = [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
         else:
-            blank = {kind: "" for kind in ("text", "thinking") if kind in block}
-            name = "text" if kind == "text" else "thinking"
-            deltas = [{"type": f"{name}_delta", name: one} for one in _pieces(block[name])]
+            blank = {name: "" for name in (kind, "signature") if name in block}
+            deltas = [{"type": f"{kind}_delta", kind: one} for one in _pieces(block[kind])]
+            if kind == "thinking":
+                deltas.append({"type": "signature_delta", "signature": block["signature"]})
         yield event("content_block_start", index=place, content_block={**block, **blank})
         for delta in deltas:
             yield event("content_block_delta", index=place, delta=delta)

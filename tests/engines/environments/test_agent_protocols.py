@@ -145,10 +145,9 @@ def test_a_response_has_an_item_for_each_part() -> None:
 
 def test_a_message_has_a_block_for_each_part() -> None:
     got = returned(lambda a: a.ask(MESSAGES), {"text": THOUGHT, "written": [3], "logprobs": [0.0]})
-    assert got["content"] == [
-        {"type": "thinking", "thinking": "first\nthen", "signature": ""},
-        {"type": "text", "text": "It is\nfive."},
-    ]
+    thinking, text = got["content"]
+    assert (thinking["thinking"], text) == ("first\nthen", {"type": "text", "text": "It is\nfive."})
+    assert thinking["signature"], "clients do not give back a thought without one"
     assert (got["stop_reason"], got["usage"]["output_tokens"]) == ("end_turn", 1)
     got = returned(lambda a: a.ask(MESSAGES, tools=[OWN_TOOL]), (CALLING, CALLS))
     assert got["stop_reason"] == "tool_use"
@@ -244,7 +243,8 @@ def test_events_of_a_message_add_up() -> None:
     events = returned(lambda a: a.stream(MESSAGES), THOUGHT)
     deltas = [data["delta"] for name, data in events if name == "content_block_delta"]
     assert [one["thinking"] for one in deltas[:2]] == ["first\n", "then"]
-    assert [one["text"] for one in deltas[2:]] == ["It is\n", "five."]
+    assert deltas[2]["type"] == "signature_delta"
+    assert [one["text"] for one in deltas[3:]] == ["It is\n", "five."]
 
 
 # --- what is taken back
