@@ -6,6 +6,7 @@ Runs under an interpreter that has the libraries (tests/examples/test_clients.py
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 
@@ -246,6 +247,7 @@ def smolagents_code(base_url: str, api_key: str) -> str:
     agent = smolagents.CodeAgent(
         tools=[smolagents.tool(add)], model=model, verbosity_level=0, max_steps=50
     )
+    agent.prompt_templates["system_prompt"] = SYSTEM  # its own has ten thousand characters
     return str(agent.run(QUESTION))
 
 
@@ -259,6 +261,7 @@ def smolagents_tools(base_url: str, api_key: str) -> str:
     agent = smolagents.ToolCallingAgent(
         tools=[smolagents.tool(add)], model=model, verbosity_level=0, max_steps=50
     )
+    agent.prompt_templates["system_prompt"] = SYSTEM
     return str(agent.run(QUESTION))
 
 
@@ -277,9 +280,45 @@ def mini_swe_agent(base_url: str, api_key: str) -> str:
     return str(agent.run(QUESTION))
 
 
-CLIENTS = [
-    *(openai_chat, openai_stream, openai_responses, anthropic_messages, anthropic_stream),
-    *(litellm_chat, litellm_anthropic, langgraph_agent, langgraph_anthropic),
-    *(pydantic_ai_agent, pydantic_ai_responses, pydantic_ai_anthropic),
-    *(openai_agents, openai_agents_chat, smolagents_code, smolagents_tools, mini_swe_agent),
-]
+CLIENTS = {
+    one.__name__: one
+    for one in (
+        *(openai_chat, openai_stream, openai_responses, anthropic_messages, anthropic_stream),
+        *(litellm_chat, litellm_anthropic, langgraph_agent, langgraph_anthropic),
+        *(pydantic_ai_agent, pydantic_ai_responses, pydantic_ai_anthropic),
+        *(openai_agents, openai_agents_chat, smolagents_code, smolagents_tools, mini_swe_agent),
+    )
+}
+
+
+def play(base_url: str, api_key: str, client: str):
+    """An episode of a client; its reward is the share of digits in the answer."""
+    try:
+        answer = CLIENTS[client](base_url, api_key)
+    except Exception as error:
+        return at_limit(error)
+    if inspect.isawaitable(answer):
+        return awaited(answer)
+    return digits(answer)
+
+
+async def awaited(answer) -> float:
+    try:
+        return digits(await answer)
+    except Exception as error:
+        return at_limit(error)
+
+
+def digits(answer: str) -> float:
+    return sum(map(str.isdigit, answer)) / max(len(answer), 1)
+
+
+def at_limit(error: Exception) -> float:
+    """The reward of an episode that a limit ended; raises what else there is."""
+    if "the episode is over" not in str(error):
+        raise error
+    return 0.0
+
+
+def rows():
+    return [{"question": QUESTION, "client": name} for name in CLIENTS]
