@@ -14,7 +14,7 @@ from itertools import chain, zip_longest
 from unittest import mock
 
 from configs.settings_help import fields
-from engines.environments import agent_api
+from engines.environments import agent_api, agent_protocols
 from flows.__main__ import commands as names_of_commands
 from flows.__main__ import trains
 from flows.recipe import FIRST, flows, settings_of
@@ -60,10 +60,10 @@ turn and has to continue the one before. [Agents](../episodes.md) says how to wr
 | `GET /v1/models`, `GET /v1/models/{model}` | nothing, without a key | the one model |
 | `POST {chat}` | `messages`, `tools`; `logprobs`, `return_token_ids`, `stream` | a chat completion; \
 `finish_reason` is `tool_calls`, `length` or `stop` |
-| `POST {responses}` | `input`, `instructions`, `tools`, `previous_response_id`; `stream` | a response, or its \
-events |
-| `POST {messages}` | `messages`, `system`, `tools`; `stream`; the key as `x-api-key` too | a message, or \
-its events |
+| `POST {responses}` | `input`, `instructions`, `tools`, `previous_response_id`; `stream` \
+| a response, or its events |
+| `POST {messages}` | `messages`, `system`, `tools`; `stream`; the key as `x-api-key` too \
+| a message, or its events |
 | `POST {completions}` | `prompt`, a list of token ids; `logprobs`, `stream` | a text completion \
 with `token_ids` and `prompt_token_ids` |
 | `POST {generate}` | `token_ids`; no `stream` | `token_ids`, `prompt_token_ids` and `logprobs`, as \
@@ -155,12 +155,12 @@ def columns() -> str:
 def agent_routes() -> str:
     """What the server that agents ask answers."""
     return AGENT_API.format(
-        model=agent_api.MODEL,
-        chat=agent_api.CHAT,
-        responses=agent_api.RESPONSES,
-        messages=agent_api.MESSAGES,
-        completions=agent_api.COMPLETIONS,
-        generate=agent_api.GENERATE,
+        model=agent_protocols.MODEL,
+        chat=agent_protocols.CHAT,
+        responses=agent_protocols.RESPONSES,
+        messages=agent_protocols.MESSAGES,
+        completions=agent_protocols.COMPLETIONS,
+        generate=agent_protocols.GENERATE,
         mebibytes=agent_api.MOST_BODY // 2**20,
         seconds=agent_api.STRANGER_SECONDS,
         strangers=agent_api.STRANGERS,
