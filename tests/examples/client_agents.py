@@ -91,16 +91,17 @@ def openai_responses(base_url: str, api_key: str) -> str:
     client = openai.OpenAI(base_url=base_url, api_key=api_key, timeout=SECONDS)
     asked, previous = [{"role": "user", "content": QUESTION}], openai.omit
     while True:
-        with client.responses.stream(
+        events = client.responses.create(
             model=MODEL,
             instructions=SYSTEM,
             input=asked,
             previous_response_id=previous,
             tools=FLAT_TOOLS,
-        ) as stream:
-            for _ in stream:
-                pass
-            said = stream.get_final_response()
+            stream=True,
+        )
+        for event in events:
+            if event.type in ("response.completed", "response.incomplete"):
+                said = event.response
         previous, asked = said.id, []
         for one in said.output:
             if one.type == "function_call":
