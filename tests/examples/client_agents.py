@@ -267,6 +267,7 @@ def smolagents_tools(base_url: str, api_key: str) -> str:
 
 
 def mini_swe_agent(base_url: str, api_key: str) -> str:
+    """A turn that calls nothing ends it: it would ask again as if there had been no such turn."""
     os.environ["MSWEA_SILENT_STARTUP"] = "1"
     os.environ["MSWEA_COST_TRACKING"] = "ignore_errors"
     from minisweagent.agents.default import DefaultAgent
@@ -276,7 +277,11 @@ def mini_swe_agent(base_url: str, api_key: str) -> str:
     given = {"api_base": base_url, "api_key": api_key, "timeout": SECONDS}
     model = LitellmModel(model_name=f"openai/{MODEL}", model_kwargs=given)
     agent = DefaultAgent(
-        model, LocalEnvironment(), system_template=SYSTEM, instance_template="{{task}}"
+        model,
+        LocalEnvironment(),
+        system_template=SYSTEM,
+        instance_template="{{task}}",
+        max_consecutive_format_errors=1,
     )
     return str(agent.run(QUESTION))
 
