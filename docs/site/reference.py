@@ -14,7 +14,7 @@ from itertools import chain, zip_longest
 from unittest import mock
 
 from configs.settings_help import fields
-from engines.environments import agent_api
+from engines.environments import agent_api, agent_protocols
 from flows.__main__ import commands as names_of_commands
 from flows.__main__ import trains
 from flows.recipe import FIRST, flows, settings_of
@@ -57,17 +57,21 @@ turn and has to continue the one before. [Agents](../episodes.md) says how to wr
 
 | route | asks | answers |
 | --- | --- | --- |
-| `GET /v1/models` | nothing, without a key | the one model |
+| `GET /v1/models`, `GET /v1/models/{model}` | nothing, without a key | the one model |
 | `POST {chat}` | `messages`, `tools`; `logprobs`, `return_token_ids`, `stream` | a chat completion; \
-`finish_reason` is `tool_calls` or `stop` |
+`finish_reason` is `tool_calls`, `length` or `stop` |
+| `POST {responses}` | `input`, `instructions`, `tools`, `previous_response_id`; `stream` \
+| a response, or its events |
+| `POST {messages}` | `messages`, `system`, `tools`; `stream`; the key as `x-api-key` too \
+| a message, or its events |
 | `POST {completions}` | `prompt`, a list of token ids; `logprobs`, `stream` | a text completion \
 with `token_ids` and `prompt_token_ids` |
 | `POST {generate}` | `token_ids`; no `stream` | `token_ids`, `prompt_token_ids` and `logprobs`, as \
 vLLM's server |
 
-Temperature, limits of tokens and stop texts are the recipe's, whatever a request asks. `n` has to be
-1. A stream is one event with the whole turn. Log-probs are those of sampling, each token as
-`token_id:NUMBER`.
+Temperature and limits of tokens are the recipe's, whatever a request asks. A stream begins once the
+turn is whole. Log-probs are those of sampling, each token as `token_id:NUMBER`.
+[By field](../agent-protocols.md).
 
 | status | when |
 | --- | --- |
@@ -76,6 +80,7 @@ Temperature, limits of tokens and stop texts are the recipe's, whatever a reques
 | 403 | the episode is over |
 | 404 | there is no such route |
 | 411, 413 | no `Content-Length`, or a body of more than {mebibytes} MiB |
+| 501 | it needs a tokenizer: `/tokenize`, `{messages}/count_tokens` |
 
 A connection that has shown no key has {seconds:g} s for a request, and {strangers} of these are
 served at once.
@@ -150,10 +155,12 @@ def columns() -> str:
 def agent_routes() -> str:
     """What the server that agents ask answers."""
     return AGENT_API.format(
-        model=agent_api.MODEL,
-        chat=agent_api.CHAT,
-        completions=agent_api.COMPLETIONS,
-        generate=agent_api.GENERATE,
+        model=agent_protocols.MODEL,
+        chat=agent_protocols.CHAT,
+        responses=agent_protocols.RESPONSES,
+        messages=agent_protocols.MESSAGES,
+        completions=agent_protocols.COMPLETIONS,
+        generate=agent_protocols.GENERATE,
         mebibytes=agent_api.MOST_BODY // 2**20,
         seconds=agent_api.STRANGER_SECONDS,
         strangers=agent_api.STRANGERS,

@@ -287,13 +287,26 @@ class Chat:
 def chat_of(observation: str) -> Chat:
     """The messages and tools in an agent's observation, which is JSON.
 
-    Calls of tools in earlier turns are no part of a prompt: they are among its tokens.
+    Calls of tools that it gives as said before stand as templates take them, with their arguments as
+    objects.
     """
     said = json.loads(observation)
-    messages = [
-        {"role": one["role"], "content": one.get("content") or ""} for one in said["messages"]
-    ]
+    messages = []
+    for one in said["messages"]:
+        message = {"role": one["role"], "content": one.get("content") or ""}
+        if calls := one.get("tool_calls"):
+            message["tool_calls"] = [_template_call(call) for call in calls]
+        messages.append(message)
     return Chat(messages, said.get("tools") or [], said.get(VARIABLES) or {})
+
+
+def _template_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function") or {}
+    try:
+        arguments = json.loads(function["arguments"])
+    except (KeyError, TypeError, ValueError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def with_variables(row: Row, variables: Mapping[str, Any]) -> Row:
@@ -311,13 +324,17 @@ def ids_of(observation: str) -> list[int] | None:
 
 
 def said_by(messages: Sequence[Message]) -> tuple[str, Role]:
-    """New messages of an agent as one, and its role; ValueError, in one sentence, for a mixture."""
-    roles = {message["role"] for message in messages}
-    if roles == {"tool"}:
-        return "\n".join(message["content"] for message in messages), "tool"
-    if roles == {"user"}:
-        return "\n\n".join(message["content"] for message in messages), "user"
+    """New messages of an agent as one, and its role; ValueError, in one sentence, for a mixture.
+
+    What a user says after results of tools is part of these.
+    """
+    roles = [message["role"] for message in messages]
+    results = roles.count("tool")
+    if roles == ["tool"] * results + ["user"] * (len(roles) - results):
+        texts = [message["content"] for message in messages]
+        told = ["\n".join(texts[:results])] if results else []
+        return "\n\n".join([*told, *texts[results:]]), "tool" if results else "user"
     raise ValueError(
-        f"the agent's new messages are of the roles {', '.join(sorted(roles))}; between two turns of "
-        "the model they have to be a user's, or results of tools"
+        f"the agent's new messages are of the roles {', '.join(dict.fromkeys(roles))}; between two "
+        "turns of the model they have to be results of tools, a user's, or both in this order"
     )

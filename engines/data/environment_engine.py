@@ -317,8 +317,13 @@ class EnvironmentEngine(EnvironmentHost):
 
     def _tokens(self, episode: Episode) -> list[Tokens | None]:
         """The tokens of each turn of the policy; None for environments that are not told them."""
-        told = self._code.chats or self._code.tokens
-        return list(episode.told) if told else [None] * len(episode.turns)
+        if not (self._code.chats or self._code.tokens):
+            return [None] * len(episode.turns)
+        end, most = self._tokenizer.eos_token_id, self._spec.episodes.max_turn_tokens
+        return [
+            {**one, "cut": len(one["written"]) == most and one["written"][-1] != end}
+            for one in episode.told
+        ]
 
     def _called(self, text: str) -> tuple[ToolCall, ...] | Malformed | None:
         """The tools that a turn calls; None where the environment has none, and takes the text."""

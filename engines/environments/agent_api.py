@@ -1,8 +1,7 @@
 """The API that agents ask the model over: a server that only this machine reaches.
 
-An OpenAI-compatible one, with two routes that take token ids in the place of messages, in the forms
-of vLLM's server: /v1/completions with a list of ids as its prompt, and /inference/v1/generate. Only
-the standard library is imported, as in all that runs in the process of the environments.
+What is asked and answered there is in agent_protocols.py. Only the standard library is imported, as
+in all that runs in the process of the environments.
 """
 
 from __future__ import annotations
@@ -10,52 +9,64 @@ from __future__ import annotations
 import hmac
 import io
 import json
-import secrets
 import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from engines.environments.agent_protocols import (
+    MESSAGES,
+    MODEL,
+    PROTOCOLS,
+    Event,
+    ModelTurn,
+    TurnRequest,
+)
+
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-MODEL = "policy"  # the model's name, whatever a request calls it
-
 MOST_BODY = 2**25  # bytes of a request's body
-MOST_ID = 2**31  # token ids are below it
 STRANGERS = 128  # connections at once that have shown no episode's key; further ones wait
 STRANGER_SECONDS = 10.0  # that such a one has for all of a request
 KNOWN_SECONDS = 3600.0  # that a connection with a key may be silent, or needs for a request
 SEND_SECONDS = 60.0  # in which an answer has to be taken
 
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
-GENERATE = "/inference/v1/generate"
+_WITHOUT_TOKENIZER = ("/tokenize", "/v1/tokenize", "/detokenize", f"{MESSAGES}/count_tokens")
+_MODEL = {
+    "id": MODEL,
+    "object": "model",
+    "created": 0,
+    "owned_by": "refrain",  # OpenAI's form
+    "type": "model",
+    "display_name": MODEL,
+    "created_at": "1970-01-01T00:00:00Z",
+}
+_MODELS = {
+    "object": "list",
+    "data": [_MODEL],
+    "has_more": False,
+    "first_id": MODEL,
+    "last_id": MODEL,
+}
+TOO_LONG = "context_length_exceeded"  # the code at a limit of the episode
+_NO_HEADERS: Mapping[str, str] = {}
+_ERRORS = {  # of Anthropic's, by status
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+}
 
-Message = dict[str, Any]
-Answer: TypeAlias = "tuple[int, dict[str, Any]]"  # HTTP status and body
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
-    """A turn of the model, as an agent is given it."""
-
-    text: str
-    message: Message  # the same as a message, with its calls of tools
-    prompt_ids: Sequence[int]  # token ids of the whole conversation before it
-    ids: Sequence[int]  # of the turn
-    logprobs: Sequence[float]  # of each, as it was sampled
-
-    @property
-    def usage(self) -> dict[str, int]:
-        """How many tokens were read and written."""
-        read, wrote = len(self.prompt_ids), len(self.ids)
-        return {"prompt_tokens": read, "completion_tokens": wrote, "total_tokens": read + wrote}
+Refusal: TypeAlias = "tuple[int, dict[str, Any]]"  # HTTP status and body
+Answer: TypeAlias = "ModelTurn | Refusal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,69 +75,31 @@ class AgentRequest:
 
     route: str
     body: Mapping[str, Any]
-    again: bool  # whether its client has sent it before, and given up waiting
+    turn: TurnRequest
+    again: bool  # whether its client says that it has sent it before, and given up waiting
+    key: str = ""  # its Idempotency-Key
     answer: SimpleQueue[Answer] = field(default_factory=SimpleQueue)
-
-    @property
-    def ids(self) -> list[int] | None:
-        """The token ids that it gives; None for a chat."""
-        if self.route == CHAT:
-            return None
-        found: list[int] = self.body["prompt" if self.route == COMPLETIONS else "token_ids"]
-        return found
-
-    def answered(self, written: Written) -> dict[str, Any]:
-        """The body that answers it."""
-        asked = bool(self.body.get("return_token_ids"))
-        if self.route == CHAT:
-            reason = "tool_calls" if written.message.get("tool_calls") else "stop"
-            choice = {"index": 0, "message": written.message, "finish_reason": reason}
-            if self.body.get("logprobs"):
-                choice["logprobs"] = {"content": _logprobs(written)}
-            if asked:
-                choice["token_ids"] = list(written.ids)
-            more = {"prompt_token_ids": list(written.prompt_ids)} if asked else {}
-            return {**_head("chat.completion"), "choices": [choice], **more, "usage": written.usage}
-        choice = {"index": 0, "finish_reason": "stop", "token_ids": list(written.ids)}
-        if self.route == GENERATE:
-            choice["logprobs"] = {"content": _logprobs(written)}
-            return {
-                "request_id": secrets.token_hex(8),
-                "choices": [choice],
-                "prompt_token_ids": list(written.prompt_ids),
-                "usage": written.usage,
-            }
-        choice |= {"text": written.text, "prompt_token_ids": list(written.prompt_ids)}
-        if self.body.get("logprobs") is not None:
-            choice["logprobs"] = {
-                "tokens": [one["token"] for one in _logprobs(written)],
-                "token_logprobs": list(written.logprobs),
-            }
-        return {**_head("text_completion"), "choices": [choice], "usage": written.usage}
+    # Whether the client was still there to take the answer.
+    taken: Future[bool] = field(default_factory=Future)
 
 
-def _head(kind: str) -> dict[str, Any]:
-    name = f"cmpl-{secrets.token_hex(8)}"
-    return {"id": name, "object": kind, "created": 0, "model": MODEL}
-
-
-def _logprobs(written: Written) -> list[dict[str, Any]]:
-    """Of each token, by its number: no tokenizer is here that knows its text."""
-    return [
-        {"token": f"token_id:{id}", "token_id": id, "logprob": logprob, "top_logprobs": []}
-        for id, logprob in zip(written.ids, written.logprobs, strict=True)
-    ]
-
-
-def refused(text: str, status: int, code: str | None = None) -> Answer:
+def refused(text: str, status: int, code: str | None = None) -> Refusal:
     """An answer that clients do not ask for again."""
     return status, {"error": {"message": text, "type": "invalid_request_error", "code": code}}
+
+
+def _as_anthropic(status: int, body: Mapping[str, Any]) -> dict[str, Any]:
+    """A refusal in the form of Anthropic's API, which has no codes: its clients read the message."""
+    error = body["error"]
+    before = "prompt is too long: " if error["code"] == TOO_LONG else ""
+    kind = _ERRORS.get(status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": f"{before}{error['message']}"}}
 
 
 class Session(Protocol):
     """What an episode is to the server."""
 
-    over: Answer | None  # what every request is answered from now on
+    over: Refusal | None  # what every request is answered from now on
 
     def ask(self, request: AgentRequest) -> Answer:
         """Wait for the model's turn."""
@@ -148,46 +121,6 @@ class Server:
             if hmac.compare_digest(shown, known.encode()):
                 found = session
         return found
-
-    def answered(self, session: Session, request: AgentRequest) -> Answer:
-        """The answer to a request; waits for the model's turn."""
-        if session.over is not None:
-            return session.over
-        if wrong := _wrong(request):
-            return refused(wrong, 400)
-        return session.ask(request)
-
-
-def _wrong(request: AgentRequest) -> str | None:
-    """What keeps a request from being answered, in a sentence."""
-    body = request.body
-    if request.route == CHAT:
-        if not _is_chat(body.get("messages")):
-            return "messages has to be a list of messages with a role"
-    else:
-        name = "prompt" if request.route == COMPLETIONS else "token_ids"
-        ids = body.get(name)
-        if not isinstance(ids, list) or not ids or not all(map(_is_token, ids)):
-            return f"{name} has to be a list of token ids; /v1/chat/completions takes text"
-    if not isinstance(body.get("chat_template_kwargs") or {}, dict):
-        return "chat_template_kwargs has to be an object"
-    if body.get("n") not in (None, 1):
-        return "n has to be 1: an episode has one answer a turn"
-    if body.get("stream") and request.route == GENERATE:
-        return "stream has to be false: a turn is given whole"
-    return None
-
-
-def _is_token(id: object) -> bool:
-    return type(id) is int and 0 <= id < MOST_ID
-
-
-def _is_chat(messages: Any) -> bool:
-    return (
-        isinstance(messages, list)
-        and bool(messages)
-        and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages)
-    )
 
 
 class _Timed(io.RawIOBase):
@@ -225,7 +158,7 @@ class _Listener(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that leaves is no error of ours."""
-        if not isinstance(sys.exception(), OSError):
+        if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
 
@@ -252,15 +185,23 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
             self._incoming.until = time.monotonic() + seconds
             super().handle_one_request()
 
+        @property
+        def route(self) -> str:
+            """The path that is asked; some clients put a `/v1` of their own after the address's."""
+            path = self.path.partition("?")[0].rstrip("/")
+            return path.removeprefix("/v1") if path.startswith("/v1/v1/") else path
+
         def do_GET(self) -> None:
-            if self.path.rstrip("/") == "/v1/models":
-                self._send(200, {"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+            if self.route == "/v1/models":
+                self._send(200, _MODELS)
+            elif self.route == f"/v1/models/{MODEL}":
+                self._send(200, _MODEL)
             else:
-                self._send(*refused(f"there is no {self.path}", 404))
+                self._refuse(*refused(f"there is no {self.path}", 404))
 
         def do_POST(self) -> None:
-            key = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
-            session = server.session(key)
+            shown = self.headers.get("Authorization") or self.headers.get("x-api-key") or ""
+            session = server.session(shown.removeprefix("Bearer "))
             if session is None:
                 self._close(*refused("this key is of no episode", 401))
                 return
@@ -278,24 +219,62 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
             if len(text) < int(length):  # it has ended before: nobody waits for an answer
                 self.close_connection = True
                 return
-            route = self.path.rstrip("/")
-            if route not in (CHAT, COMPLETIONS, GENERATE):
-                self._send(*refused(f"there is no {self.path}", 404))
-                return
+            if self.route in _WITHOUT_TOKENIZER:
+                self._refuse(
+                    *refused(
+                        f"there is no {self.path}: tokens are made where the policy's tokenizer is. "
+                        "Each answer has the number of its tokens",
+                        501,
+                    )
+                )
+            elif self.route not in PROTOCOLS:
+                self._refuse(*refused(f"there is no {self.path}", 404))
+            else:
+                self._answer(session, text)
+
+        def _answer(self, session: Session, text: bytes) -> None:
+            """Answer a request of an episode; waits for the model's turn."""
+            protocol = PROTOCOLS[self.route]
             try:
                 body = json.loads(text)
-            except (ValueError, RecursionError):
-                body = None
-            # OpenAI's clients count how often they have sent a request.
+                if not isinstance(body, dict):
+                    raise ValueError("a body has to be a JSON object")
+                turn = protocol.read(body)
+            except RecursionError:
+                self._refuse(*refused("the body is nested too deeply", 400))
+                return
+            except ValueError as error:
+                self._refuse(*(session.over or refused(str(error), 400)))
+                return
+            # The clients of OpenAI and Anthropic count how often they have sent a request.
             again = self.headers.get("x-stainless-retry-count", "0") != "0"
-            body = body if isinstance(body, dict) else {}
-            status, answer = server.answered(
-                session, AgentRequest(route=route, body=body, again=again)
-            )
-            if status == 200 and body.get("stream"):
-                self._stream(answer)
-            else:
-                self._send(status, answer)
+            key = self.headers.get("Idempotency-Key") or ""
+            request = AgentRequest(route=self.route, body=body, turn=turn, again=again, key=key)
+            answer = session.over or session.ask(request)
+            taken = False
+            try:
+                if self._client_left():
+                    self.close_connection = True
+                elif isinstance(answer, tuple):
+                    self._refuse(*answer)
+                else:
+                    if body.get("stream"):
+                        self._stream(protocol.stream(body, answer))
+                    else:
+                        self._send(200, protocol.answer(body, answer))
+                    taken = True
+            finally:
+                request.taken.set_result(taken)
+
+        def _client_left(self) -> bool:
+            """Whether the client has closed the connection, as one does that waits no more."""
+            self.connection.setblocking(False)
+            try:
+                return not self.connection.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:
+                return False
+            except OSError:
+                return True
 
         def _is_known(self) -> None:
             if not self.known:
@@ -304,11 +283,19 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
                 self._incoming.until = time.monotonic() + KNOWN_SECONDS
 
         def _close(self, status: int, answer: Mapping[str, Any]) -> None:
-            """Answer a request whose body is not read."""
+            """Refuse a request whose body is not read."""
             self.close_connection = True
-            self._send(status, answer)
+            self._refuse(status, answer)
 
-        def _send(self, status: int, answer: Mapping[str, Any]) -> None:
+        def _refuse(self, status: int, answer: Mapping[str, Any]) -> None:
+            """An error in the form of the client's protocol, after which it does not ask again."""
+            if "anthropic-version" in self.headers or self.route.startswith(MESSAGES):
+                answer = _as_anthropic(status, answer)
+            self._send(status, answer, {"x-should-retry": "false"})
+
+        def _send(
+            self, status: int, answer: Mapping[str, Any], headers: Mapping[str, str] = _NO_HEADERS
+        ) -> None:
             data = json.dumps(answer).encode()
             self.connection.settimeout(SEND_SECONDS)
             self.send_response(status)
@@ -316,27 +303,23 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
                 self.send_header("Connection", "close")
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
+            for name, value in headers.items():
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(data)
 
-        def _stream(self, answer: Mapping[str, Any]) -> None:
-            """The whole answer as one event, for clients that ask for a stream."""
-            (choice,) = answer["choices"]
-            chunk = dict(answer)
-            if "message" in choice:
-                delta = dict(choice["message"])
-                if "tool_calls" in delta:
-                    numbered = enumerate(delta["tool_calls"])
-                    delta["tool_calls"] = [{**call, "index": n} for n, call in numbered]
-                rest = {name: value for name, value in choice.items() if name != "message"}
-                chunk |= {"object": "chat.completion.chunk", "choices": [{**rest, "delta": delta}]}
+        def _stream(self, events: Iterable[Event]) -> None:
+            """A turn, which is whole by now, as server-sent events."""
             self.connection.settimeout(SEND_SECONDS)
+            self.close_connection = True
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream")
             self.send_header("Connection", "close")
             self.end_headers()
-            self.wfile.write(f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n".encode())
-            self.close_connection = True
+            for name, data in events:
+                shown = data if isinstance(data, str) else json.dumps(data)
+                named = f"event: {name}\n" if name else ""
+                self.wfile.write(f"{named}data: {shown}\n\n".encode())
 
         def log_message(self, format: str, *args: Any) -> None:
             """Requests are not told one by one."""

@@ -1,4 +1,4 @@
-"""Agents: programs that ask the model over an OpenAI-compatible API, as environments.
+"""Agents: programs that ask the model over the API of OpenAI or Anthropic, as environments.
 
 An agent runs in a thread of this process, and is given the address and a key of a server that only
 this machine reaches. Each request of it is a turn: the messages, or token ids, that are new in it are
@@ -23,14 +23,15 @@ from typing import Any
 
 from configs.imports import described
 from engines.environments.agent_api import (
-    MODEL,
+    SEND_SECONDS,
+    TOO_LONG,
     AgentRequest,
     Answer,
-    Message,
+    Refusal,
     Server,
-    Written,
     refused,
 )
+from engines.environments.agent_protocols import MODEL, Message, ModelTurn
 from engines.environments.contract import Given, Loaded, NotAllowed, digest_of
 from engines.environments.protocol import EnvironmentReady, EnvironmentStart, Tokens, ToolCall
 from engines.processes.user_code import shortened
@@ -74,10 +75,16 @@ class _Session:
     """What goes on between an agent, the server's threads and the adapter."""
 
     events: SimpleQueue[AgentRequest | _End] = field(default_factory=SimpleQueue)
-    over: Answer | None = None  # what every request is answered from now on
+    over: Refusal | None = None  # what every request is answered from now on
+    # The conversation up to each response, without instructions, by the response's id.
+    responses: dict[str, list[Message]] = field(default_factory=dict)
 
     def ask(self, request: AgentRequest) -> Answer:
         """Wait for the model's turn."""
+        previous = request.turn.previous
+        if previous and previous not in self.responses:
+            text = f"previous_response_id is {previous[:60]}, which is no response of this episode"
+            return refused(text, 400, "previous_response_not_found")
         self.events.put(request)
         return request.answer.get()
 
@@ -97,7 +104,9 @@ class AgentAdapter:
         self._ids: list[int] | None = None  # by token ids
         self._tokens: list[int] = []  # all of the conversation before the turn
         self._turn: Tokens = {}  # tokens of the turn that comes
-        self._answered: dict[str, Any] = {}  # the last answer
+        self._tools: list[dict[str, Any]] = []  # of the first request
+        self._last: ModelTurn | None = None
+        self._asked: AgentRequest | None = None  # the last one that got a turn of its own
         self._waits: AgentRequest | None = None  # for the model's turn
         self._turns = 0
 
@@ -114,11 +123,11 @@ class AgentAdapter:
             if event.error is not None:
                 raise event.error
             raise NotAllowed("the agent ended before it had asked the model anything")
-        self._waits, self._ids = event, event.ids
+        self._waits, self._ids, self._tools = event, event.turn.ids, event.turn.tools
         if self._ids is not None:
             return Given(observation=json.dumps({"ids": self._ids}))
-        self._chat = _messages(event.body)
-        return _said(self._chat, event.body, first=True)
+        self._chat = self._whole(event)
+        return _said(self._chat, event, self._tools)
 
     def see(self, tokens: Tokens) -> None:
         """The tokens of the turn that comes next."""
@@ -127,7 +136,7 @@ class AgentAdapter:
     def act(self, text: str, calls: Sequence[ToolCall] | None) -> Given:
         """What is new in the agent's next request, as JSON; or its reward, at the end."""
         assert self._waits is not None, "the agent waits for each turn"
-        message = self._answer(text, calls if self._waits.body.get("tools") else None)
+        turn = self._answer(text, calls)
         event = self._next()
         if isinstance(event, _End):
             self._waits = None
@@ -135,25 +144,46 @@ class AgentAdapter:
                 raise event.error
             return Given(observation=None, reward=_plain_number(event.result), done=True)
         self._waits = event
-        if (self._ids is None) != (event.ids is None):
+        ids = event.turn.ids
+        if (self._ids is None) != (ids is None):
             raise NotAllowed(
                 f"the agent's request after turn {self._turns} is one of "
-                f"{'messages' if event.ids is None else 'token ids'} and the one before was not. An "
+                f"{'messages' if ids is None else 'token ids'} and the one before was not. An "
                 "episode is one conversation, in messages or in token ids"
             )
-        return self._new_ids(event.ids) if event.ids is not None else self._new(event, message)
+        return self._new_ids(ids) if ids is not None else self._new(event, turn)
 
-    def _new(self, event: AgentRequest, message: Message) -> Given:
-        """The messages of a request that were not there; `message`: the model's last turn."""
-        chat = _messages(event.body)
-        before = [*self._chat, message]
-        for place, (was, now) in enumerate(zip(before, chat, strict=False)):
+    def _whole(self, request: AgentRequest) -> list[Message]:
+        """The conversation that a request stands for."""
+        asked = request.turn
+        past = self._session.responses[asked.previous] if asked.previous else []
+        return [*asked.instructions, *past, *asked.messages]
+
+    def _new(self, event: AgentRequest, turn: ModelTurn) -> Given:
+        """The messages of a request that were not there; `turn`: the model's last one."""
+        if event.turn.tools and event.turn.tools != self._tools:
+            raise NotAllowed(
+                f"the agent's request after turn {self._turns} has other tools than its first one. "
+                "They stand at the beginning of the conversation, which only grows at its end"
+            )
+        chat, before, place = self._whole(event), self._chat, len(self._chat)
+        for number, (was, now) in enumerate(zip(before, chat, strict=False)):
             if _compared(was) != _compared(now):
-                raise NotAllowed(_not_on(self._turns, place, now))
-        if len(chat) <= len(before):
+                raise NotAllowed(_not_on(self._turns, number, now))
+        added: str | None = ""
+        empty = not turn.content.strip() and not turn.calls  # clients leave such a turn out
+        if len(chat) > place and not (empty and chat[place]["role"] != "assistant"):
+            added = _added(turn, chat[place])
+            if added is None:
+                raise NotAllowed(_not_on(self._turns, place, chat[place]))
+            place += 1
+        if len(chat) <= place:
             raise NotAllowed(_not_on(self._turns, len(chat), None))
         self._chat = chat
-        return _said(chat[len(before) :], event.body)
+        new = chat[place:]
+        if added:
+            new[0] = {**new[0], "content": f"{added}\n\n{new[0]['content']}"}
+        return _said(new, event)
 
     def _new_ids(self, ids: list[int]) -> Given:
         """The token ids of a request that come after all that was read and written before."""
@@ -191,13 +221,33 @@ class AgentAdapter:
         """What the agent does next; a request that was sent again gets its answer again."""
         while True:
             event = self._session.events.get()
-            if isinstance(event, _End) or not event.again:
+            if isinstance(event, _End) or not self._is_again(event):
                 return event
-            if event.ids != self._ids or (
-                event.ids is None and _messages(event.body) != self._chat
-            ):
-                return event
-            event.answer.put((200, self._answered))
+            assert self._last is not None
+            self._give(event, self._last)
+
+    def _is_again(self, event: AgentRequest) -> bool:
+        """Whether a request is the last one, sent again by a client that has no answer to it.
+
+        Its client says so, or sends the same Idempotency-Key, or had closed the connection before
+        the answer came.
+        """
+        last = self._asked
+        assert last is not None
+        if event.turn.ids != self._ids or (
+            event.turn.ids is None and self._whole(event) != self._chat
+        ):
+            return False
+        if event.again or (event.key and event.key == last.key):
+            return True
+        return not last.taken.result(timeout=2 * SEND_SECONDS)
+
+    def _give(self, request: AgentRequest, turn: ModelTurn) -> None:
+        """Answer a request with a turn."""
+        if request.turn.ids is None:
+            said = [*self._chat[len(request.turn.instructions) :], _given_back(turn)]
+            self._session.responses[f"resp_{turn.id}"] = said
+        request.answer.put(turn)
 
     def _run(self, arguments: Mapping[str, Any]) -> None:
         try:
@@ -210,31 +260,26 @@ class AgentAdapter:
                 error = RuntimeError(f"the agent left by {described(error)}")
             self._session.events.put(_End(None, error))
 
-    def _answer(self, text: str, calls: Sequence[ToolCall] | None) -> Message:
-        """Give the model's turn to the agent; the message that it is."""
-        assert self._waits is not None
+    def _answer(self, text: str, calls: Sequence[ToolCall] | None) -> ModelTurn:
+        """Give the model's turn to the agent that waits for it."""
+        assert self._waits is not None, "the agent waits for each turn"
         self._turns += 1
-        message: Message = {"role": "assistant", "content": None if calls else text}
-        if calls:
-            message["tool_calls"] = [
-                {
-                    "id": f"call_{self._turns}_{number}",
-                    "type": "function",
-                    "function": {"name": one["name"], "arguments": json.dumps(one["arguments"])},
-                }
-                for number, one in enumerate(calls)
-            ]
-        written = Written(
-            text=text,
-            message=message,
+        asked = self._waits.turn
+        turn = ModelTurn.of(
+            text,
+            calls if asked.tools and asked.gives_calls else None,
+            asked.stop,
+            self._turns,
+            id=secrets.token_hex(8),
+            cut=bool(self._turn.get("cut")),
             prompt_ids=[*self._tokens, *self._turn.get("given", ())],
             ids=self._turn.get("written", ()),
             logprobs=self._turn.get("logprobs", ()),
         )
-        self._tokens = [*written.prompt_ids, *written.ids]
-        self._answered = self._waits.answered(written)
-        self._waits.answer.put((200, self._answered))
-        return message
+        self._tokens = [*turn.prompt_ids, *turn.ids]
+        self._last, self._asked = turn, self._waits
+        self._give(self._waits, turn)
+        return turn
 
 
 def _plain_number(result: Any) -> Any:
@@ -306,33 +351,43 @@ def _not_on(turn: int, place: int, message: Message | None) -> str:
     )
 
 
-def _messages(body: Mapping[str, Any]) -> list[Message]:
-    """A request's messages, with their contents as text; NotAllowed where they are none."""
-    found: list[Message] = []
-    for message in body["messages"]:
-        content = message.get("content")
-        if isinstance(content, list):
-            if any(not isinstance(part.get("text"), str) for part in content):
-                raise NotAllowed("the agent sent a message with a part that is no text")
-            content = "".join(part["text"] for part in content)
-        role = {"developer": "system"}.get(message["role"], message["role"])
-        kept = {k: message[k] for k in ("tool_calls", "tool_call_id", "name") if message.get(k)}
-        found.append({"role": role, "content": content, **kept})
-    return found
-
-
 def _compared(message: Message) -> tuple[Any, ...]:
     """What two messages have in common that are one: clients change blanks and add fields."""
     calls = [one.get("id") for one in message.get("tool_calls") or ()]
     return message["role"], (message.get("content") or "").strip(), calls
 
 
-def _said(messages: Sequence[Message], body: Mapping[str, Any], first: bool = False) -> Given:
+def _added(turn: ModelTurn, message: Message) -> str | None:
+    """What a client has put after the model's turn in its message; None where that is no such one.
+
+    Thoughts are left out of it. Calls may be told in words, with their ids.
+    """
+    role, text, calls = _compared(message)
+    made = [one.id for one in turn.calls]
+    if role != "assistant":
+        return None
+    if made and not calls and all(id in text for id in made):
+        return ""
+    written = turn.content.strip()
+    if calls != made or not text.startswith(written):
+        return None
+    added: str = text[len(written) :].strip()
+    return added
+
+
+def _given_back(turn: ModelTurn) -> Message:
+    """A turn as its agent gives it back, without the thought."""
+    return {**turn.message, "content": turn.content}
+
+
+def _said(
+    messages: Sequence[Message], request: AgentRequest, tools: Sequence[Mapping[str, Any]] = ()
+) -> Given:
     """What is new in a request: messages, variables of the template, and the first one's tools."""
     said: dict[str, Any] = {"messages": messages}
-    if first and body.get("tools"):
-        said["tools"] = body["tools"]
-    if variables := body.get("chat_template_kwargs"):
+    if tools:
+        said["tools"] = tools
+    if variables := request.turn.variables:
         said["chat_template_kwargs"] = variables
     return Given(observation=json.dumps(said, ensure_ascii=False))
 
@@ -341,6 +396,6 @@ def _said(messages: Sequence[Message], body: Mapping[str, Any], first: bool = Fa
 _AT_LIMIT = refused(
     "the episode is over: it has reached a limit, of turns or of the model's context length",
     400,
-    "context_length_exceeded",
+    TOO_LONG,
 )
 _LET_GO = refused("the episode is over", 403)

@@ -24,6 +24,7 @@ from configs.imports import described
 from engines.environments import (
     adapters,
     agent_api,
+    agent_protocols,
     agents,
     contract,
     library_adapters,
@@ -54,8 +55,8 @@ OURS = (
     *(
         str(module.__file__)
         for module in (
-            *(imports, adapters, agent_api, agents, contract, library_adapters, openenv_adapter),
-            tools,
+            *(imports, adapters, agent_api, agent_protocols, agents, contract, tools),
+            *(library_adapters, openenv_adapter),
         )
     ),
 )

@@ -17,7 +17,8 @@ from engines.processes.child_messages import Broken, Packed, by_name
 
 ToolCall: TypeAlias = "Mapping[str, Any]"  # {"name": str, "arguments": dict}
 # Of a turn: "given", token ids that the model read since its last turn (the prompt at first),
-# "written", those of the turn, and "logprobs" of them.
+# "written", those of the turn, "logprobs" of them, and "cut", whether the turn ended at
+# episodes.max_turn_tokens.
 Tokens: TypeAlias = "Mapping[str, Any]"
 # An image or a state: "dtype" (uint8 or float32), "shape", and "data", its bytes row by row.
 Frame: TypeAlias = "Mapping[str, Any]"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -140,10 +141,48 @@ def chats(base_url, api_key, **row):
     return float(len(read))
 
 
-def ask(url, key, body):
+def speaks(base_url, api_key, route, log, **row):
+    """Calls two tools at once, gives back what it got, and writes down the ids of each turn."""
+    schema = {"type": "object", "properties": {}}
+    flat = {"type": "function", "name": "add", "parameters": schema}
+    tools = {
+        "chat/completions": {"type": "function", "function": {"name": "add", "parameters": schema}},
+        "responses": flat,
+        "messages": {"name": "add", "input_schema": schema},
+    }
+    chat, field = [{"role": "user", "content": "hello"}], "input" if route == "responses" else "messages"
+    seen = []
+    for _ in range(3):
+        body = {field: chat, "tools": [tools[route]], "return_token_ids": True}
+        got = ask(f"{base_url}/{route}", api_key, body)
+        assert got == ask(f"{base_url}/{route}", api_key, body, {"x-stainless-retry-count": "1"})
+        chat = [*chat]
+        if route == "responses":
+            chat += got["output"]
+            ids = [one["call_id"] for one in got["output"] if one["type"] == "function_call"]
+            chat += [{"type": "function_call_output", "call_id": id, "output": "5"} for id in ids]
+        elif route == "messages":
+            chat.append({"role": "assistant", "content": got["content"]})
+            ids = [one["id"] for one in got["content"] if one["type"] == "tool_use"]
+            blocks = [{"type": "tool_result", "tool_use_id": id, "content": "5"} for id in ids]
+            chat += [{"role": "user", "content": blocks}]
+        else:
+            chat.append(got["choices"][0]["message"])
+            ids = [one["id"] for one in got["choices"][0]["message"].get("tool_calls", [])]
+            chat += [{"role": "tool", "tool_call_id": id, "content": "5"} for id in ids]
+        one = got["choices"][0] if "choices" in got else got
+        seen.append([got["prompt_token_ids"], one["token_ids"]])
+        if not ids:
+            break
+    with open(log, "w") as file:
+        file.write(str(seen))
+    return 1.0
+
+
+def ask(url, key, body, more=()):
     import httpx
 
-    headers = {"Authorization": f"Bearer {key}"}
+    headers = {"Authorization": f"Bearer {key}", **dict(more)}
     got = httpx.post(url, json=body, headers=headers, timeout=30)
     assert got.status_code == 200, got.text
     return got.json()
@@ -401,6 +440,30 @@ def test_chats_are_given_token_ids(make: Make, tmp_path: Path) -> None:
     assert play.says("c").failures == ()
     prompt = len(play.prompts.fetch_list(play.store, "prompt_ids")[0])
     assert play.column("turn_rewards")[0][-1] == prompt + len(play.column("response_ids")[0])
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "responses", "messages"])
+def test_each_protocol_trains_the_tokens_that_it_was_sent(
+    make: Make, tmp_path: Path, route: str
+) -> None:
+    log = tmp_path / "log"
+    play = Play(make("speaks", "chat", params={"route": route, "log": str(log)}), tmp_path, 1)
+    play.engine._spec = play.engine._spec.model_copy(update={"max_new_tokens": 1000})
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    texts = [f"<think>so</think>I add.{call}{call}", call, "<think>hm</think>10"]
+    for text in texts:
+        assert play.says(text).failures == ()
+    assert play.column("turn_rewards")[0][-1] == 1.0
+    (prompt,) = play.prompts.fetch_list(play.store, "prompt_ids")
+    (ids,), (authors,) = play.column("response_ids"), play.column("author")
+    turns = ast.literal_eval(log.read_text())
+    read, written = turns[-1]
+    assert [*read, *written] == [*prompt, *ids], "all tokens, each once"
+    sampled = [id for id, author in zip(ids, authors, strict=True) if author == P]
+    assert sampled == [id for _, turn in turns for id in turn]
+    told = play.tokenizer.decode(ids)
+    assert told.count("5\n5") == 1 and told.endswith(texts[-1])
+    assert play.engine.replay(play.ref) == []
 
 
 @pytest.mark.parametrize(

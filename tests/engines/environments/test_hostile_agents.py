@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -10,7 +11,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from engines.environments import agent_api
-from engines.environments.agent_api import AgentRequest, Answer, Server, refused
+from engines.environments.agent_api import AgentRequest, Answer, Refusal, Server, refused
+from engines.environments.agent_protocols import CHAT, MESSAGES, RESPONSES, ModelTurn
 
 KEY = "an-episode's-key"
 
@@ -18,10 +20,10 @@ KEY = "an-episode's-key"
 class Session:
     """Answers each request at once."""
 
-    over: Answer | None = None
+    over: Refusal | None = None
 
     def ask(self, request: AgentRequest) -> Answer:
-        return 200, {"route": request.route}
+        return ModelTurn(id="0", text="yes", content="yes")
 
 
 @pytest.fixture
@@ -53,7 +55,7 @@ def head(length: object, key: str | None = KEY, more: str = "") -> bytes:
     return f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n{shown}{more}{size}\r\n".encode()
 
 
-CHAT = b'{"messages": [{"role": "user", "content": "hello"}]}'
+HELLO = b'{"messages": [{"role": "user", "content": "hello"}]}'
 CLOSE = "Connection: close\r\n"
 
 
@@ -76,7 +78,7 @@ def test_without_a_key_no_body_is_read(server: Server, key: str | None) -> None:
     ],
 )
 def test_bad_lengths_are_refused(server: Server, length: object, more: str, status: int) -> None:
-    assert say(server, head(length, more=more), CHAT).startswith(f"HTTP/1.1 {status}")
+    assert say(server, head(length, more=more), HELLO).startswith(f"HTTP/1.1 {status}")
 
 
 @pytest.mark.parametrize(
@@ -97,7 +99,7 @@ def test_bad_bodies_are_refused(
     said = say(server, head(len(body), more=CLOSE), body)
     assert said.startswith("HTTP/1.1 400"), said
     assert "Traceback" not in capsys.readouterr().err
-    assert say(server, head(len(CHAT), more=CLOSE), CHAT).startswith("HTTP/1.1 200")
+    assert say(server, head(len(HELLO), more=CLOSE), HELLO).startswith("HTTP/1.1 200")
 
 
 @pytest.mark.parametrize("ids", ["[-1]", "[2147483648]", "[1e3]", "[true]", "[[1]]"])
@@ -132,7 +134,7 @@ def test_strangers_hold_few_threads_and_agents_are_served(
     ]
     time.sleep(0.5)
     assert threading.active_count() - before <= agent_api.STRANGERS
-    assert say(server, head(len(CHAT), more=CLOSE), CHAT).startswith("HTTP/1.1 200")
+    assert say(server, head(len(HELLO), more=CLOSE), HELLO).startswith("HTTP/1.1 200")
     for one in silent:
         one.close()
 
@@ -145,11 +147,11 @@ def test_agents_with_a_key_count_as_no_strangers(
     held = []
     for _ in range(agent_api.STRANGERS + 20):
         connection = socket.create_connection(("127.0.0.1", port), timeout=20)
-        connection.sendall(head(len(CHAT)) + CHAT)
+        connection.sendall(head(len(HELLO)) + HELLO)
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
         held.append(connection)
     time.sleep(1.5)  # silent for longer than a stranger may be
-    held[0].sendall(head(len(CHAT)) + CHAT)
+    held[0].sendall(head(len(HELLO)) + HELLO)
     time.sleep(0.2)
     assert b"HTTP/1.1 200" in held[0].recv(65536)
     for connection in held:
@@ -160,4 +162,37 @@ def test_an_episode_that_is_over_is_told(server: Server) -> None:
     session = Session()
     session.over = refused("the episode is over", 403)
     server.sessions["over"] = session
-    assert say(server, head(len(CHAT), "over", CLOSE), CHAT).startswith("HTTP/1.1 403")
+    assert say(server, head(len(HELLO), "over", CLOSE), HELLO).startswith("HTTP/1.1 403")
+
+
+FIELDS = {
+    CHAT: "messages tools tool_choice stop stream_options response_format chat_template_kwargs n "
+    "logprobs stream",
+    RESPONSES: "input tools tool_choice text instructions include previous_response_id stream",
+    MESSAGES: "messages system tools tool_choice stop_sequences output_format output_config stream",
+}
+GOOD = [{"role": "user", "content": "hello"}]
+BAD = [
+    *(5, "x", True, [1], [[1]], {"a": [1]}, [{"type": []}], {"type": {}}, [{"role": "user"}]),
+    [{"role": "user", "content": 5}],
+    [{"role": "user", "content": [{"type": ["text"], "text": 5}]}],
+    [{"role": "assistant", "content": {"text": "a"}, "tool_calls": 7}],
+    [{"role": "user", "content": [{"type": "tool_result", "content": 7}]}],
+    [{"type": "function_call", "name": 7}, {"type": "function_call_output", "output": {}}],
+    [{"type": "function", "function": 7}],
+    [{"type": "function", "name": 7}],
+]
+
+
+@pytest.mark.parametrize("route", FIELDS)
+def test_no_value_of_a_field_breaks_the_server(
+    server: Server, route: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"input": GOOD} if route == RESPONSES else {"messages": GOOD}
+    for name in FIELDS[route].split():
+        for value in BAD:
+            body = json.dumps({**given, name: value}).encode()
+            asked = head(len(body), more=CLOSE).replace(b"/v1/chat/completions", route.encode())
+            status = say(server, asked, body)[:12]
+            assert status in ("HTTP/1.1 200", "HTTP/1.1 400"), (name, value)
+    assert "Traceback" not in capsys.readouterr().err
