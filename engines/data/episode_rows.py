@@ -62,6 +62,7 @@ class Episode:
     order: list[int] = field(default_factory=list)  # number in the episode of each answered turn
     texts: list[str] = field(default_factory=list)  # of the policy's turns
     frame: Frame | None = None  # of the answer to its last turn, where frames are kept
+    rewritten: float | None = None  # share of its past that the template would write otherwise
     unused: int = 0  # tokens at its end, after the action that ended it
     experts: RoutedExperts | None = None  # [T', L, k] of the first tokens, where they are stored
     mask: SamplingMask | None = None  # likewise
@@ -184,6 +185,8 @@ def read_episodes(
         columns["mask"] = read_masks(store, samples)
     if "unused_tokens" in samples.names:
         columns["unused"] = dense("unused_tokens")
+    if "past_rewritten" in samples.names:
+        columns["rewritten"] = dense("past_rewritten")
     owners = numbers
     columns["order"] = [list(range(len(one))) for one in columns["observations"]]
     if "player" in samples.names:
@@ -241,6 +244,8 @@ def episode_columns(episodes: Sequence[Episode], in_part: bool = False) -> dict[
             extended(own, len(one.tokens)) for own, one in zip(experts, episodes, strict=True)
         ]
     besides |= mask_columns([one.mask for one in episodes], [len(one.tokens) for one in episodes])
+    if any(one.rewritten is not None for one in episodes):
+        besides["past_rewritten"] = np.array([one.rewritten or 0.0 for one in episodes], np.float32)
     if in_part:
         besides["unused_tokens"] = np.array([one.unused for one in episodes], np.int64)
     authors = [np.frombuffer(bytes(one.authors), np.uint8) for one in episodes]

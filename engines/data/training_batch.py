@@ -363,5 +363,10 @@ def metrics_of(
             ended=[str(one) for one in samples.fetch_list(store, "episode")],
             drawn=drawn_tokens(store, samples),
             mask=jagged(store, samples, "response_mask")[0].astype(bool),
+            rewritten=(
+                dense(store, samples, "past_rewritten")
+                if "past_rewritten" in samples.names
+                else None
+            ),
         )
     return found

@@ -24,6 +24,7 @@ from storage.batches.columns import (
     IN_PART,
     OF_PLAYERS,
     OPPONENTS_TURN,
+    REWRITTEN,
     SEGMENT,
     UNFINISHED,
     Author,
@@ -359,7 +360,8 @@ def write_samples(
     seen: list[str] = []
     unused = np.zeros(rows, np.int64)  # of episodes that have ended
     if request.begun is not None:
-        kept = [name for name in (*EPISODE, *OF_PLAYERS, *IN_PART) if name in request.begun.names]
+        names = (*EPISODE, *OF_PLAYERS, *IN_PART, *REWRITTEN)
+        kept = [name for name in names if name in request.begun.names]
         seen = [name for name in ("frame",) if name in request.begun.names]  # not the first ones
         if "unused_tokens" in kept:
             unused = request.begun.fetch_numpy(store, "unused_tokens")[0].astype(np.int64)

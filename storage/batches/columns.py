@@ -100,6 +100,11 @@ COLUMNS: dict[str, Declared] = {
     "unused_tokens": Declared(
         "dense", "I64", "tokens at the end, after the action that ended the episode, [N]"
     ),
+    "past_rewritten": Declared(
+        "dense",
+        "F32",
+        "share of what the model read before its last turn that its chat template lacks, [N]",
+    ),
     "embedding": Declared(
         "dense", "F32", "the encoder's of the episode's frames, [N, D]; NaN: none"
     ),
@@ -158,6 +163,7 @@ WIDER = {"I32": "I64"}
 # What is kept of an episode from turn to turn, beside its tokens.
 EPISODE = ("observations", "turn_rewards", "env_seconds", "episode", "episode_error")
 IN_PART = ("unused_tokens",)  # likewise, where a turn may be acted on in part
+REWRITTEN = ("past_rewritten",)  # likewise, where the template rewrites earlier turns
 OF_PLAYERS = ("turn_order", "episode_id")  # likewise, where there are several players
 
 # Columns that are named after reward functions, and what the names begin with.
