@@ -45,7 +45,7 @@ from storage.objects.store import Store
 # Columns that a sample shares with its prompt; they are referred to, not written again.
 PROMPT_COLUMNS = (
     *("prompt_ids", "group_id", "prompt_row", "state_id", "env_seed", "opening"),
-    *("player", "frozen", "opening_frame", "frame"),
+    *("player", "frozen", "opening_frame", "frame", "task"),
 )
 POLICY = bytes([Author.POLICY])
 
