@@ -329,6 +329,11 @@ class DataConfig(Settings):
             if (names := self.rewards_of(name)) is None or reward in names
         ]
 
+    @property
+    def right_from(self) -> float:
+        """Reward from which on a sample of one of several tasks is right."""
+        return self.source.right_from if isinstance(self.source, TasksSource) else 1.0
+
     def rewards_of(self, task: str) -> tuple[str, ...] | None:
         """Names of the reward functions that score one of several tasks; None: all."""
         assert isinstance(self.source, TasksSource)

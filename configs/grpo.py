@@ -36,7 +36,7 @@ from configs.rules.sampling import SAMPLING
 from configs.rules.sampling_mask import SAMPLING_MASK
 from configs.rules.sharing import SHARING
 from configs.rules.storage import CREDENTIALS, STORAGE
-from configs.rules.tasks import TASKS
+from configs.rules.tasks import ONE_TASK, TASKS
 from configs.run import RunConfig
 
 ESTIMATOR: tuple[Rule[RunConfig], ...] = (
@@ -72,6 +72,7 @@ OF_EVERY_FLOW: tuple[Rule[RunConfig], ...] = (
     *GUARDS,
     *QUARANTINE,
     *TASKS,
+    *ONE_TASK,
     *EVALUATION,
     *PROMOTION,
     *IMAGES,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from configs.algorithm.advantages import GRPOAdvantage
 from configs.data import TaskConfig, TasksSource
 from configs.rules.rule import Rule, of_each, where
 from configs.run import RunConfig
@@ -110,6 +111,27 @@ TASKS: tuple[Rule[RunConfig], ...] = where(
         says=lambda config: (
             f"episodes.players = {getattr(config.episodes, 'players', 1)} and several tasks do not "
             "go together. Set one player, or one data.source."
+        ),
+    ),
+)
+
+
+def _compared_by_task(config: RunConfig) -> list[str]:
+    """Settings by which samples are compared with those of their task."""
+    advantage = config.algorithm.advantage
+    if not isinstance(advantage, GRPOAdvantage):
+        return []
+    return [name for name in ("baseline", "normalize") if getattr(advantage, name) == "task"]
+
+
+ONE_TASK: tuple[Rule[RunConfig], ...] = where(
+    lambda config: not isinstance(config.data.source, TasksSource),
+    of_each(
+        _compared_by_task,
+        needs=lambda config, name: False,
+        says=lambda config, name: (
+            f"algorithm.advantage.{name} = task compares within each of several tasks, and "
+            f"data.source.kind = {config.data.source.kind} is one. Set it to batch."
         ),
     ),
 )
