@@ -1,6 +1,6 @@
 """Show what the model was asked and what it wrote.
 
-refrain samples RUN[@STEP] [--best | --worst | --failed | --group G]
+refrain samples RUN[@STEP] [--best | --worst | --failed | --group G] [--task TASK]
 refrain samples RUN --evaluation SUITE@VERSION [--best | …]
 """
 
@@ -33,6 +33,7 @@ main = Command(
         metavar="SUITE@VERSION",
         help="samples of an evaluation in place of a step's",
     ),
+    option("--task", metavar="TASK", help="of one of the run's tasks alone"),
     option("--limit", type=int, default=4, metavar="N", help="samples shown [4]"),
     option(
         "--characters",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from configs.data import DataConfig, refuse_own_variables
+from storage.batches.columns import TASK
 from storage.objects.json_values import Row
 
 if TYPE_CHECKING:
@@ -35,6 +36,12 @@ class TokenizedPrompts:
     prompt_ids: list[list[int]]  # one list of token ids per kept row
     kept: list[int]  # positions of the kept rows, ascending
     dropped: list[tuple[int, str]]  # position and reason (TOO_LONG or EMPTY) of each other row
+
+
+def data_of(row: Row, config: DataConfig) -> DataConfig:
+    """How a row becomes a prompt: where there are several tasks, as its own has it."""
+    tasks = config.tasks
+    return tasks[str(row[TASK])] if tasks else config
 
 
 def template_variables(row: Row, config: DataConfig) -> dict[str, Any]:
@@ -126,7 +133,7 @@ def prompts_of(
     shown = [None] * len(rows) if observations is None else observations
     tasks = config.tasks
     for position, (row, observation) in enumerate(zip(rows, shown, strict=True)):
-        own = tasks[str(row["task"])] if tasks else config
+        own = tasks[str(row[TASK])] if tasks else config
         try:
             prompts.append(prompt_of(row, own, observation))
         except ValueError as error:
@@ -181,7 +188,7 @@ def _tokenized_by_task(
     ids: dict[int, list[int]] = {}
     dropped: list[tuple[int, str]] = []
     for name, config in tasks.items():
-        places = [place for place, row in enumerate(rows) if row["task"] == name]
+        places = [place for place, row in enumerate(rows) if row[TASK] == name]
         shown = None if observations is None else [observations[place] for place in places]
         made = tokenize([rows[place] for place in places], config, tokenizer, tools, shown)
         ids |= {places[at]: one for at, one in zip(made.kept, made.prompt_ids, strict=True)}

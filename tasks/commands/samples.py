@@ -21,6 +21,7 @@ from storage.audit.transcripts import (
     transcripts_under_way,
 )
 from storage.audit.uncommitted import samples_under_way
+from storage.batches.columns import TASK
 from storage.batches.refs import BatchRef
 from storage.evaluations.results import EvaluationResult, evaluations_of, notes_of
 from storage.objects.errors import ObjectMissing
@@ -48,7 +49,8 @@ def answer(request: Request) -> Answer:
             raise NoSamples(files, asked.step)
         rewards, failed, groups = judged(files, samples)
         numbers = episodes_of(files, samples)
-        rows = chosen(asked, rewards, failed, groups, numbers, f"Step {step}")
+        there = of_task(files, samples, asked.task, f"Step {step}")
+        rows = chosen(asked, rewards, failed, groups, numbers, f"Step {step}", there)
         if commit is None:
             found = transcripts_under_way(files, step, samples, rows)
         else:
@@ -87,7 +89,8 @@ def of_evaluation(request: Request) -> Answer:
     result = evaluation_of(files, asked.evaluation)
     rewards, failed, groups = judged(files, result.samples)
     numbers = episodes_of(files, result.samples)
-    rows = chosen(asked, rewards, failed, groups, numbers, asked.evaluation)
+    there = of_task(files, result.samples, asked.task, asked.evaluation)
+    rows = chosen(asked, rewards, failed, groups, numbers, asked.evaluation, there)
     found = evaluation_transcripts(files, result, rows)
     shown: list[RenderableType] = [
         heading(
@@ -134,31 +137,45 @@ def chosen(
     groups: np.ndarray,
     numbers: np.ndarray,
     of: str,
+    there: np.ndarray,
 ) -> list[int]:
     """Rows of the samples that were asked for, at most asked.limit. Raises ValueError for none.
 
-    numbers: [K, N], numbers by which each sample's episode is named; of: whose samples they are.
+    numbers: [K, N], numbers by which each sample's episode is named; of: whose samples they are;
+    there: bool [N], those of the task that was named.
     """
-    scored = np.flatnonzero(~failed)
+    scored = np.flatnonzero(~failed & there)
     by_reward = scored[np.argsort(-rewards[scored], kind="stable")].tolist()
     if asked.episode is not None:
         rows, what = rows_of_episode(numbers, asked.episode), f"{asked.episode}"
     elif asked.group is not None:
-        rows, what = np.flatnonzero(groups == asked.group).tolist(), f"of group {asked.group}"
+        inside = (groups == asked.group) & there
+        rows, what = np.flatnonzero(inside).tolist(), f"of group {asked.group}"
     elif asked.failed:
-        rows, what = np.flatnonzero(failed).tolist(), "whose scoring failed"
+        rows, what = np.flatnonzero(failed & there).tolist(), "whose scoring failed"
     elif asked.worst:
         rows, what = by_reward[::-1], "with a reward"
     elif asked.best:
         rows, what = by_reward, "with a reward"
     else:
-        rows, what = few(by_reward, np.flatnonzero(failed).tolist(), asked.limit), ""
+        rows, what = few(by_reward, np.flatnonzero(failed & there).tolist(), asked.limit), ""
     if not rows:
         there = (
             f" Its groups are {groups.min()} to {groups.max()}." if asked.group is not None else ""
         )
         raise ValueError(f"{of} has no sample {what}.{there}")
     return rows[: asked.limit]
+
+
+def of_task(files: RunStore, ref: BatchRef, task: str | None, of: str) -> np.ndarray:
+    """bool [N]: the samples of a task, by its name; all where none is named. ValueError for none."""
+    if task is None:
+        return np.ones(len(ref), bool)
+    names = ref.fetch_list(files.store, TASK) if TASK in ref.names else []
+    if task not in names:
+        known = ", ".join(sorted(set(map(str, names)))) or "none: its run has one task"
+        raise ValueError(f"{of} has no samples of a task {task}; its tasks are {known}.")
+    return np.array([name == task for name in names])
 
 
 def episodes_of(files: RunStore, ref: BatchRef) -> np.ndarray:
@@ -194,7 +211,7 @@ def told(found: Transcript, characters: int, scored: bool = True) -> list[Render
         text(""),
         heading(
             f"Sample {origin.sample}{seat}, group {origin.group}, "
-            f"row {origin.prompt_row} of the data"
+            f"row {origin.prompt_row} of the data{origin.task and f', task {origin.task}'}"
         ),
         text(facts, "dim"),
         text("asked", "cyan"),
