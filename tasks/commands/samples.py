@@ -137,28 +137,28 @@ def chosen(
     groups: np.ndarray,
     numbers: np.ndarray,
     of: str,
-    there: np.ndarray,
+    named: np.ndarray,
 ) -> list[int]:
     """Rows of the samples that were asked for, at most asked.limit. Raises ValueError for none.
 
     numbers: [K, N], numbers by which each sample's episode is named; of: whose samples they are;
-    there: bool [N], those of the task that was named.
+    named: bool [N], those of the task that was named.
     """
-    scored = np.flatnonzero(~failed & there)
+    scored = np.flatnonzero(~failed & named)
     by_reward = scored[np.argsort(-rewards[scored], kind="stable")].tolist()
     if asked.episode is not None:
         rows, what = rows_of_episode(numbers, asked.episode), f"{asked.episode}"
     elif asked.group is not None:
-        inside = (groups == asked.group) & there
+        inside = (groups == asked.group) & named
         rows, what = np.flatnonzero(inside).tolist(), f"of group {asked.group}"
     elif asked.failed:
-        rows, what = np.flatnonzero(failed & there).tolist(), "whose scoring failed"
+        rows, what = np.flatnonzero(failed & named).tolist(), "whose scoring failed"
     elif asked.worst:
         rows, what = by_reward[::-1], "with a reward"
     elif asked.best:
         rows, what = by_reward, "with a reward"
     else:
-        rows, what = few(by_reward, np.flatnonzero(failed & there).tolist(), asked.limit), ""
+        rows, what = few(by_reward, np.flatnonzero(failed & named).tolist(), asked.limit), ""
     if not rows:
         there = (
             f" Its groups are {groups.min()} to {groups.max()}." if asked.group is not None else ""
