@@ -33,7 +33,7 @@ def questions(rows):
     return [{"question": f"{n} " * (40 if n % 6 == 0 else 1)} for n in range(rows)]
 """
 WORDS = (
-    "two_tasks.yaml", "steps=5", "data.max_prompt_tokens=16", "data.quarantine.no_variance=2",
+    "two_tasks.yaml", "steps=5", "prompts_per_step=4", "group_size=4", "data.max_prompt_tokens=16", "data.quarantine.no_variance=2",
     "data.source.tasks.digits.source.path=long.py:questions",
     "data.source.tasks.digits.from_step={4: 0.5}",
     "algorithm.advantage.normalize=task",
