@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
+from configs.grpo import GRPOConfig
 from storage.audit.audit import audit
 from storage.prompts.cursor import Cursor, TasksCursor
+from storage.prompts.datasets import first_place, open_source
+from storage.prompts.tasks import shared_out
 from storage.runs.commit_log import Commit
+from storage.runs.run_store import RunStore
+from tasks.run.recorded_flow import settings_of
+from tasks.several_tasks.drawing import weights
 from tests.faults.ledger import committed
 from tests.faults.planted import Fault
 from tests.flows.conftest import AFTER_STEP_3, ROOT, Launch, Launched, ends_alike, starting
@@ -145,3 +154,54 @@ def test_shares_are_the_same_with_overlapping_steps_and_other_shards(launch: Lau
     run = launch(*words, files=example()).whole()
     counts = [tasks_of(run, one) for one in committed(run.files, max_staleness=1)]
     assert [one["digits"] for one in counts] == [3, 2, 3, 1, 2]
+
+
+def test_the_how_to_shows_the_example() -> None:
+    text = (ROOT / "docs/several-tasks.md").read_text()
+    (shown,) = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    example = yaml.safe_load((ROOT / "examples/two_tasks.yaml").read_text())
+    data = yaml.safe_load(shown)["data"]
+    data["source"]["tasks"]["letters"]["weight"] = 1
+    assert {**data, "max_prompt_tokens": 32} == example["data"]
+
+
+def test_tasks_that_pull_in_different_directions_are_both_learned(launch: Launch) -> None:
+    run = launch("two_tasks.yaml", files=example()).whole()
+    commits = committed(run.files)
+    for task, first in (("digits", 0.3), ("letters", 0.7)):
+        curve = [one.metrics[f"task/{task}/reward/mean"] or 0.0 for one in commits]
+        assert max(curve[:2]) < first < 0.8 < min(curve[-2:]), (task, curve)
+    name = run.files.run
+    code, out = launch(name, "--task", "letters", "--limit", "2", module="flows.samples").end()
+    assert code == 0 and "task letters" in out and "LLLL" in out and "DDDD" not in out
+
+
+def test_weights_by_success_are_the_same_after_the_flow_died(
+    prefect_api: str, launch: Launch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    words = (
+        *("two_tasks.yaml", "steps=5", "data.source.right_from=0.5"),
+        "data.source.curriculum={steps: 2, floor: 0.05}",
+    )
+    with starting(tmp_path_factory.mktemp("success"), prefect_api) as start:
+        undisturbed = start(*words, files=example()).whole()
+    commits = committed(undisturbed.files)
+    assert len({tasks_of(undisturbed, one)["digits"] for one in commits}) > 1
+    known = RunOf(files=undisturbed.files, config=settings_of(undisturbed.files))
+    data = known.config.data
+    place = first_place(data, open_source(data.source))
+    for commit in commits:  # what commits tell is enough to draw again
+        assert isinstance(place, TasksCursor)
+        counts, place = shared_out(place, 6, weights(known, commit.step))  # type: ignore[arg-type]
+        assert counts == tasks_of(undisturbed, commit)
+    for name, text in example().items():
+        (tmp_path / name).write_text(text)
+    ends_alike(undisturbed, launch, tmp_path, words, AFTER_STEP_3)
+
+
+@dataclass(frozen=True)
+class RunOf:
+    """What weights are made of."""
+
+    files: RunStore
+    config: GRPOConfig
