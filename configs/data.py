@@ -108,6 +108,12 @@ class TaskConfig(Settings):
         description="Other weights from some steps on, as {100: 0.5, 200: 0}; before the first of "
         "them it is weight.",
     )
+    max_new_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Longest completion, in tokens; none: rollout.max_new_tokens, which is the "
+        "largest of all.",
+    )
     rewards: tuple[str, ...] | None = Field(
         None, description="Names of the rewards.functions that score it; none: all."
     )
@@ -333,6 +339,11 @@ class DataConfig(Settings):
     def right_from(self) -> float:
         """Reward from which on a sample of one of several tasks is right."""
         return self.source.right_from if isinstance(self.source, TasksSource) else 1.0
+
+    def limits(self, most: int) -> dict[str, int]:
+        """The longest completion of each of several tasks, in tokens; most: of those without one."""
+        tasks = self.source.tasks if isinstance(self.source, TasksSource) else {}
+        return {name: task.max_new_tokens or most for name, task in tasks.items()}
 
     def rewards_of(self, task: str) -> tuple[str, ...] | None:
         """Names of the reward functions that score one of several tasks; None: all."""

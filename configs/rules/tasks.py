@@ -17,6 +17,11 @@ def _tasks(config: RunConfig) -> Iterable[tuple[str, TaskConfig]]:
     return _source(config).tasks.items()
 
 
+def _limited(config: RunConfig) -> list[str]:
+    """Tasks with a longest completion of their own."""
+    return [name for name, task in _tasks(config) if task.max_new_tokens is not None]
+
+
 def _unknown(config: RunConfig, task: TaskConfig) -> list[str]:
     known = [reward.label for reward in config.rewards.functions]
     return sorted(set(task.rewards or ()) - set(known))
@@ -82,6 +87,34 @@ TASKS: tuple[Rule[RunConfig], ...] = where(
             f"data.source.tasks.{task[0]}.max_prompt_tokens = {task[1].max_prompt_tokens} is above "
             f"data.max_prompt_tokens = {config.data.max_prompt_tokens}, the largest of all. Set the "
             "latter higher."
+        ),
+    ),
+    of_each(
+        _tasks,
+        needs=lambda config, task: (task[1].max_new_tokens or 0) <= config.rollout.max_new_tokens,
+        says=lambda config, task: (
+            f"data.source.tasks.{task[0]}.max_new_tokens = {task[1].max_new_tokens} is above "
+            f"rollout.max_new_tokens = {config.rollout.max_new_tokens}, the largest of all. Set the "
+            "latter higher."
+        ),
+    ),
+    of_each(
+        _limited,
+        needs=lambda config, name: config.episodes is None,
+        says=lambda config, name: (
+            f"data.source.tasks.{name}.max_new_tokens is of one answer, and episodes have several "
+            "turns. Set it to null; rollout.max_new_tokens and episodes.max_turns hold for all tasks."
+        ),
+    ),
+    of_each(
+        _limited,
+        needs=lambda config, name: (
+            (penalty := config.algorithm.shaping.overlong) is None or penalty.max_tokens is not None
+        ),
+        says=lambda config, name: (
+            "algorithm.shaping.overlong goes by rollout.max_new_tokens, and "
+            f"data.source.tasks.{name} has a limit of its own. Set "
+            "algorithm.shaping.overlong.max_tokens, which then holds for all tasks."
         ),
     ),
     Rule(

@@ -266,7 +266,7 @@ class VllmEngine(RolloutEngine):
                     row,
                     prompts.tokens[i // n],
                     salt,
-                    request.sampling,
+                    prompts.sampling(request, i),
                     prompts.seed(request, i, len(row.begun.tokens)),
                 )
             )

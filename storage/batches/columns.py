@@ -39,6 +39,7 @@ SEGMENT = "segment"  # finish reason of a path that has got a segment, and may g
 WAITING = "waiting"  # finish reason of a sample that goes on when others have had their turns
 GIVEN = "given"  # finish reason of a sample that is an answer of the data
 OPPONENTS_TURN = "opponent's turn"  # finish reason of a frozen player's sample whose turn is next
+LIMIT = "max_new_tokens"  # column of prompts, where one of a run's tasks has a limit of its own
 TASK = "task"  # column of rows, prompts and samples, where a run has several tasks
 TOKENS = "I32"  # number format of token ids; older objects hold I64
 
@@ -146,6 +147,7 @@ COLUMNS: dict[str, Declared] = {
     "tree_path": Declared("jagged", "I64", "numbers of the nodes of the sample's segments"),
     "tree_lengths": Declared("jagged", "I64", "response tokens of each of those segments"),
     "baseline_reward": Declared("dense", "F32", "reward of the prompt's greedy completion, [N]"),
+    LIMIT: Declared("dense", "I64", "longest completion, in tokens, [N] (prompts only)"),
     "state_id": Declared("dense", "I64", "number of the state that the prompt shows, [N]"),
     "group_id": Declared("dense", "I64", "number of the prompt in the run, [N]"),
     "sample_id": Declared("dense", "I64", "number of the sample in the run, [N]"),

@@ -50,6 +50,11 @@ def test_one_file_may_hold_all_tasks(tmp_path: Path) -> None:
             "No task has a weight from step 5 on",
         ),
         ([f"{TASKS}.digits.max_prompt_tokens=99"], "is above data.max_prompt_tokens = 32"),
+        ([f"{TASKS}.digits.max_new_tokens=99"], "is above rollout.max_new_tokens = 16"),
+        (
+            [f"{TASKS}.digits.max_new_tokens=9", "algorithm.shaping.overlong={buffer: 4}"],
+            "Set algorithm.shaping.overlong.max_tokens",
+        ),
         ([f"{TASKS}.digits.system_prompt=Count."], "The task digits: .*needs the chat template"),
         ([f"{TASKS}.digits.source=null"], "The task digits has no rows"),
         (["data.epochs=2"], "Set data.epochs = null"),

@@ -45,7 +45,7 @@ WORDS = (
     "two_tasks.yaml", "steps=5", "prompts_per_step=4", "group_size=4", "data.max_prompt_tokens=16", "data.quarantine.no_variance=2",
     "data.source.tasks.digits.source.path=long.py:questions",
     "data.source.tasks.digits.from_step={4: 0.5}",
-    "algorithm.advantage.normalize=task",
+    "algorithm.advantage.normalize=task", "data.source.tasks.letters.max_new_tokens=6",
 )  # fmt: skip
 
 
@@ -98,6 +98,8 @@ def test_rewards_and_metrics_are_of_their_task(whole: Launched) -> None:
             assert mean == pytest.approx(float(rewards[own].mean()))
             assert commit.metrics[f"task/{task}/samples/total"] == own.sum()
             assert f"task/{task}/reward/{other}" not in commit.metrics
+        lengths = samples.lengths(store, "response_ids")
+        assert lengths[names == "letters"].max() == 6 < lengths[names == "digits"].max() <= 16
 
 
 def test_deviations_are_the_tasks_own(whole: Launched) -> None:
