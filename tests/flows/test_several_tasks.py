@@ -201,6 +201,42 @@ def test_weights_by_success_are_the_same_after_the_flow_died(
     ends_alike(undisturbed, launch, tmp_path, words, AFTER_STEP_3)
 
 
+def test_episodes_of_two_tasks_have_prompts_of_their_own(launch: Launch) -> None:
+    rows = '{kind: function, path: "guessing.py:rows", params: {size: 12}}'
+    names = ("guessing.py", "guessing.yaml")
+    run = launch(
+        *("guessing.yaml", "steps=2", "prompts_per_step=4", "group_size=4", "rollout.shards=2"),
+        "data.source={kind: tasks, tasks: {loud: {source: %s, prompt_suffix: '!!'}, "
+        "calm: {source: %s, weight: 3}}}" % (rows, rows),
+        files={name: (ROOT / "examples" / name).read_text() for name in names},
+    ).whole()
+    commits = committed(run.files)
+    assert [tasks_of(run, one)["loud"] for one in commits] == [1, 1]
+    assert audit(run.files).problems == []
+    told = {
+        (str(task), len(ids))
+        for one in commits
+        for task, ids in zip(
+            one.refs["samples"].fetch_list(run.files.store, "task"),
+            np.split(*prompt_ids(run, one)),
+            strict=True,
+        )
+    }
+    assert {task for task, _ in told} == {"loud", "calm"} and len(told) == 2, told
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.replay", run.files.run, "2", "--episodes"],
+        cwd=run.folder, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def prompt_ids(run: Launched, commit: Commit) -> tuple[np.ndarray, np.ndarray]:
+    """The samples' prompts, and where each but the first begins."""
+    values, offsets = commit.refs["samples"].fetch_numpy(run.files.store, "prompt_ids")
+    assert offsets is not None
+    return values, offsets[1:-1]
+
+
 @dataclass(frozen=True)
 class RunOf:
     """What weights are made of."""
