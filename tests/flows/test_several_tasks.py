@@ -206,8 +206,8 @@ def test_episodes_of_two_tasks_have_prompts_of_their_own(launch: Launch) -> None
     names = ("guessing.py", "guessing.yaml")
     run = launch(
         *("guessing.yaml", "steps=2", "prompts_per_step=4", "group_size=4", "rollout.shards=2"),
-        "data.source={kind: tasks, tasks: {loud: {source: %s, prompt_suffix: '!!'}, "
-        "calm: {source: %s, weight: 3}}}" % (rows, rows),
+        f"data.source={{kind: tasks, tasks: {{loud: {{source: {rows}, prompt_suffix: '!!'}}, "
+        f"calm: {{source: {rows}, weight: 3}}}}}}",
         files={name: (ROOT / "examples" / name).read_text() for name in names},
     ).whole()
     commits = committed(run.files)
