@@ -17,7 +17,7 @@ TEST_PROCESSES ?= 3
 # environments of their own. python3.12-torch2.11.0 is one with the oldest torch.
 PYTHONS ?= python3.12 python3.13
 
-.PHONY: demo test without lint check check-pythons pythons deploy image lock clean
+.PHONY: demo test without lint check check-pythons pythons docs deploy image lock clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m flows.grpo $(RECIPE) $(SET)
@@ -31,7 +31,7 @@ test: $(VENV)/.test
 without: $(VENV)/.dev
 	$(BIN)/python -m tests.without_feature $(FEATURE)
 
-check: pythons lint check-pythons
+check: pythons lint docs check-pythons
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -62,6 +62,11 @@ $(VENV)-%/.test: pyproject.toml | $(BIN)/uv
 	$(interpreter) -m venv $(VENV)-$*
 	VIRTUAL_ENV=$(VENV)-$* $(BIN)/uv pip install --quiet -e ".[demo,s3,test]" $(addprefix torch==,$(word 2,$(subst -torch, ,$*)))
 	touch $@
+
+# The documents as a site in site/, with a reference made from the code; a link that leads nowhere fails.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "site/index.html"
 
 # Registers infra/prefect.yaml and infra/automations.yaml on the server that PREFECT_API_URL names.
 deploy: $(VENV)/.demo
@@ -98,12 +103,16 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/uv
 	touch $@
 
 $(VENV)/.test: pyproject.toml | $(BIN)/uv
-	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet -e ".[cpu,demo,s3,test]"
+	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet -e ".[cpu,demo,s3,test]" --group docs
 	touch $@
 
 $(VENV)/.dev: pyproject.toml | $(BIN)/uv
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet -e ".[cpu,demo,s3,test,dev]"
 	touch $@
 
+$(VENV)/.docs: pyproject.toml | $(BIN)/uv
+	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet -e ".[cpu,demo]" --group docs
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV)-python* .refrain
+	rm -rf $(VENV) $(VENV)-python* .refrain site

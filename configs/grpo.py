@@ -37,6 +37,7 @@ from configs.rules.sampling_mask import SAMPLING_MASK
 from configs.rules.sharing import SHARING
 from configs.rules.storage import CREDENTIALS, STORAGE
 from configs.rules.tasks import ONE_TASK, TASKS
+from configs.rules.thinking import THINKING
 from configs.run import RunConfig
 
 ESTIMATOR: tuple[Rule[RunConfig], ...] = (
@@ -68,6 +69,7 @@ OF_EVERY_FLOW: tuple[Rule[RunConfig], ...] = (
     *EPISODES,
     *LOGPROBS,
     *SAMPLING_MASK,
+    *THINKING,
     *EXPERTS,
     *GUARDS,
     *QUARANTINE,

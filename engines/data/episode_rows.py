@@ -32,6 +32,7 @@ from storage.objects.store import Store
 from storage.prompts.source import PromptSource
 
 POLICY = bytes([Author.POLICY])
+OF_TURN = bytes([Author.POLICY, Author.BUDGET])  # authors within a turn of the policy
 # Finish reasons of a sample that goes on: its own turn is next, or that of another.
 GOES_ON = (UNFINISHED, OPPONENTS_TURN, WAITING)
 
@@ -77,9 +78,9 @@ class Episode:
     def turns(self) -> list[tuple[int, int]]:
         """Where each turn of the policy begins and ends."""
         found, place = [], 0
-        for author, run in itertools.groupby(self.authors):
+        for author, run in itertools.groupby(self.authors, OF_TURN.__contains__):
             stop = place + len(list(run))
-            if author == Author.POLICY:
+            if author:
                 found.append((place, stop))
             place = stop
         return found
@@ -170,9 +171,10 @@ def read_episodes(
         "ended": [""] * count,
         "error": [""] * count,
     }
+    if "author" in samples.names:
+        columns["authors"] = [bytearray(each) for each in lists("author")]
     if begun:
         columns |= {
-            "authors": [bytearray(each) for each in lists("author")],
             "observations": list(samples.fetch_list(store, "observations")),
             "rewards": lists("turn_rewards"),
             "seconds": dense("env_seconds"),
@@ -275,7 +277,7 @@ def _turn_numbers(authors: np.ndarray) -> np.ndarray:
 
     Authors 1 1 2 3 1: turns 0 0 0 0 1.
     """
-    policy = authors == Author.POLICY
+    policy = np.isin(authors, list(OF_TURN))
     begins = policy & ~np.concatenate([[False], policy[:-1]])
     return np.maximum(np.cumsum(begins) - 1, 0).astype(np.int64)
 

@@ -30,7 +30,7 @@ from engines.data.contract import AdvantagesRequest
 from engines.data.results import AdvantagesResult, NothingToTrain, RewardsFailed
 from engines.data.sample_metrics import Measured, episode_metrics, sample_metrics, task_metrics
 from engines.data.staleness import staleness_metrics
-from storage.batches.columns import TASK, SampleStatus
+from storage.batches.columns import TASK, Author, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
@@ -367,6 +367,12 @@ def metrics_of(
     if TASK in samples.names:
         tasks = np.array([str(one) for one in samples.fetch_list(store, TASK)])
         found |= task_metrics(measured, tasks, right_from)
+    if "author" in samples.names:
+        authors, bounds = jagged(store, samples, "author")
+        ended = (authors == Author.BUDGET).nonzero()[0]
+        if len(ended) or "episode" not in samples.names:
+            cut = len(np.unique(np.searchsorted(bounds, ended, side="right")))
+            found["response/thoughts_ended_by_budget"] = cut / len(samples)
     if "episode" in samples.names:
         turns = "turn_order" if "turn_order" in samples.names else "turn_rewards"
         found |= episode_metrics(

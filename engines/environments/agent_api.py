@@ -33,9 +33,9 @@ STRANGER_SECONDS = 10.0  # that such a one has for all of a request
 KNOWN_SECONDS = 3600.0  # that a connection with a key may be silent, or needs for a request
 SEND_SECONDS = 60.0  # in which an answer has to be taken
 
-_CHAT = "/v1/chat/completions"
-_COMPLETIONS = "/v1/completions"
-_GENERATE = "/inference/v1/generate"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+GENERATE = "/inference/v1/generate"
 
 Message = dict[str, Any]
 Answer: TypeAlias = "tuple[int, dict[str, Any]]"  # HTTP status and body
@@ -70,15 +70,15 @@ class AgentRequest:
     @property
     def ids(self) -> list[int] | None:
         """The token ids that it gives; None for a chat."""
-        if self.route == _CHAT:
+        if self.route == CHAT:
             return None
-        found: list[int] = self.body["prompt" if self.route == _COMPLETIONS else "token_ids"]
+        found: list[int] = self.body["prompt" if self.route == COMPLETIONS else "token_ids"]
         return found
 
     def answered(self, written: Written) -> dict[str, Any]:
         """The body that answers it."""
         asked = bool(self.body.get("return_token_ids"))
-        if self.route == _CHAT:
+        if self.route == CHAT:
             reason = "tool_calls" if written.message.get("tool_calls") else "stop"
             choice = {"index": 0, "message": written.message, "finish_reason": reason}
             if self.body.get("logprobs"):
@@ -88,7 +88,7 @@ class AgentRequest:
             more = {"prompt_token_ids": list(written.prompt_ids)} if asked else {}
             return {**_head("chat.completion"), "choices": [choice], **more, "usage": written.usage}
         choice = {"index": 0, "finish_reason": "stop", "token_ids": list(written.ids)}
-        if self.route == _GENERATE:
+        if self.route == GENERATE:
             choice["logprobs"] = {"content": _logprobs(written)}
             return {
                 "request_id": secrets.token_hex(8),
@@ -161,11 +161,11 @@ class Server:
 def _wrong(request: AgentRequest) -> str | None:
     """What keeps a request from being answered, in a sentence."""
     body = request.body
-    if request.route == _CHAT:
+    if request.route == CHAT:
         if not _is_chat(body.get("messages")):
             return "messages has to be a list of messages with a role"
     else:
-        name = "prompt" if request.route == _COMPLETIONS else "token_ids"
+        name = "prompt" if request.route == COMPLETIONS else "token_ids"
         ids = body.get(name)
         if not isinstance(ids, list) or not ids or not all(map(_is_token, ids)):
             return f"{name} has to be a list of token ids; /v1/chat/completions takes text"
@@ -173,7 +173,7 @@ def _wrong(request: AgentRequest) -> str | None:
         return "chat_template_kwargs has to be an object"
     if body.get("n") not in (None, 1):
         return "n has to be 1: an episode has one answer a turn"
-    if body.get("stream") and request.route == _GENERATE:
+    if body.get("stream") and request.route == GENERATE:
         return "stream has to be false: a turn is given whole"
     return None
 
@@ -279,7 +279,7 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
                 self.close_connection = True
                 return
             route = self.path.rstrip("/")
-            if route not in (_CHAT, _COMPLETIONS, _GENERATE):
+            if route not in (CHAT, COMPLETIONS, GENERATE):
                 self._send(*refused(f"there is no {self.path}", 404))
                 return
             try:

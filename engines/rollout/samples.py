@@ -49,6 +49,7 @@ PROMPT_COLUMNS = (
     *("player", "frozen", "opening_frame", "frame", "task"),
 )
 POLICY = bytes([Author.POLICY])
+OF_TURN = bytes([Author.POLICY, Author.BUDGET])  # authors within a turn of the policy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +108,7 @@ class Completion:
     @property
     def turn(self) -> int:
         """Where the turn begins that the policy is at: after the last token of another author."""
-        return len(self.authors.rstrip(POLICY))
+        return len(self.authors.rstrip(OF_TURN))
 
     @property
     def ended(self) -> bool:
@@ -383,7 +384,7 @@ def write_samples(
         store,
         request.out_key,
         {
-            **({"author": authors} if kept else {}),
+            **({"author": authors} if kept or request.sampling.thinking_budget else {}),
             **token_columns(completions),
             "response_mask": [
                 policy_mask(each, end) for each, end in zip(authors, unused.tolist(), strict=True)

@@ -32,6 +32,7 @@ class Author(enum.IntEnum):
     POLICY = 1
     ENVIRONMENT = 2  # what it answered
     TEMPLATE = 3  # the chat template's words around a message
+    BUDGET = 4  # words within a turn of the policy that end a thought (rollout.thinking)
 
 
 UNFINISHED = "unfinished"  # finish reason of a sample that was cut and can go on
@@ -79,7 +80,9 @@ COLUMNS: dict[str, Declared] = {
         "jagged", "I32", "those words, token after token: token ids in rising order"
     ),
     "response_mask": Declared("jagged", "U8", "1 where the policy wrote the response token"),
-    "author": Declared("jagged", "U8", "Author of each response token (episodes)"),
+    "author": Declared(
+        "jagged", "U8", "Author of each response token (episodes, thoughts with a budget)"
+    ),
     "env_seed": Declared("dense", "I64", "seed of the episode's environment, [N]"),
     "opening": Declared("str", "U8", "digest of what the episode's environment said first"),
     "env_code": Declared("str", "U8", "digest of the environment's code (prompts only)"),

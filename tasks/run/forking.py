@@ -8,6 +8,7 @@ from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from storage.objects.store import Store
 from storage.prompts.datasets import first_place, open_source
+from storage.runs.commit_log import read_commit
 from storage.runs.forks import NoSuchOrigin, begin_at
 from storage.runs.origins import Origin, committer, origin_of, parent_of
 from storage.runs.run_store import RunStore
@@ -50,11 +51,24 @@ def origin_of_fork(config: GRPOConfig, fork: str, flow: str) -> Origin:
             f"steps = {config.steps}, and a fork of {origin} begins after step {origin.at}. "
             f"Set steps to {origin.at + 1} or more."
         )
+    goes_on = data_go_on(config, before)
+    if goes_on and config.rollout.sampling_mask and not before.rollout.sampling_mask:
+        _check_no_answer_is_begun(parent, origin)
     update = {
-        "cursor": data_go_on(config, before),
+        "cursor": goes_on,
         "first_group": first_group(config, parent, origin),
     }
     return origin.model_copy(update=update)
+
+
+def _check_no_answer_is_begun(parent: RunStore, origin: Origin) -> None:
+    """ConfigError where a step hands answers on of whose tokens the words were not kept."""
+    owner, step = committer(parent, origin.step)
+    if any(group.begun for group in read_commit(owner, step).carried):
+        raise ConfigError(
+            f"rollout.sampling_mask = true, and {origin} hands on answers that were begun without "
+            "it. Set it to false, or fork a step that hands on none."
+        )
 
 
 def check_same_adapter(config: GRPOConfig, before: GRPOConfig, origin: str) -> None:

@@ -26,11 +26,11 @@ from engines.rewards.protocol import TrainerState
 from engines.rewards.runner import RewardRunner
 from storage.prompts.datasets import open_source
 from storage.runs.commit_log import Commit, read_commit
+from tests.examples.pages import commands_of
 from tests.flows.conftest import ROOT, Launch, Launched
 
 EXAMPLES = ROOT / "examples"
 HINTS = ("higher", "lower")
-COMMAND = re.compile(r"^(?:refrain|python -m) (?:.*\\\n)*.*", re.MULTILINE)
 
 
 def documented() -> list[list[str]]:
@@ -38,13 +38,11 @@ def documented() -> list[list[str]]:
 
     `refrain NAME` is `python -m flows.NAME`; the first word is the module.
     """
-    text = (ROOT / "docs/extending.md").read_text()
     found = []
-    for block in re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        for command in COMMAND.findall(block):
-            words = shlex.split(command.replace("\\\n", " "), comments=True)
-            module = f"flows.{words[1]}" if words[0] == "refrain" else words[2]
-            found.append([module, *words[3 if words[0] == "python" else 2 :]])
+    for command in commands_of("extending.md"):
+        words = shlex.split(command.replace("\\\n", " "), comments=True)
+        module = f"flows.{words[1]}" if words[0] == "refrain" else words[2]
+        found.append([module, *words[3 if words[0] == "python" else 2 :]])
     return found
 
 

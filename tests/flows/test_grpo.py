@@ -19,6 +19,7 @@ from storage.batches.columns import SampleStatus
 from storage.runs.commit_log import head, read_commit
 from storage.runs.run_store import RunStore
 from storage.runs.stage_store import DATA_SUFFIX
+from storage.tracking.metric_meanings import meaning_of
 from tasks.reporting.artifacts import key, lineage
 from tasks.run.recorded_flow import settings_of
 from tests.faults.planted import Faults
@@ -77,6 +78,7 @@ def test_a_run_leaves_commits_weights_curves_and_a_dashboard(
         assert set(data["weights_digest"].tolist()) == {commit.version_in.digest}
         assert commit.metrics["train/kl_ref"] == pytest.approx(0, abs=0.2)
         assert "staleness/bound" not in commit.metrics, "of a run without overlap"
+        assert [name for name in commit.metrics if meaning_of(name) is None] == []
     assert commits[-1].ledger.drawn == commits[-1].ledger.trained == 12
 
     from transformers import AutoModelForCausalLM

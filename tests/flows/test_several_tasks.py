@@ -174,7 +174,9 @@ def test_tasks_that_pull_in_different_directions_are_both_learned(launch: Launch
         curve = [one.metrics[f"task/{task}/reward/mean"] or 0.0 for one in commits]
         assert max(curve[:2]) < first < 0.8 < min(curve[-2:]), (task, curve)
     name = run.files.run
-    code, out = launch(name, "--task", "letters", "--limit", "2", module="flows.samples").end()
+    code, out = launch(
+        name, "--where", "task=letters", "--limit", "2", module="flows.samples"
+    ).end()
     assert code == 0 and "task letters" in out and "LLLL" in out and "DDDD" not in out
 
 

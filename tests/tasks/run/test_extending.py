@@ -40,8 +40,7 @@ from tasks.run.retries import OPTIONS
 from tasks.run.roles.role import EngineRole, pool_of, start_pool
 from tasks.run.run import Run
 from tasks.run.stage import Stage
-
-PAGE = Path(__file__).parents[3] / "docs" / "extending.md"
+from tests.examples.pages import blocks_of
 
 
 class Cache(Engine):
@@ -60,8 +59,7 @@ def engine_of(run: Any) -> EngineSpec[Cache]:
 
 def page(begins: str) -> str:
     """The page's piece of Python with this beginning."""
-    pieces = [part.partition("```")[0] for part in PAGE.read_text().split("```python\n")[1:]]
-    (found,) = (piece for piece in pieces if begins in piece)
+    (found,) = (piece for piece in blocks_of("extending.md", "python") if begins in piece)
     return found
 
 
