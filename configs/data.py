@@ -1,9 +1,10 @@
 """Where prompts come from and how a row becomes prompt tokens."""
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
 from configs.base import FileAddress, FunctionPath, Settings
 
@@ -87,6 +88,129 @@ Source = Annotated[
 ]
 
 
+TASK_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
+
+
+class TaskConfig(Settings):
+    """One of several tasks: its rows, how often they come, how they are asked and scored.
+
+    What is none is as data has it.
+    """
+
+    source: Source | None = Field(
+        None, description="Its rows; none: those of data.source.source that name it."
+    )
+    weight: float = Field(
+        1.0, ge=0, description="Share of each step's prompts, in proportion to the other tasks'."
+    )
+    from_step: dict[int, float] = Field(
+        default_factory=dict,
+        description="Other weights from some steps on, as {100: 0.5, 200: 0}; before the first of "
+        "them it is weight.",
+    )
+    max_new_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Longest completion, in tokens; none: rollout.max_new_tokens, which is the "
+        "largest of all.",
+    )
+    rewards: tuple[str, ...] | None = Field(
+        None, description="Names of the rewards.functions that score it; none: all."
+    )
+    prompt_column: str | None = Field(None, description="As data.prompt_column.")
+    template: Literal["chat", "plain"] | None = Field(None, description="As data.template.")
+    system_prompt: str | None = Field(None, description="As data.system_prompt.")
+    prompt_suffix: str | None = Field(None, description="As data.prompt_suffix.")
+    chat_template_kwargs: dict[str, JsonValue] | None = Field(
+        None, description="As data.chat_template_kwargs."
+    )
+    prefill: str | None = Field(None, description="As data.prefill.")
+    max_prompt_tokens: int | None = Field(
+        None, ge=1, description="As data.max_prompt_tokens, which is the largest of all."
+    )
+
+    @model_validator(mode="after")
+    def _weights_are_shares(self) -> "TaskConfig":
+        for step, weight in self.from_step.items():
+            if step < 1 or not 0 <= weight < math.inf:
+                raise ValueError(
+                    f"from_step has {step}: {weight:g}. It takes steps, counted from 1, and their "
+                    "weights, 0 or more."
+                )
+        return self
+
+    def weight_at(self, step: int) -> float:
+        """The weight in a step, counted from 1."""
+        begun = [one for one in self.from_step if one <= step]
+        return self.from_step[max(begun)] if begun else self.weight
+
+
+class SuccessCurriculum(Settings):
+    """Weights that follow what is learned: largest where half of the samples are right.
+
+    A task's weight is multiplied by max(floor, 4 p (1 - p)), p the share of its samples that were
+    right in the last steps.
+    """
+
+    steps: int = Field(
+        8, ge=1, description="Committed steps with samples of the task over which p is the mean."
+    )
+    floor: float = Field(
+        0.1,
+        gt=0,
+        le=1,
+        description="Least factor: so much of a task is asked, learned or hopeless.",
+    )
+
+
+class TasksSource(Settings):
+    """Several tasks, each with rows, a share of each step, prompts and rewards of its own."""
+
+    kind: Literal["tasks"] = "tasks"
+    tasks: dict[Annotated[str, Field(pattern=TASK_NAME)], TaskConfig] = Field(
+        min_length=1, description="By name; all else of data says what a task leaves out."
+    )
+    source: Annotated[FileSource | HubSource, Field(discriminator="kind")] | None = Field(
+        None, description="Rows of the tasks that have no source."
+    )
+    task_column: str = Field("task", description="Its column that names a row's task.")
+    right_from: float = Field(
+        1.0, description="Reward from which on a sample is right, for task/NAME/right."
+    )
+    curriculum: SuccessCurriculum | None = Field(
+        None, description="Weights that follow the tasks' success; none: they stay."
+    )
+
+    @model_validator(mode="after")
+    def _every_task_has_rows(self) -> "TasksSource":
+        for name, task in self.tasks.items():
+            if task.source is None and self.source is None:
+                raise ValueError(
+                    f"The task {name} has no rows. Set data.source.tasks.{name}.source, or "
+                    "data.source.source to a file whose column names each row's task."
+                )
+        return self
+
+    def rows_of(self, name: str) -> Source:
+        """The source of a task's rows."""
+        if (own := self.tasks[name].source) is not None:
+            return own
+        assert self.source is not None, "see _every_task_has_rows"
+        where = {**self.source.where, self.task_column: name}
+        return self.source.model_copy(update={"where": where})
+
+
+DataSource = Annotated[
+    FileSource | HubSource | ReasoningGymSource | FunctionSource | TasksSource,
+    Field(discriminator="kind"),
+]
+# Settings of data that a task may have of its own.
+OF_TASK = (
+    *("prompt_column", "template", "system_prompt", "prompt_suffix", "chat_template_kwargs"),
+    *("prefill", "max_prompt_tokens"),
+)
+
+
 class QuarantineConfig(Settings):
     """Rows that leave the draw: each bound that is set, by the draws of a row so far."""
 
@@ -135,7 +259,7 @@ class DataConfig(Settings):
 
     later: ClassVar[frozenset[str]] = frozenset({"chat_template_kwargs", "prefill"})
 
-    source: Source = Field(description="Where the rows come from.")
+    source: DataSource = Field(description="Where the rows come from.")
     prompt_column: str = Field(
         "question",
         description="Column with the prompt: a string, or a list of chat messages (role, content).",
@@ -190,6 +314,42 @@ class DataConfig(Settings):
         """Whether what became of each row is kept from step to step."""
         return self.quarantine is not None or self.order == "difficulty"
 
+    @property
+    def tasks(self) -> dict[str, "DataConfig"]:
+        """By name, how the rows of each of several tasks become prompts; none: one task."""
+        if not isinstance(self.source, TasksSource):
+            return {}
+        return {name: self._of_task(self.source, name) for name in sorted(self.source.tasks)}
+
+    def _of_task(self, source: TasksSource, name: str) -> "DataConfig":
+        own = source.tasks[name].model_dump(include=set(OF_TASK), exclude_none=True)
+        return self.model_copy(update={**own, "source": source.rows_of(name)})
+
+    def scored_by(self, reward: str) -> list["DataConfig"]:
+        """The data that a reward function scores: of each task to which it applies, or all."""
+        if not isinstance(self.source, TasksSource):
+            return [self]
+        return [
+            data
+            for name, data in self.tasks.items()
+            if (names := self.rewards_of(name)) is None or reward in names
+        ]
+
+    @property
+    def right_from(self) -> float:
+        """Reward from which on a sample of one of several tasks is right."""
+        return self.source.right_from if isinstance(self.source, TasksSource) else 1.0
+
+    def limits(self, most: int) -> dict[str, int]:
+        """The longest completion of each of several tasks, in tokens; most: of those without one."""
+        tasks = self.source.tasks if isinstance(self.source, TasksSource) else {}
+        return {name: task.max_new_tokens or most for name, task in tasks.items()}
+
+    def rewards_of(self, task: str) -> tuple[str, ...] | None:
+        """Names of the reward functions that score one of several tasks; None: all."""
+        assert isinstance(self.source, TasksSource)
+        return self.source.tasks[task].rewards
+
     @field_validator("chat_template_kwargs")
     @classmethod
     def _variables_are_further_ones(cls, given: dict[str, JsonValue]) -> dict[str, JsonValue]:
@@ -208,4 +368,10 @@ class DataConfig(Settings):
                 "data.chat_template_kwargs are variables of a chat template, and data.template is "
                 "plain. Set data.template = chat, or remove data.chat_template_kwargs."
             )
+        for name, task in self.tasks.items():
+            try:
+                type(self).model_validate(task.model_dump())
+            except ValidationError as error:
+                said = error.errors()[0]["msg"].removeprefix("Value error, ")
+                raise ValueError(f"The task {name}: {said}") from None
         return self

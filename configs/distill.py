@@ -12,6 +12,7 @@ from configs.grpo import GRPOConfig
 from configs.resolving import Decider, Decision, Machine
 from configs.rewards import RewardsConfig
 from configs.rules.rule import Rule, of_each
+from configs.rules.tasks import no_tasks
 from configs.teachers import TEACHER_NAME, TEACHER_POOL, TeacherConfig, VllmTeaching
 
 
@@ -190,6 +191,7 @@ class DistillConfig(GRPOConfig):
 
     rules: ClassVar[tuple[Rule[Any], ...]] = (
         *GRPOConfig.rules,
+        no_tasks("distillation"),
         *VLLM_TEACHERS,
         *WHOLE_DISTRIBUTIONS,
         *ANSWERS_OF_THE_DATA,

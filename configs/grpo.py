@@ -36,6 +36,7 @@ from configs.rules.sampling import SAMPLING
 from configs.rules.sampling_mask import SAMPLING_MASK
 from configs.rules.sharing import SHARING
 from configs.rules.storage import CREDENTIALS, STORAGE
+from configs.rules.tasks import ONE_TASK, TASKS
 from configs.rules.thinking import THINKING
 from configs.run import RunConfig
 
@@ -72,6 +73,8 @@ OF_EVERY_FLOW: tuple[Rule[RunConfig], ...] = (
     *EXPERTS,
     *GUARDS,
     *QUARANTINE,
+    *TASKS,
+    *ONE_TASK,
     *EVALUATION,
     *PROMOTION,
     *IMAGES,

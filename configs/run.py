@@ -214,6 +214,7 @@ class RunConfig(Settings):
         used = {
             "elastic": self.train.engine == "elastic",
             "over_sampling": self.over_samples,
+            "tasks": bool(self.data.tasks),
             "quarantine": self.data.keeps_history,
             "guards": bool(self.guards),
             "promotion": self.promotion is not None,

@@ -11,6 +11,7 @@ from configs.episodes import EpisodesConfig
 from configs.grpo import GRPOConfig
 from configs.rules.images import KINDS
 from configs.rules.rule import Rule, of_each
+from configs.rules.tasks import no_tasks
 
 
 class ProgressConfig(Settings):
@@ -107,7 +108,11 @@ class SRPOConfig(GRPOConfig):
     """Self-referential policy optimisation (arXiv:2511.15605): rewards for progress, in episodes."""
 
     unfit: ClassVar[tuple[str, ...]] = (*GRPOConfig.unfit, "remax")
-    rules: ClassVar[tuple[Rule[Any], ...]] = (*GRPOConfig.rules, *PROGRESS)
+    rules: ClassVar[tuple[Rule[Any], ...]] = (
+        *GRPOConfig.rules,
+        no_tasks("SRPO"),
+        *PROGRESS,
+    )
 
     encoder: EncoderConfig = Field(
         default_factory=ProjectionEncoder,

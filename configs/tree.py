@@ -9,6 +9,7 @@ from configs.base import Settings
 from configs.grpo import OF_EVERY_FLOW, GRPOConfig
 from configs.rules.batches import BATCHES
 from configs.rules.rule import Rule
+from configs.rules.tasks import no_tasks
 
 
 class FixedDivergence(Settings):
@@ -174,7 +175,13 @@ class TreeConfig(GRPOConfig):
     """Tree rollouts (TreePO, arXiv:2508.17445): completions of a prompt share their beginnings."""
 
     unfit: ClassVar[tuple[str, ...]] = ("gae", "remax")
-    rules: ClassVar[tuple[Rule[Any], ...]] = (*BATCHES, *ESTIMATOR, *OF_EVERY_FLOW, *TREES)
+    rules: ClassVar[tuple[Rule[Any], ...]] = (
+        *BATCHES,
+        *ESTIMATOR,
+        *OF_EVERY_FLOW,
+        no_tasks("refrain tree"),
+        *TREES,
+    )
 
     tree: TreeSettings = Field(
         default_factory=TreeSettings, description="Segments, and how paths branch."

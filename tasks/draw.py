@@ -82,15 +82,20 @@ def draw_groups(
     """
     config, began = run.config, cursor
     known = run.clock.rows.for_draw(step)
+    hooks = (feature.next_rows(run, step, cursor, count) for feature in run.features)
+    own = next(filter(None, hooks), None)
     group, last, drawn = first_group, first_group + count, 0
     parts: list[BatchRef] = []
     dropped: dict[str, list[int]] = {}
     made_by = config.data.in_keys({"last_step", "order", "quarantine"})
     while group < last and cursor.remaining(config.data.epochs) != 0:
-        rows, cursor = draw_rows(
-            *(run.source, cursor, last - group, config.data.epochs, run.fresh),
-            *(known.kept_out, known.ranks),
-        )
+        if own is not None:
+            rows, cursor = own.draw(cursor, known)
+        else:
+            rows, cursor = draw_rows(
+                *(run.source, cursor, last - group, config.data.epochs, run.fresh),
+                *(known.kept_out, known.ranks),
+            )
         if not rows:  # all that was left is in quarantine
             continue
         key = key_of("prompts", TOKENS, run.source.digest, rows, group, made_by)
@@ -98,6 +103,8 @@ def draw_groups(
         drawn += len(rows)
         for row, reason in made.dropped:
             dropped.setdefault(reason, []).append(row)
+        if own is not None:
+            own.dropped([row for row, _ in made.dropped])
         if made.ref is not None:
             parts.append(made.ref)
             group += len(made.ref)

@@ -34,12 +34,15 @@ class GRPOAdvantage(Method):
     """Reward relative to the group (arXiv:2402.03300)."""
 
     kind: Literal["grpo"] = "grpo"
-    baseline: Literal["group", "batch", "none"] = Field(
-        "group", description="Mean that is taken off: the group's, the batch's, or nothing."
+    baseline: Literal["group", "batch", "task", "none"] = Field(
+        "group",
+        description="Mean that is taken off: the group's, the batch's, that of the task's samples in "
+        "the batch (several tasks), or nothing.",
     )
     leave_one_out: bool = Field(False, description="The mean is over the other samples only.")
-    normalize: Literal["group", "batch", "none"] = Field(
-        "group", description="Divide by the standard deviation of the group, the batch, or nothing."
+    normalize: Literal["group", "batch", "task", "none"] = Field(
+        "group",
+        description="Divide by the standard deviation of the group, the batch, the task, or nothing.",
     )
     epsilon: Epsilon = 1e-6
     lone: Lone = "reward"

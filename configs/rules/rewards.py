@@ -29,6 +29,13 @@ def _alone(config: RunConfig) -> str | None:
     return None
 
 
+def _gym_sources(config: RunConfig, position: int) -> int:
+    """How many sources of reasoning-gym a reward scores; 0 where it scores others too."""
+    data = config.data.scored_by(config.rewards.functions[position].label)
+    gym = [isinstance(one.source, ReasoningGymSource) for one in data]
+    return len(gym) if all(gym) else 0
+
+
 REWARDS: tuple[Rule[RunConfig], ...] = (
     Rule(
         needs=lambda config: not config.needs_rewards or len(config.rewards.functions) > 0,
@@ -41,12 +48,16 @@ REWARDS: tuple[Rule[RunConfig], ...] = (
         _positions,
         needs=lambda config, position: (
             config.rewards.functions[position].kind != "reasoning_gym"
-            or isinstance(config.data.source, ReasoningGymSource)
+            or _gym_sources(config, position) == 1
         ),
         says=lambda config, position: (
             f"rewards.functions.{position}.kind = reasoning_gym scores only reasoning-gym "
             f"problems, but data.source.kind = {config.data.source.kind}. "
             "Set it to math or function."
+            if not config.data.tasks
+            else f"rewards.functions.{position}.kind = reasoning_gym scores the problems of one "
+            "reasoning-gym task. Give each such task one, with a name of its own, and name it in "
+            "the task's rewards."
         ),
     ),
     of_each(

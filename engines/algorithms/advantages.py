@@ -100,7 +100,7 @@ class AdvantageEstimator:
 def scope_of(kind: str, params: Mapping[str, Any]) -> Scope:
     """What an estimator of ADVANTAGES looks at, by its keyword arguments."""
     over_batch = {
-        "grpo": "batch" in (params.get("baseline"), params.get("normalize")),
+        "grpo": not {"batch", "task"}.isdisjoint((params.get("baseline"), params.get("normalize"))),
         "cpgd": params.get("weight") == "filter",
         "gpg": True,
         "gdpo": True,

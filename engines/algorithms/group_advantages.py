@@ -34,15 +34,17 @@ def grpo(
 
     Args:
         batch: N samples.
-        baseline: the mean that is taken off: of the "group", the "batch", or "none".
+        baseline: the mean that is taken off: of the "group", the "batch", the sample's "task" in the
+            batch, or "none".
         leave_one_out: the mean is over the others only.
-        normalize: the deviation that divides: of the "group", the "batch", or "none".
+        normalize: the deviation that divides: of the "group", the "batch", the "task", or "none".
         epsilon: added to the deviation.
-        lone: "reward" or "zero" for a group (or batch) of one.
+        lone: "reward" or "zero" for a group (or batch, or task) of one.
     """
     rewards, groups = _scored(batch)
     whole = Groups.of(torch.zeros_like(batch.groups), groups.present)
-    level = {"group": groups, "batch": whole}
+    tasks = whole if batch.tasks is None else Groups.of(batch.tasks, groups.present)
+    level = {"group": groups, "batch": whole, "task": tasks}
     centred = rewards.double()
     if baseline != "none":
         centred = _centred(level[baseline], rewards, leave_one_out)

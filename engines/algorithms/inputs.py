@@ -101,6 +101,7 @@ class AdvantageBatch:
     baselines: Tensor | None = None  # [N] reward of the greedy completion of the sample's prompt
     steps: Tensor | None = None  # int64 [T]; number of the turn of each token, ascending in a row
     states: Tensor | None = None  # int64 [T]; equal where the token's turn began in equal states
+    tasks: Tensor | None = None  # int64 [N]; samples of one task share a number; None: one task
     paths: Paths | None = None  # of the samples in the trees of their prompts; None: no trees
     components: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N] partial rewards
     # Of batches that stand for more than they hold, see engines/data/advantage_parts.py:

@@ -30,6 +30,7 @@ from engines.algorithms.rollout_correction_metrics import correction_metrics
 from engines.data.column_reading import jagged, numbers, tokens
 from engines.data.results import with_written
 from engines.data.staleness import token_staleness
+from storage.batches.columns import TASK
 from storage.batches.refs import BatchRef
 from storage.batches.writing import Jagged, write_batch
 from storage.objects.store import Store
@@ -186,6 +187,7 @@ def estimator_batch(
         mask=mask,
         rewards=chosen.rewards,
         groups=torch.from_numpy(samples.own_groups(store)),
+        tasks=task_numbers(store, samples),
         token_rewards=None,
         values=wanted("values"),
         logprobs=ours,
@@ -199,6 +201,15 @@ def estimator_batch(
         paths=_paths(store, samples) if "paths" in fields else None,
         components=chosen.components,
     )
+
+
+def task_numbers(store: Store, samples: BatchRef) -> Tensor | None:
+    """int64 [N]: equal for samples of one task; None where a run has one."""
+    if TASK not in samples.names:
+        return None
+    names = [str(one) for one in samples.fetch_list(store, TASK)]
+    known = {name: number for number, name in enumerate(sorted(set(names)))}
+    return torch.tensor([known[name] for name in names], dtype=torch.int64)
 
 
 def _turns(store: Store, samples: BatchRef, rows: Rows) -> tuple[Tensor, Tensor]:

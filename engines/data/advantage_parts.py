@@ -47,6 +47,7 @@ from engines.data.advantage_columns import (
     corrected,
     estimator_batch,
     mismatch_of,
+    task_numbers,
     write_columns,
 )
 from engines.data.column_reading import components, jagged, numbers
@@ -284,6 +285,7 @@ def _per_sample(
         mask=one.bool(),
         rewards=rewards,
         groups=torch.from_numpy(parts.samples.own_groups(store)),
+        tasks=task_numbers(store, parts.samples),
         components=components(store, parts.rows),
         counts=numbers(store, statistics, COUNTS),
     )

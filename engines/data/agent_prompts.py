@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Any, cast
+from typing import cast
 
 from configs.data import DataConfig
 from engines.data.chat_template import (
     TOO_LONG,
     TokenizedPrompts,
     chat_of,
+    data_of,
     ids_of,
     with_variables,
 )
@@ -33,7 +34,7 @@ class AgentPrompts:
         """
         given = {n: there for n, one in enumerate(observations) if (there := ids_of(one))}
         asked = {n: chat_of(one) for n, one in enumerate(observations) if n not in given}
-        column, longest = self._data.prompt_column, self._data.max_prompt_tokens
+        longest = self._data.max_prompt_tokens
         by_tools: dict[str, list[int]] = {}
         for number, chat in asked.items():
             by_tools.setdefault(json.dumps(chat.tools), []).append(number)
@@ -41,16 +42,14 @@ class AgentPrompts:
         dropped = dict.fromkeys(given.keys() - ids.keys(), TOO_LONG)
         for tools, numbers in by_tools.items():
             conversation = self._conversation_with(tools)
-            prompts: list[Any] = [asked[n].messages for n in numbers]
-            if self._data.template == "plain":
-                prompts = ["".join(one["content"] for one in chat) for chat in prompts]
-            asking = zip(numbers, prompts, strict=True)
-            made = conversation.prompts(
-                [
-                    cast("Row", {**with_variables(rows[n], asked[n].variables), column: prompt})
-                    for n, prompt in asking
-                ]
-            )
+            asking = []
+            for n in numbers:
+                data, messages = data_of(rows[n], self._data), asked[n].messages
+                plain = data.template == "plain"
+                prompt = "".join(one["content"] for one in messages) if plain else messages
+                row = with_variables(rows[n], asked[n].variables)
+                asking.append(cast("Row", {**row, data.prompt_column: prompt}))
+            made = conversation.prompts(asking)
             ids |= {numbers[p]: one for p, one in zip(made.kept, made.prompt_ids, strict=True)}
             dropped |= {numbers[p]: reason for p, reason in made.dropped}
         kept = sorted(ids)

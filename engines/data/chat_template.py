@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from configs.data import DataConfig, refuse_own_variables
+from storage.batches.columns import TASK
 from storage.objects.json_values import Row
 
 if TYPE_CHECKING:
@@ -35,6 +36,12 @@ class TokenizedPrompts:
     prompt_ids: list[list[int]]  # one list of token ids per kept row
     kept: list[int]  # positions of the kept rows, ascending
     dropped: list[tuple[int, str]]  # position and reason (TOO_LONG or EMPTY) of each other row
+
+
+def data_of(row: Row, config: DataConfig) -> DataConfig:
+    """How a row becomes a prompt: where there are several tasks, as its own has it."""
+    tasks = config.tasks
+    return tasks[str(row[TASK])] if tasks else config
 
 
 def template_variables(row: Row, config: DataConfig) -> dict[str, Any]:
@@ -124,9 +131,11 @@ def prompts_of(
     """`prompt_of` each row; ValueError naming the position of a row that holds no prompt."""
     prompts = []
     shown = [None] * len(rows) if observations is None else observations
+    tasks = config.tasks
     for position, (row, observation) in enumerate(zip(rows, shown, strict=True)):
+        own = tasks[str(row[TASK])] if tasks else config
         try:
-            prompts.append(prompt_of(row, config, observation))
+            prompts.append(prompt_of(row, own, observation))
         except ValueError as error:
             raise ValueError(f"Prompt {position} of the batch: {error}") from None
     return prompts
@@ -148,6 +157,8 @@ def tokenize(
     A prompt longer than data.max_prompt_tokens, or without any token, is dropped with its reason.
     ValueError when the prompts do not fit the template, or the tokenizer has none.
     """
+    if tasks := config.tasks:
+        return _tokenized_by_task(rows, tasks, tokenizer, tools, observations)
     prompts = prompts_of(rows, config, observations)
     if config.template == "chat":
         variables = [template_variables(row, config) for row in rows]
@@ -164,6 +175,28 @@ def tokenize(
             kept.append(position)
             prompt_ids.append(list(ids))
     return TokenizedPrompts(prompt_ids=prompt_ids, kept=kept, dropped=dropped)
+
+
+def _tokenized_by_task(
+    rows: Sequence[Row],
+    tasks: Mapping[str, DataConfig],
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[Tool],
+    observations: Sequence[str | None] | None,
+) -> TokenizedPrompts:
+    """`tokenize`, each row as its task has it."""
+    ids: dict[int, list[int]] = {}
+    dropped: list[tuple[int, str]] = []
+    for name, config in tasks.items():
+        places = [place for place, row in enumerate(rows) if row[TASK] == name]
+        shown = None if observations is None else [observations[place] for place in places]
+        made = tokenize([rows[place] for place in places], config, tokenizer, tools, shown)
+        ids |= {places[at]: one for at, one in zip(made.kept, made.prompt_ids, strict=True)}
+        dropped += [(places[at], reason) for at, reason in made.dropped]
+    kept = sorted(ids)
+    return TokenizedPrompts(
+        prompt_ids=[ids[place] for place in kept], kept=kept, dropped=sorted(dropped)
+    )
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase) -> None:

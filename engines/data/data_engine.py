@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,12 +45,15 @@ from engines.rewards.failing_samples import Column, pooled
 from engines.rewards.judge_answers import JudgeAnswers
 from engines.rewards.protocol import EPISODE_COLUMNS
 from engines.rewards.runner import RewardCode, RewardRunner, Scores, code_digest
-from storage.batches.columns import EXTRA, SCORE, SampleStatus
+from storage.batches.columns import EXTRA, LIMIT, SCORE, TASK, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.json_values import Row
 from storage.objects.store import Store
 from storage.prompts.datasets import open_source
+
+if TYPE_CHECKING:
+    from engines.data.training_batch import Choice
 
 PLAYER = "player"  # what reward functions get besides of several players: whose sample it is
 ERROR = "error"  # extra/<reward model>/error: why a sample has no score
@@ -98,6 +101,13 @@ class DataEngine(Scorer):
             "prompt_row": np.asarray([rows[p] for p in made.kept], dtype=np.int64),
             "row": [found[p] for p in made.kept],
         }
+        if source is None and self._spec.data.tasks:
+            columns[TASK] = [str(found[p][TASK]) for p in made.kept]
+            limits = self._spec.data.limits(self._spec.max_new_tokens)
+            if set(limits.values()) != {self._spec.max_new_tokens}:
+                columns[LIMIT] = np.array(
+                    [limits[str(found[p][TASK])] for p in made.kept], np.int64
+                )
         state = self._spec.data.state_column
         if state is not None:
             columns["state_id"] = np.asarray(
@@ -191,10 +201,9 @@ class DataEngine(Scorer):
         """Choose the samples that train, and write their advantages."""
         from engines.data.advantage_columns import write_advantages
         from engines.data.advantage_parts import parts_of
-        from engines.data.training_batch import choose
 
         algorithm, part_tokens = request.algorithm, request.part_tokens
-        choice = choose(self._store, request, self._spec.rewards, self._spec.max_new_tokens)
+        choice = self._chosen(request)
         choice.check()
         if request.kept is not None:
             choice = choice.with_columns(self._store, request.kept)
@@ -209,11 +218,17 @@ class DataEngine(Scorer):
         )
         return choice.result(ref, metrics)
 
-    def informative(self, request: AdvantagesRequest) -> InformativeResult:
-        """Which groups of a step's samples so far `advantages` would choose."""
+    def _chosen(self, request: AdvantagesRequest) -> Choice:
         from engines.data.training_batch import choose
 
-        choice = choose(self._store, request, self._spec.rewards, self._spec.max_new_tokens)
+        spec = self._spec
+        return choose(
+            *(self._store, request, spec.rewards, spec.max_new_tokens, spec.data.right_from)
+        )
+
+    def informative(self, request: AdvantagesRequest) -> InformativeResult:
+        """Which groups of a step's samples so far `advantages` would choose."""
+        choice = self._chosen(request)
         return InformativeResult(groups=choice.informative, kept=choice.chosen.samples)
 
     def repetition(self, samples: BatchRef, algorithm: AlgorithmConfig, out_key: str) -> BatchRef:

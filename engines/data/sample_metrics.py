@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,27 +14,59 @@ from torch import Tensor
 from engines.algorithms.groups import Groups
 
 
-def sample_metrics(
-    *,
-    rewards: NDArray[np.float32],
-    components: dict[str, NDArray[np.float32]],
-    failed: NDArray[np.bool_],
-    truncated: NDArray[np.bool_],
-    lengths: NDArray[np.int64],
-    groups: NDArray[np.int64],
-    repeated: NDArray[np.float32] | None = None,
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What the samples of a step came to."""
+
+    rewards: NDArray[np.float32]  # [N], the weighted sums; not a number where failed
+    # name -> [N], what each reward function gave; not a number where it failed, or does not apply to
+    # the sample (the function returned None).
+    components: dict[str, NDArray[np.float32]]
+    failed: NDArray[np.bool_]  # [N], scoring failed
+    truncated: NDArray[np.bool_]  # [N], ended by the limit of new tokens
+    lengths: NDArray[np.int64]  # [N], response tokens
+    groups: NDArray[np.int64]  # [N], samples of one prompt share a number
+    # [N], share of each response's n-grams that came before in it; None: not measured.
+    repeated: NDArray[np.float32] | None = None
+
+    def at(self, there: NDArray[np.bool_]) -> Measured:
+        """Those of some samples."""
+        return Measured(
+            rewards=self.rewards[there],
+            components={name: part[there] for name, part in self.components.items()},
+            failed=self.failed[there],
+            truncated=self.truncated[there],
+            lengths=self.lengths[there],
+            groups=self.groups[there],
+            repeated=None if self.repeated is None else self.repeated[there],
+        )
+
+
+def task_metrics(
+    measured: Measured, tasks: NDArray[np.str_], right_from: float
 ) -> dict[str, float]:
-    """Reward, length and group metrics of the samples of a step; a failed one counts nowhere.
+    """The same of each task's samples, as task/NAME/…; and of these:
+
+    task/NAME/prompts: groups. task/NAME/right: share of the samples that did not fail whose reward is
+    at least right_from; absent where all failed.
 
     Args:
-        rewards: [N], the weighted sums; not a number where failed.
-        components: name -> [N], what each reward function gave; not a number where it failed, or
-            does not apply to the sample (the function returned None).
-        failed: [N], scoring failed.
-        truncated: [N], ended by the limit of new tokens.
-        lengths: [N], response tokens.
-        groups: [N], samples of one prompt share a number.
-        repeated: [N], share of each response's n-grams that came before in it; None: not measured.
+        measured: of N samples.
+        tasks: [N], the name of each one's task.
+        right_from: a reward.
+    """
+    found: dict[str, float] = {}
+    for name in np.unique(tasks).tolist():
+        own = measured.at(tasks == name)
+        metrics = {**sample_metrics(own), "prompts": float(len(np.unique(own.groups)))}
+        if not own.failed.all():
+            metrics["right"] = float((own.rewards[~own.failed] >= right_from).mean())
+        found |= {f"task/{name}/{metric}": value for metric, value in metrics.items()}
+    return found
+
+
+def sample_metrics(measured: Measured) -> dict[str, float]:
+    """Reward, length and group metrics of the samples of a step; a failed one counts nowhere.
 
     Returns:
         samples/total, samples/failed and samples/failed_fraction, and over the samples that did not
@@ -43,6 +76,7 @@ def sample_metrics(
         equal. reward/<name>: the mean over the samples to which the function applies; absent where
         it applies to none.
     """
+    rewards, failed, repeated = measured.rewards, measured.failed, measured.repeated
     metrics = {
         "samples/total": float(len(rewards)),
         "samples/failed": float(failed.sum()),
@@ -52,18 +86,19 @@ def sample_metrics(
     if not bool(good.any()):
         return metrics
     scores = torch.from_numpy(rewards)[good]
-    size = torch.from_numpy(lengths)[good].double()
+    truncated = torch.from_numpy(measured.truncated)
+    size = torch.from_numpy(measured.lengths)[good].double()
     metrics |= {
         "response/tokens_mean": float(size.mean()),
         "response/tokens_max": float(size.max()),
-        "response/truncated_fraction": float(torch.from_numpy(truncated)[good].double().mean()),
-        **_reward_metrics(scores, torch.from_numpy(groups)[good]),
+        "response/truncated_fraction": float(truncated[good].double().mean()),
+        **_reward_metrics(scores, torch.from_numpy(measured.groups)[good]),
     }
     if repeated is not None:
         metrics["response/repeated_ngrams"] = float(
             torch.from_numpy(repeated)[good].double().mean()
         )
-    for name, component in components.items():
+    for name, component in measured.components.items():
         given = torch.from_numpy(component)[good].double()
         if not bool(given.isnan().all()):
             metrics[f"reward/{name}"] = float(given.nanmean())

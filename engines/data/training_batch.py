@@ -28,9 +28,9 @@ from engines.data.column_reading import (
 )
 from engines.data.contract import AdvantagesRequest
 from engines.data.results import AdvantagesResult, NothingToTrain, RewardsFailed
-from engines.data.sample_metrics import episode_metrics, sample_metrics
+from engines.data.sample_metrics import Measured, episode_metrics, sample_metrics, task_metrics
 from engines.data.staleness import staleness_metrics
-from storage.batches.columns import Author, SampleStatus
+from storage.batches.columns import TASK, Author, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
@@ -81,7 +81,11 @@ class Choice:
 
 
 def choose(
-    store: Store, request: AdvantagesRequest, on_failure: RewardsConfig, max_new_tokens: int
+    store: Store,
+    request: AdvantagesRequest,
+    on_failure: RewardsConfig,
+    max_new_tokens: int,
+    right_from: float = 1.0,
 ) -> Choice:
     """Choose the samples that train, from numbers by row: no token is read.
 
@@ -91,6 +95,7 @@ def choose(
             ids are read after all.
         on_failure: what becomes of groups with a failed sample.
         max_new_tokens: longest response, in tokens.
+        right_from: reward from which on a sample of one of several tasks is right.
 
     None may be left, see `Choice.check`. Raises RewardsFailed (rewards.on_failure = abort).
     """
@@ -103,7 +108,7 @@ def choose(
     if per_sample is not None:  # a baseline that could not be scored is no baseline of 0
         failed = failed | np.isnan(per_sample)
     whole = np.flatnonzero(resolve_failures(groups, failed, on_failure.on_failure))
-    metrics = metrics_of(store, samples, groups, status)
+    metrics = metrics_of(store, samples, groups, status, right_from)
     if per_sample is not None:
         metrics["reward/baseline_mean"] = float(np.nanmean(per_sample))
     lost = np.setdiff1d(prompts, prompts[whole])
@@ -340,10 +345,14 @@ def drop_rates(kept: NDArray[np.int64], dropped: NDArray[np.int64]) -> dict[str,
 
 
 def metrics_of(
-    store: Store, samples: BatchRef, groups: NDArray[np.int64], status: NDArray[np.int64]
+    store: Store,
+    samples: BatchRef,
+    groups: NDArray[np.int64],
+    status: NDArray[np.int64],
+    right_from: float,
 ) -> dict[str, float]:
     """Reward and length metrics of all samples, before anything is left out but failures."""
-    found = sample_metrics(
+    measured = Measured(
         rewards=dense(store, samples, "reward"),
         components={name: part.numpy() for name, part in components(store, samples).items()},
         failed=status == SampleStatus.FAILED,
@@ -354,6 +363,10 @@ def metrics_of(
             dense(store, samples, "repeated_ngrams") if "repeated_ngrams" in samples.names else None
         ),
     )
+    found = sample_metrics(measured)
+    if TASK in samples.names:
+        tasks = np.array([str(one) for one in samples.fetch_list(store, TASK)])
+        found |= task_metrics(measured, tasks, right_from)
     if "author" in samples.names:
         authors, bounds = jagged(store, samples, "author")
         ended = (authors == Author.BUDGET).nonzero()[0]

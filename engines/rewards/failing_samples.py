@@ -23,7 +23,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -100,6 +100,38 @@ def score_column(process: RewardProcess, batch: RewardCall, seconds: float) -> C
     if size:
         _Scoring(process, batch, seconds, column).run()
     return column
+
+
+def score_those(
+    process: RewardProcess, batch: RewardCall, seconds: float, places: Sequence[int]
+) -> Column:
+    """`score_column` of the samples at some places; the function does not apply to the others."""
+    size, some = len(batch.completions), score_column(process, _part(batch, places), seconds)
+    column = Column(
+        values=np.zeros(size),
+        applied=np.zeros(size, dtype=bool),
+        errors={places[at]: error for at, error in some.errors.items()},
+        metrics=some.metrics,
+        tracebacks=some.tracebacks,
+    )
+    column.values[list(places)], column.applied[list(places)] = some.values, some.applied
+    for name, entries in some.extras.items():
+        column.extras[name] = [None] * size
+        for place, entry in zip(places, entries, strict=True):
+            column.extras[name][place] = entry
+    return column
+
+
+def only_at(column: Column, places: Sequence[int]) -> Column:
+    """A function's view of a batch, which does not apply but at some places."""
+    there = np.zeros(len(column.values), dtype=bool)
+    there[list(places)] = True
+    return replace(
+        column,
+        values=np.where(there, column.values, 0.0),
+        applied=column.applied & there,
+        errors={place: error for place, error in column.errors.items() if there[place]},
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,14 +32,21 @@ from configs.rewards import (
     UnitTestsReward,
 )
 from engines.meanings import meaning_of
-from engines.rewards.failing_samples import Column, LoggedMetric, pooled, score_column
+from engines.rewards.failing_samples import (
+    Column,
+    LoggedMetric,
+    only_at,
+    pooled,
+    score_column,
+    score_those,
+)
 from engines.rewards.judge_answers import JudgeAnswers
 from engines.rewards.process import RewardProcess
 from engines.rewards.protocol import Prompt, RewardCall, RewardStart, TrainerState
 from storage.objects.digests import key_of
 from storage.objects.json_values import JsonValue, Row
 from storage.prompts.datasets import open_source
-from storage.prompts.source import PromptSource
+from storage.prompts.source import TASK, PromptSource
 
 _GRACE = 15.0  # seconds after the deadline that a judge keeps by itself, before it is killed
 _SAMPLE_SHARE = 1 / 6  # of a call's deadline: the longest time of one sample in a built-in scorer
@@ -200,15 +207,29 @@ class RewardRunner:
         def timed(process: RewardProcess, reward: Reward) -> tuple[Column, float]:
             started = time.perf_counter()
             seconds = deadline(reward, self._rewards.timeout, len(batch.completions))
-            column = score_column(process, batch, seconds)
+            if (places := self._scored(reward.label, rows)) is None:
+                column = score_column(process, batch, seconds)
+            else:
+                column = score_those(process, batch, seconds, places)
             return column, time.perf_counter() - started
 
         results = self._threads.map(timed, self._processes, self._called)
-        done = {name: (column, 0.0) for name, column in (given or {}).items()}
+        done = {}
+        for name, column in (given or {}).items():
+            places = self._scored(name, rows)
+            done[name] = (column if places is None else only_at(column, places), 0.0)
         done |= {one.label: found for one, found in zip(self._called, results, strict=True)}
         ordered = [done[name] for name in self.names]
         columns, seconds = [column for column, _ in ordered], [took for _, took in ordered]
         return self._gather(columns, seconds, len(batch.completions))
+
+    def _scored(self, name: str, rows: Sequence[Row]) -> list[int] | None:
+        """Places of the rows that a function scores, where there are several tasks; None: all."""
+        if not (tasks := self._data.tasks):
+            return None
+        own = {task: self._data.rewards_of(task) for task in tasks}
+        scored = {task for task, names in own.items() if names is None or name in names}
+        return [place for place, row in enumerate(rows) if row[TASK] in scored]
 
     def _filled(self, rows: Sequence[Row], source: Callable[[], PromptSource]) -> Sequence[Row]:
         """The rows, with None in needed columns that one of them lacks and another of theirs has."""
@@ -327,7 +348,7 @@ def _start_message(
         case ReasoningGymReward():
             path = "engines.rewards.builtin:reasoning_gym_scorer"
             packages = ("refrain-rl", "reasoning-gym")
-            params = {"reward": reward, "source": data.source}
+            params = {"reward": reward, "source": data.scored_by(reward.label)[0].source}
     return RewardStart(
         name=reward.path if isinstance(reward, FunctionReward) else reward.label,
         path=path,

@@ -192,7 +192,8 @@ class HFEngine(RolloutEngine):
             place = number // sampling.n
             seed = prompts.seed(request, number, len(one.tokens))
             frame = frames.get(number)
-            rows.append(Row(prompts.tokens[place], seed, sampling, self._reader, one, frame))
+            own = prompts.sampling(request, number)
+            rows.append(Row(prompts.tokens[place], seed, own, self._reader, one, frame))
         with self._in_flight(_Shard(request.out_key, rows)) as shard:
             while self._take_turn(shard):
                 try:

@@ -18,10 +18,11 @@ from engines.models.routed_experts import (
     extended,
     merged,
 )
-from engines.rollout.contract import RolloutRequest, RolloutResult, ShardStats
+from engines.rollout.contract import RolloutRequest, RolloutResult, Sampling, ShardStats
 from storage.batches.columns import (
     EPISODE,
     IN_PART,
+    LIMIT,
     OF_PLAYERS,
     OPPONENTS_TURN,
     REWRITTEN,
@@ -45,7 +46,7 @@ from storage.objects.store import Store
 # Columns that a sample shares with its prompt; they are referred to, not written again.
 PROMPT_COLUMNS = (
     *("prompt_ids", "group_id", "prompt_row", "state_id", "env_seed", "opening"),
-    *("player", "frozen", "opening_frame", "frame"),
+    *("player", "frozen", "opening_frame", "frame", "task"),
 )
 POLICY = bytes([Author.POLICY])
 OF_TURN = bytes([Author.POLICY, Author.BUDGET])  # authors within a turn of the policy
@@ -58,10 +59,21 @@ class PromptTokens:
     tokens: list[list[int]]  # [P] token ids of each
     numbers: list[int]  # [P] of each in the run
     branches: list[int] | None = None  # [P] branch_seed of each; None: a prompt has one row
+    limits: list[int] | None = (
+        None  # [P] longest completion of each, in tokens; None: the request's
+    )
 
     def sample_id(self, row: int, k: int, n: int) -> int:
         """Number, in the run, of the k-th of n completions of prompt `row`."""
         return self.numbers[row] * n + k
+
+    def sampling(self, request: RolloutRequest, number: int) -> Sampling:
+        """How a row of a request's samples is drawn."""
+        asked = request.sampling
+        if self.limits is None:
+            return asked
+        limit = min(asked.max_new_tokens, self.limits[number // asked.n])
+        return replace(asked, max_new_tokens=limit)
 
     def seed(self, request: RolloutRequest, number: int, begun: int) -> int | None:
         """Seed of a row of a request's samples, which has `begun` tokens already (`sample_seed`)."""
@@ -192,7 +204,9 @@ def read_prompts(store: Store, prompts: BatchRef, max_model_len: int) -> PromptT
     branches = None
     if "branch_seed" in prompts.names:
         branches = prompts.fetch_numpy(store, "branch_seed")[0].tolist()
-    return PromptTokens(tokens=rows, numbers=prompts.own_groups(store).tolist(), branches=branches)
+    limits = prompts.fetch_numpy(store, LIMIT)[0].tolist() if LIMIT in prompts.names else None
+    numbers = prompts.own_groups(store).tolist()
+    return PromptTokens(tokens=rows, numbers=numbers, branches=branches, limits=limits)
 
 
 def seen_by(frozen: bool, reason: str) -> str:

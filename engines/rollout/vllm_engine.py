@@ -268,7 +268,7 @@ class VllmEngine(RolloutEngine):
                     row,
                     prompts.tokens[i // n],
                     salt,
-                    request.sampling,
+                    prompts.sampling(request, i),
                     prompts.seed(request, i, len(row.begun.tokens)),
                 )
             )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from storage.batches.columns import TASK
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit, Ledger, read_outline
 from storage.runs.opponents import opponent_of
@@ -67,6 +68,8 @@ def check_counts(
         _check_numbers(store, commit)
     if batches and {"prompts", "batch"} <= set(commit.refs):
         _recount(store, commit, before, drawn)
+        if "tasks" in commit.cursor:
+            _check_tasks(store, commit, cursor, passed)
         _check_members(store, commit, before, handed_on)
     return Totals(
         step=commit.step,
@@ -160,8 +163,37 @@ def _check_members(
         )
 
 
+def _check_tasks(
+    store: Store, commit: Commit, cursor: Mapping[str, object] | None, passed: int
+) -> None:
+    """Each task's own place moved by the rows that were drawn of it; ValueError if not.
+
+    passed: rows that the draw passed over, which count for no task here: they are not named.
+    """
+    after, names = _tasks(commit.cursor), commit.refs["prompts"].fetch_list(store, TASK)
+    first = 0
+    for name, place in after.items():
+        rows = range(first, first + int(place["size"]))
+        first = rows.stop
+        dropped = sum(row in rows for many in commit.dropped_rows.values() for row in many)
+        drawn = names.count(name) + dropped
+        moved = _place(place) - _place(_tasks(cursor or {}).get(name, {}))
+        if not drawn <= moved <= drawn + passed:
+            raise ValueError(
+                f"Step {commit.step} drew {drawn} rows of the task {name}, but the task's place in "
+                f"its data moved by {moved}."
+            )
+
+
+def _tasks(cursor: Mapping[str, object]) -> dict[str, dict[str, Any]]:
+    """The places of a run's tasks, by name; none where it has one."""
+    return dict(sorted(cast("dict[str, dict[str, Any]]", cursor.get("tasks", {})).items()))
+
+
 def _place(cursor: Mapping[str, object]) -> int:
     """Rows drawn since the data's beginning."""
+    if tasks := _tasks(cursor):
+        return sum(map(_place, tasks.values()))
     numbers = cast("Mapping[str, Any]", cursor)
     size, position = int(numbers.get("size", 0)), int(numbers.get("position", 0))
     epoch, fresh = int(numbers.get("epoch", 0)), int(numbers.get("fresh", 0))

@@ -19,7 +19,7 @@ from storage.runs.run_store import RunStore
 TOLD = (  # columns, besides those of each reward function
     "sample_id", "group_id", "prompt_row", "worker", "attempt", "weight_spans", "weights_digest",
     "finish_reason", "status", "reward", "reward_code", "player", "episode_id",
-    "frozen", "teacher", "teacher_digest", "episode", "episode_error", "turn_rewards",
+    "frozen", "task", "teacher", "teacher_digest", "episode", "episode_error", "turn_rewards",
 )  # fmt: skip
 
 
@@ -60,6 +60,7 @@ class SampleOrigin:
     episode_end: str = ""  # what ended its episode: done, failed, or a limit: docs/episodes.md
     episode_error: str = ""  # of an episode that failed: why
     turn_rewards: tuple[float | None, ...] = ()  # of its environment, by turn; None: it gave none
+    task: str = ""  # of its row, where the run has several
     teacher: str | None = None  # that scored its tokens, in a distillation
     teacher_digest: str | None = None  # of the weights that the teacher held
 
@@ -115,6 +116,7 @@ def origins_of(
                 **_seat(columns, row),
                 opponent=opponent if columns.numbers("frozen")[row] > 0 else "",
                 **_episode(columns, row),
+                task=columns.text("task")[row],
                 teacher=columns.text("teacher")[row] or None,
                 teacher_digest=columns.text("teacher_digest")[row] or None,
             )

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
 from storage.objects.errors import ObjectMissing
-from storage.prompts.cursor import Cursor, current_order
+from storage.prompts.cursor import Cursor, TasksCursor, current_order, within
 from storage.runs.commit_log import Commit, Outline, head, read_commit, read_outline
 from storage.runs.origins import Origin, ancestry
 from storage.runs.seen_rows import fresh_rows_of
@@ -158,18 +158,22 @@ def drew_row(segment: Segment, row: int) -> Iterator[tuple[int, bool]]:
     """
     if not len(segment):
         return
-    last = _cursor(read_outline(segment.run, segment.last))
+    last, task = _cursor(read_outline(segment.run, segment.last)), None
     fresh = fresh_rows_of(segment.run) if last is not None and last.fresh else ()
+    if isinstance(last, TasksCursor):
+        task, own = next((name, rows) for name, rows in last.ranges.items() if row in rows)
+        last, row = last.tasks[task], row - own.start
+        fresh = None if fresh is None else within(fresh, own)
     if last is None or fresh is None or _not_by_cursor(segment, last):
         yield from ((step, False) for step in range(segment.first, segment.last + 1))
         return
-    begin = _begin(segment)
+    begin = _begin(segment, task)
     for epoch in range(begin[0], last.epoch + 1):
         order = current_order(replace(last, epoch=epoch, position=0), fresh)
         (found,) = np.nonzero(order == row)
         for place in ((epoch, int(at)) for at in found):
             if begin <= place < (last.epoch, last.position):
-                yield _step_at(segment, place), True
+                yield _step_at(segment, place, task), True
 
 
 def _not_by_cursor(segment: Segment, last: Cursor) -> bool:
@@ -177,23 +181,24 @@ def _not_by_cursor(segment: Segment, last: Cursor) -> bool:
     return last.order == "difficulty" or passed_over > 0
 
 
-def _step_at(segment: Segment, place: tuple[int, int]) -> int:
-    """The step that drew what is at a place of the data: epoch and position."""
-    before = _last_where(segment, lambda step: _place(segment, step) <= place)
+def _step_at(segment: Segment, place: tuple[int, int], task: str | None) -> int:
+    """The step that drew what is at a place of the data, or of a task's: epoch and position."""
+    before = _last_where(segment, lambda step: _place(segment, step, task) <= place)
     return segment.first if before is None else before + 1
 
 
-def _begin(segment: Segment) -> tuple[int, int]:
+def _begin(segment: Segment, task: str | None) -> tuple[int, int]:
     """Epoch and position where a segment's first step began to draw."""
     origin = segment.origin
     if origin is None or not origin.cursor:
         return 0, 0
-    return _place(replace(segment, run=replace(segment.run, run=origin.run)), origin.step)
+    return _place(replace(segment, run=replace(segment.run, run=origin.run)), origin.step, task)
 
 
-def _place(segment: Segment, step: int) -> tuple[int, int]:
-    cursor = read_outline(segment.run, step).cursor
-    return int(str(cursor["epoch"])), int(str(cursor["position"]))
+def _place(segment: Segment, step: int, task: str | None) -> tuple[int, int]:
+    cursor = cast("dict[str, Any]", read_outline(segment.run, step).cursor)
+    cursor = cursor if task is None else cursor["tasks"][task]
+    return int(cursor["epoch"]), int(cursor["position"])
 
 
 def _cursor(outline: Outline) -> Cursor | None:

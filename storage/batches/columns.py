@@ -40,6 +40,8 @@ SEGMENT = "segment"  # finish reason of a path that has got a segment, and may g
 WAITING = "waiting"  # finish reason of a sample that goes on when others have had their turns
 GIVEN = "given"  # finish reason of a sample that is an answer of the data
 OPPONENTS_TURN = "opponent's turn"  # finish reason of a frozen player's sample whose turn is next
+LIMIT = "max_new_tokens"  # column of prompts, where one of a run's tasks has a limit of its own
+TASK = "task"  # column of rows, prompts and samples, where a run has several tasks
 TOKENS = "I32"  # number format of token ids; older objects hold I64
 
 
@@ -148,10 +150,12 @@ COLUMNS: dict[str, Declared] = {
     "tree_path": Declared("jagged", "I64", "numbers of the nodes of the sample's segments"),
     "tree_lengths": Declared("jagged", "I64", "response tokens of each of those segments"),
     "baseline_reward": Declared("dense", "F32", "reward of the prompt's greedy completion, [N]"),
+    LIMIT: Declared("dense", "I64", "longest completion, in tokens, [N] (prompts only)"),
     "state_id": Declared("dense", "I64", "number of the state that the prompt shows, [N]"),
     "group_id": Declared("dense", "I64", "number of the prompt in the run, [N]"),
     "sample_id": Declared("dense", "I64", "number of the sample in the run, [N]"),
     "prompt_row": Declared("dense", "I64", "row number in the dataset, [N]"),
+    TASK: Declared("str", "U8", "name of the row's task, where there are several"),
     "status": Declared("dense", "I64", "SampleStatus, [N]"),
     "finish_reason": Declared("str", "U8", "why sampling ended, as the engine names it"),
     "weights_digest": Declared("str", "U8", "digest of the weights that the engine held"),

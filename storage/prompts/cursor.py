@@ -6,14 +6,17 @@ it with the very rows that an uninterrupted run would have drawn. Rows themselve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from fractions import Fraction
 from functools import lru_cache
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
 
 from configs.data import DataConfig
+from storage.objects.json_values import JsonValue
 
 
 class Exhausted(RuntimeError):
@@ -55,41 +58,132 @@ class Cursor:
         )
 
     @property
+    def in_unseen(self) -> bool:
+        """Whether it lies in a first epoch of unseen rows only."""
+        return bool(self.fresh) and self.epoch == 0
+
+    @property
     def place(self) -> int:
         """Rows that lie before it, of all epochs."""
         first = self.fresh or self.size
         before = 0 if self.epoch == 0 else first + (self.epoch - 1) * self.size
         return before + self.position
 
-    def to_json(self) -> dict[str, int | bool | str]:
+    def to_json(self) -> dict[str, JsonValue]:
         """A plain dict, for a commit record."""
         return asdict(self)
 
-    @classmethod
-    def from_json(cls, record: Mapping[str, object]) -> Cursor:
+    @staticmethod
+    def from_json(record: Mapping[str, object]) -> Cursor:
         """The cursor of a commit record; ValueError when a field is missing or of another type."""
+        if "tasks" in record:
+            return TasksCursor.of_record(record)
         kinds, values = {"order": str, "digest": str}, {}
         if "order" not in record and type(record.get("shuffle")) is bool:  # of an older Refrain
             record = {**record, "order": "shuffled" if record["shuffle"] else "sequential"}
-        for field in fields(cls):
-            missing = field.default if field.name == "fresh" else None
-            value, kind = record.get(field.name, missing), kinds.get(field.name, int)
+        for one in fields(Cursor):
+            missing = one.default if one.name == "fresh" else None
+            value, kind = record.get(one.name, missing), kinds.get(one.name, int)
             if type(value) is not kind:
                 raise ValueError(
-                    f"A data cursor's {field.name} is {value!r}, where {kind.__name__} is expected."
+                    f"A data cursor's {one.name} is {value!r}, where {kind.__name__} is expected."
                 )
-            values[field.name] = value
-        return cls(**values)  # type: ignore[arg-type]
+            values[one.name] = value
+        return Cursor(**values)  # type: ignore[arg-type]
 
     def remaining(self, epochs: int | None) -> int | None:
         """Rows left to draw when the data may be passed `epochs` times; None without a limit."""
         if epochs is None:
             return None
-        of_first = self.fresh - self.size if self.fresh and self.epoch == 0 else 0
+        of_first = self.fresh - self.size if self.in_unseen else 0
         return max(0, (epochs - self.epoch) * self.size + of_first - self.position)
 
+    def drawn(self, fresh: Sequence[int] = ()) -> np.ndarray:
+        """The numbers of all rows that were drawn before it, or were seen before it began."""
+        if self.epoch > 0:
+            return np.arange(self.size, dtype=np.int64)
+        return current_order(self, fresh)[: self.position]
 
-@lru_cache(maxsize=2)
+
+def ranges(sizes: Mapping[str, int]) -> Iterator[tuple[str, range]]:
+    """The row numbers of each task, by the tasks' sizes in their order."""
+    stops = accumulate(sizes.values())
+    for (name, size), stop in zip(sizes.items(), stops, strict=True):
+        yield name, range(stop - size, stop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TasksCursor(Cursor):
+    """A place in several tasks (storage/prompts/tasks.py).
+
+    epoch and position count the rows of all tasks that lie before it.
+    """
+
+    tasks: Mapping[str, Cursor] = field(default_factory=dict)  # the place in each, by name
+    # Prompts that a task is behind its share, or ahead where below 0; a fraction, such as "-1/3".
+    owed: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, object]) -> TasksCursor:
+        """The cursor of a commit record; ValueError when it is none."""
+        tasks, owed = record["tasks"], record.get("owed")
+        if not isinstance(tasks, dict) or not isinstance(owed, dict) or set(tasks) != set(owed):
+            raise ValueError(
+                f"A data cursor's tasks are {tasks!r}, and what is owed them {owed!r}."
+            )
+        whole = Cursor.from_json({k: v for k, v in record.items() if k not in ("tasks", "owed")})
+        return cls(
+            **{one.name: getattr(whole, one.name) for one in fields(Cursor)},
+            tasks={name: Cursor.from_json(tasks[name]) for name in sorted(tasks)},
+            owed={name: str(Fraction(str(owed[name]))) for name in sorted(owed)},
+        )
+
+    def to_json(self) -> dict[str, JsonValue]:
+        """A plain dict, for a commit record."""
+        whole = {one.name: getattr(self, one.name) for one in fields(Cursor)}
+        places = {name: dict(one.to_json()) for name, one in self.tasks.items()}
+        return {**whole, "tasks": places, "owed": dict(self.owed)}
+
+    @property
+    def ranges(self) -> dict[str, range]:
+        """The row numbers of each task."""
+        return dict(ranges({name: one.size for name, one in self.tasks.items()}))
+
+    @property
+    def in_unseen(self) -> bool:
+        """Whether some task is in a first epoch of unseen rows only."""
+        return any(one.in_unseen for one in self.tasks.values())
+
+    @property
+    def place(self) -> int:
+        """Rows that lie before it, of all tasks and epochs."""
+        return sum(one.place for one in self.tasks.values())
+
+    def remaining(self, epochs: int | None) -> int | None:
+        """No task ends before another: data.epochs is refused."""
+        return None
+
+    def drawn(self, fresh: Sequence[int] = ()) -> np.ndarray:
+        """The numbers of all rows that were drawn before it, or were seen before it began."""
+        found = [
+            own.start + self.tasks[name].drawn(within(fresh, own))
+            for name, own in self.ranges.items()
+        ]
+        return np.concatenate(found)
+
+    def moved(self, tasks: Mapping[str, Cursor], owed: Mapping[str, str]) -> TasksCursor:
+        """With other places in its tasks."""
+        place = sum(one.place for one in tasks.values())
+        epoch, position = divmod(place, self.size)
+        return replace(self, epoch=epoch, position=position, tasks=dict(tasks), owed=dict(owed))
+
+
+def within(rows: Sequence[int], own: range) -> list[int]:
+    """Those of some row numbers that are a task's, as numbers within the task."""
+    return [row - own.start for row in rows if row in own]
+
+
+@lru_cache(maxsize=8)
 def epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
     """The shuffled row numbers of one epoch, int64 [size], read-only.
 
@@ -110,7 +204,7 @@ def current_order(
     `fresh`: the unseen rows, which make up epoch 0 of a cursor that has some. `ranks`: of all rows
     [size], in whose order they come where that is by difficulty; None: nothing was measured yet.
     """
-    first = bool(cursor.fresh) and cursor.epoch == 0
+    first = cursor.in_unseen
     size = cursor.fresh if first else cursor.size
     if first and len(fresh) != size:
         raise ValueError(f"The cursor's first epoch has {size} unseen rows, not {len(fresh)}.")
@@ -121,13 +215,6 @@ def current_order(
     if cursor.order == "shuffled" or ranks is None:
         return rows
     return rows[np.argsort(ranks[rows], kind="stable")]
-
-
-def drawn(cursor: Cursor, fresh: Sequence[int] = ()) -> np.ndarray:
-    """The numbers of all rows that were drawn before the cursor, or were seen before it began."""
-    if cursor.epoch > 0:
-        return np.arange(cursor.size, dtype=np.int64)
-    return current_order(cursor, fresh)[: cursor.position]
 
 
 class NothingToDraw(RuntimeError):

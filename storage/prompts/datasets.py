@@ -21,10 +21,20 @@ import numpy as np
 import xxhash
 from pydantic import TypeAdapter
 
-from configs.data import FileSource, FunctionSource, HubSource, ReasoningGymSource, Source
+from configs.data import (
+    DataConfig,
+    DataSource,
+    FileSource,
+    FunctionSource,
+    HubSource,
+    ReasoningGymSource,
+    Source,
+    TasksSource,
+)
 from configs.optional_packages import pip_install
 from storage.objects.json_values import Row, pack, plain
 from storage.prompts.chosen import ChosenRows
+from storage.prompts.cursor import Cursor
 from storage.prompts.files import Shards, locate, open_file
 from storage.prompts.functions import FunctionRows
 from storage.prompts.source import (
@@ -43,11 +53,15 @@ if TYPE_CHECKING:
 ARROW = "arrow-sha256:"  # kind of the digests of hub datasets
 
 
-def open_source(config: Source) -> PromptSource:
+def open_source(config: DataSource) -> PromptSource:
     """The source that the settings describe; ValueError, in one sentence, when there is none.
 
     A process opens an unchanged source once: later calls return the same object.
     """
+    if isinstance(config, TasksSource):
+        from storage.prompts.tasks import TaskRows
+
+        return TaskRows({name: open_source(config.rows_of(name)) for name in config.tasks})
     if isinstance(config, FileSource):
         filesystem, paths = locate(config.path)
         stamp = ",".join(f"{path} {filesystem.ukey(path)}" for path in paths)
@@ -56,7 +70,17 @@ def open_source(config: Source) -> PromptSource:
     return _open(config.model_dump_json(), stamp)
 
 
-@lru_cache(maxsize=8)
+def first_place(data: DataConfig, source: PromptSource, fresh: Sequence[int] = ()) -> Cursor:
+    """The place before the first row of a source. fresh: numbers of unseen rows, which come first."""
+    if isinstance(data.source, TasksSource):
+        from storage.prompts.tasks import TaskRows, begin
+
+        assert isinstance(source, TaskRows), "opened by open_source"
+        return begin(data, source, fresh)
+    return Cursor.start(data, source, len(fresh))
+
+
+@lru_cache(maxsize=64)
 def _open(config_json: str, stamp: str) -> PromptSource:
     config: Source = TypeAdapter(Source).validate_json(config_json)
     if isinstance(config, ReasoningGymSource):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pyarrow import Table
 
 DIGEST_ROWS = 4096  # read at once to make a source's digest; the digest of some depends on it
+TASK = "task"  # column with the name of a row's task, where there are several
 READ_ROWS = 512  # read at once to make the digests of rows
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from storage.objects.errors import ObjectDamaged, ObjectMissing
-from storage.prompts.cursor import Cursor, drawn
+from storage.prompts.cursor import Cursor
 from storage.runs.origins import ancestry
 from storage.runs.run_store import RunStore
 
@@ -80,9 +80,9 @@ def seen_at(run: RunStore, cursor: Cursor, source: RowSource) -> np.ndarray | No
             f"A cursor of run {run.run} is of {cursor.size} rows, and its data have {len(rows)}."
         )
     fresh: Sequence[int] = ()
-    if cursor.fresh and cursor.epoch == 0:
+    if cursor.in_unseen:
         fresh = _fresh(rows, before)
-    return np.union1d(before, rows[drawn(cursor, fresh)])
+    return np.union1d(before, rows[cursor.drawn(fresh)])
 
 
 def fresh_rows_of(run: RunStore) -> list[int] | None:

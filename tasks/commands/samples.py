@@ -187,7 +187,7 @@ def told(
         text(""),
         heading(
             f"Sample {origin.sample}{seat}, group {origin.group}, "
-            f"row {origin.prompt_row} of the data"
+            f"row {origin.prompt_row} of the data{origin.task and f', task {origin.task}'}"
         ),
         text(facts, "dim"),
         text("asked", "cyan"),

@@ -12,7 +12,7 @@ from configs.storage import TrackingConfig
 from storage.objects.errors import ObjectMissing, StoreError
 from storage.objects.store import Store
 from storage.prompts.cursor import Cursor
-from storage.prompts.datasets import open_source
+from storage.prompts.datasets import first_place, open_source
 from storage.runs.commit_log import read_commit
 from storage.runs.forks import NoSuchOrigin, begin_at
 from storage.runs.live import goes_on_as
@@ -92,13 +92,13 @@ def first_cursor(
         before = read_commit(RunStore(store, origin.run), origin.step)
         return Cursor.from_json(before.cursor)
     first = origin is not None and not origin.fork and config.continue_data == "unseen"
-    new = len(unseen(source, seen)) if first and len(seen) else 0
-    return Cursor.start(config.data, source, new)
+    new = unseen(source, seen) if first and len(seen) else []
+    return first_place(config.data, source, new)
 
 
 def fresh_rows(cursor: Cursor, source: PromptSource, seen: np.ndarray) -> list[int]:
     """The unseen rows with which a run began that has some first; none in later epochs."""
-    return unseen(source, seen) if cursor.fresh and cursor.epoch == 0 else []
+    return unseen(source, seen) if cursor.in_unseen else []
 
 
 def place_of(

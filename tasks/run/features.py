@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from configs.cluster.cluster import Role
 from configs.grpo import GRPOConfig
@@ -28,16 +28,17 @@ if TYPE_CHECKING:  # what a refused setting does not wait for
     from storage.batches.refs import BatchRef
     from storage.evaluations.results import EvaluationResult
     from storage.objects.store import Store
+    from storage.prompts.cursor import Cursor
     from storage.runs.commit_log import Commit, GuardRecord, Outline
     from storage.runs.run_store import RunStore
     from tasks.results import Carried, Metrics, Prompts, Sampled, SampledShards, WholeShards
     from tasks.run.facts import RunFacts
     from tasks.run.feature_view import FeatureView
-    from tasks.run.known_rows import RowTracker
+    from tasks.run.known_rows import KnownRows, RowTracker
     from tasks.run.opened_run import OpenedRun, Position
     from tasks.run.reports import Reports
     from tasks.run.roles.role import ByRole, EngineRole
-    from tasks.run.run_view import Caller
+    from tasks.run.run_view import Caller, RunView
     from tasks.run.shard_driver import ShardRange
     from tasks.run.stage_view import StageView, StepView
 
@@ -52,6 +53,7 @@ FEATURES: Mapping[str, str] = {
     "trees": "tasks.trees.feature:FEATURE",
     "critic": "tasks.critic.feature:FEATURE",
     "over_sampling": "tasks.over_sampling.feature:FEATURE",
+    "tasks": "tasks.several_tasks.feature:FEATURE",
     "quarantine": "tasks.quarantine.feature:FEATURE",
     "guards": "tasks.guards.feature:FEATURE",
     "promotion": "tasks.promotion.feature:FEATURE",
@@ -64,7 +66,7 @@ LEFT_BY_COMMIT: Mapping[str, Callable[[Position], bool]] = {
     "guards": lambda position: position.last is not None and bool(position.last.guards),
 }
 # Hooks that one feature of a run answers at most.
-SINGLE = ("rows", "draw", "rollout", "complete", "scores")
+SINGLE = ("rows", "draw", "next_rows", "rollout", "complete", "scores")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +95,16 @@ class ToDraw:
 
     count: int  # groups that it draws
     carried: Carried | None = None  # groups that it goes on with; None: none
+
+
+class NextRows(Protocol):
+    """The rows of so many prompts of a step, where they are not the next ones in the order."""
+
+    def draw(self, cursor: Cursor, known: KnownRows) -> tuple[list[int], Cursor]:
+        """The row numbers that are still wanted, and the cursor after them."""
+
+    def dropped(self, rows: Sequence[int]) -> None:
+        """Some of them made no prompts: others are wanted in their place."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,6 +170,10 @@ class Feature:
     # Of a step that begins; None: it draws prompts_per_step groups and goes on with none. Where
     # rollout.partial_rollout = carry, `rollout` says when the next step may draw (Clock.leave).
     draw: Callable[[StepView, int], ToDraw | None] = lambda run, step: None
+    # Of a step that draws so many prompts from a place on; None: the next rows in the order.
+    next_rows: Callable[[RunView, int, Cursor, int], NextRows | None] = (
+        lambda run, step, cursor, count: None
+    )
     # Of a step whose prompts are there: the groups to train on, of rollout tasks that it starts by
     # the function that it is given, in their order; None: every group of every shard.
     rollout: Callable[[StepView, int, Prompts, StartRollout], Groups | None] = (

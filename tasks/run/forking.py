@@ -7,8 +7,7 @@ import math
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from storage.objects.store import Store
-from storage.prompts.cursor import Cursor
-from storage.prompts.datasets import open_source
+from storage.prompts.datasets import first_place, open_source
 from storage.runs.commit_log import read_commit
 from storage.runs.forks import NoSuchOrigin, begin_at
 from storage.runs.origins import Origin, committer, origin_of, parent_of
@@ -112,7 +111,7 @@ def groups_before(parent: RunStore, origin: Origin) -> int:
 def data_go_on(config: GRPOConfig, before: GRPOConfig) -> bool:
     """Whether both settings draw the same rows in the same order."""
     orders = [
-        Cursor.start(settings.data, open_source(settings.data.source))
+        first_place(settings.data, open_source(settings.data.source))
         for settings in (config, before)
     ]
     return orders[0] == orders[1]

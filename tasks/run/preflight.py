@@ -397,7 +397,9 @@ def _check_template(config: GRPOConfig, facts: ModelFacts) -> None:
     if facts.chat_template:
         return
     suites = {} if config.evaluation is None else config.evaluation.suites
-    asked = {"data": config.data.template}
+    tasks = config.data.tasks
+    asked = {f"data.source.tasks.{name}": one.template for name, one in tasks.items()}
+    asked |= {} if tasks else {"data": config.data.template}
     for name, suite in suites.items():
         if suite.prompt is not None:
             asked[f"evaluation.suites.{name}.prompt"] = suite.prompt.template

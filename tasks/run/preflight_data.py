@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from shutil import which
 
 from configs.data import DataConfig, ReasoningGymSource
@@ -11,7 +13,13 @@ from configs.episodes import EpisodesConfig
 from configs.grpo import GRPOConfig
 from configs.judge import Judging
 from configs.model import Model
-from configs.rewards import ChoiceReward, MathReward, ReasoningGymReward, UnitTestsReward
+from configs.rewards import (
+    ChoiceReward,
+    MathReward,
+    ReasoningGymReward,
+    RewardsConfig,
+    UnitTestsReward,
+)
 from engines.data.chat_template import Prompt, fits_template, prompt_of, template_variables
 from engines.data.data_engine import PLAYER, PROBE_TOKENS
 from engines.data.episode_rows import seed_of
@@ -45,22 +53,70 @@ def check_data(config: GRPOConfig, resumed: bool = False) -> tuple[str, str]:
     resumed: the rows are those of steps that are made, so what they hold is not asked again.
     """
     source = open_source(config.data.source)
-    data = check_rows(config.model, config.data, source, resumed)
+    parts = parts_of(config, source)
+    found = []
+    for name, part in parts.items():
+        with naming(name):
+            found.append(f"{name} {check_rows(config.model, part.data, part.source, resumed)}")
+    data = "; ".join(found).strip()
     if config.episodes is not None:
         frames, images = config.keeps_frames, config.needs_images
-        found = check_environment(config.episodes, source, frames, images)
-        data += f"; environment: {found}"
+        data += f"; environment: {check_environment(config.episodes, source, frames, images)}"
     given: tuple[str, ...] = () if config.episodes is None else EPISODE_COLUMNS
     if config.episodes is not None and config.episodes.players > 1:
         given = (*given, PLAYER)
     for feature in features_of(config):
         feature.check_rewards(config.rewards)
-    check_rewards(config.rewards, config.data, source, given)
-    if not resumed:
-        check_tests(config.rewards, source)
+    for name, part in parts.items():
+        with naming(name):
+            check_rewards(part.rewards, part.data, part.source, given)
+            if not resumed:
+                check_tests(part.rewards, part.source)
     if config.evaluation is not None:
         data += f"; evaluation: {check_suites(config, resumed)}"
     return data, ", ".join(reward.label for reward in config.rewards.functions) or "none"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataPart:
+    """Rows that are asked and scored in one way: all of a run's, or those of one of its tasks."""
+
+    data: DataConfig
+    rewards: RewardsConfig  # the functions that score them
+    source: PromptSource
+
+
+def parts_of(config: GRPOConfig, source: PromptSource) -> dict[str, DataPart]:
+    """The tasks' rows by name, or all under no name. source: the run's."""
+    if not config.data.tasks:
+        return {"": DataPart(data=config.data, rewards=config.rewards, source=source)}
+    rewards = config.rewards
+    labels = {name: config.data.rewards_of(name) for name in config.data.tasks}
+    return {
+        name: DataPart(
+            data=data,
+            rewards=rewards.model_copy(
+                update={
+                    "functions": tuple(
+                        one
+                        for one in rewards.functions
+                        if (own := labels[name]) is None or one.label in own
+                    )
+                }
+            ),
+            source=open_source(data.source),
+        )
+        for name, data in config.data.tasks.items()
+    }
+
+
+@contextmanager
+def naming(task: str) -> Iterator[None]:
+    """Say of which task a fault is."""
+    try:
+        yield
+    except ValueError as error:
+        raise (ValueError(f"data.source.tasks.{task}: {error}") if task else error) from error
 
 
 def check_rows(model: Model, data: DataConfig, source: PromptSource, resumed: bool = False) -> str:
@@ -241,10 +297,10 @@ def check_suites(config: GRPOConfig, resumed: bool = False) -> str:
 
 def odd_references(config: GRPOConfig) -> list[str]:
     """Sentences on references, and tests, that say nothing: of the run's data, and of its suites."""
-    source = open_source(config.data.source)
+    parts = parts_of(config, open_source(config.data.source)).values()
     return [
-        *unread_references(config.rewards, source),
-        *rows_without_verdict(config.rewards, source),
+        *(said for one in parts for said in unread_references(one.rewards, one.source)),
+        *(said for one in parts for said in rows_without_verdict(one.rewards, one.source)),
         *odd_suites(config),
     ]
 

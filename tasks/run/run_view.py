@@ -8,6 +8,7 @@ from typing import Protocol
 from configs.grpo import GRPOConfig
 from engines.workers.device_time import DeviceTime
 from storage.objects.store import Store
+from storage.prompts.source import PromptSource
 from storage.runs.origins import Origin
 from storage.runs.run_store import RunStore
 from tasks.run.attempt_log import AttemptLog
@@ -55,6 +56,8 @@ class RunView(Caller, Protocol):
 
     origin: Origin | None
     start: int
+    source: PromptSource
+    fresh: list[int]
 
     @property
     def head(self) -> int:

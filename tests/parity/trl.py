@@ -18,7 +18,7 @@ from engines.algorithms.objective import high_entropy
 from engines.algorithms.rollout_correction import CORRECTIONS, Mismatch, off_policy_sequence
 from engines.algorithms.sequence_losses import luspo, vespo
 from engines.algorithms.token_losses import cispo, clipped, sapo
-from engines.data.sample_metrics import sample_metrics
+from engines.data.sample_metrics import Measured, sample_metrics
 from tests.parity.answers import Adapter, Answer, leaf, shaped
 from tests.parity.vectors import Case
 
@@ -280,12 +280,14 @@ def trl_advantages(case: Case) -> tuple[Tensor, dict[str, float]]:
 def trl_reward_metrics(rewards: Tensor, groups: Tensor) -> dict[str, float]:
     """Our metrics of rewards [N]; what has none (NaN) is left out as a sample that failed."""
     return sample_metrics(
-        rewards=rewards.numpy(),
-        components={},
-        failed=rewards.isnan().numpy(),
-        truncated=torch.zeros_like(groups, dtype=torch.bool).numpy(),
-        lengths=torch.ones_like(groups).numpy(),
-        groups=groups.numpy(),
+        Measured(
+            rewards=rewards.numpy(),
+            components={},
+            failed=rewards.isnan().numpy(),
+            truncated=torch.zeros_like(groups, dtype=torch.bool).numpy(),
+            lengths=torch.ones_like(groups).numpy(),
+            groups=groups.numpy(),
+        )
     )
 
 

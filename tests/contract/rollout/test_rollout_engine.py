@@ -21,6 +21,7 @@ from engines.rollout.contract import (
 )
 from engines.rollout.engine import RolloutEngine
 from storage.batches.columns import SampleStatus
+from storage.batches.writing import write_batch
 from storage.objects.errors import ObjectDamaged
 from storage.runs.run_store import OwnRunStore
 from storage.runs.weights import open_manifest
@@ -62,6 +63,22 @@ def test_a_sample_is_complete(engine: RolloutEngine, world: World) -> None:
     assert (stats.rows, stats.version, stats.digest) == (12, 0, world.weights[0].digest)
     assert stats.tokens == sum(len(tokens) for tokens in rows["response_ids"])
     assert stats.truncated == rows["status"].count(SampleStatus.TRUNCATED)
+
+
+def test_a_prompt_may_have_a_limit_of_its_own(engine: RolloutEngine, world: World) -> None:
+    prompts = world.prompts()
+    limits = {"max_new_tokens": np.array([5, 99, 1, 24])}
+    limited = prompts.with_columns(write_batch(world.store, "limits.safetensors", limits))
+    whole = world.column(engine.generate(world.request(prompts, SHORT)), "response_ids")
+    result = engine.generate(world.request(limited, SHORT))
+    assert "max_new_tokens" not in result.ref.names
+    for row, tokens in enumerate(world.column(result, "response_ids")):
+        limit = (5, 24, 1, 24)[row // 3]
+        assert tokens == whole[row][:limit], "the same tokens, up to the limit"
+        cut = len(whole[row]) > limit
+        reason = world.column(result, "finish_reason")[row]
+        assert reason == "length" if cut else reason in ("stop", "length")
+        assert not cut or world.column(result, "status")[row] == SampleStatus.TRUNCATED
 
 
 def test_of_two_attempts_the_one_that_was_marked_first_stands(

@@ -317,3 +317,18 @@ def test_a_users_own_estimator_by_import_path():
     batch = per_sample([1.0, 2.0], [0, 0])
     result = advantages_of(batch, AlgorithmConfig.model_validate({"advantage": choice}))
     assert result.advantages.tolist() == [3.0, 6.0]
+
+
+def test_tasks_are_compared_each_by_itself():
+    """Rewards 0, 2 of one task and 10, 30 of another, in groups of one."""
+    batch = AdvantageBatch(
+        rows=Rows.of_lengths(torch.ones(4, dtype=torch.int64)),
+        mask=torch.ones(4, dtype=torch.bool),
+        rewards=torch.tensor([0.0, 10.0, 2.0, 30.0]),
+        groups=torch.arange(4),
+        tasks=torch.tensor([0, 1, 0, 1]),
+    )
+    found = estimated(batch, "grpo", baseline="task", normalize="none").advantages
+    assert found.tolist() == [-1.0, -10.0, 1.0, 10.0]
+    found = estimated(batch, "grpo", baseline="task", normalize="task", epsilon=0.0).advantages
+    torch.testing.assert_close(found, torch.tensor([-1.0, -1.0, 1.0, 1.0]) / 2**0.5)

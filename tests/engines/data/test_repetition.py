@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from engines.data.repetition import repeated_ngrams
-from engines.data.sample_metrics import sample_metrics
+from engines.data.sample_metrics import Measured, sample_metrics
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
 
@@ -27,12 +27,14 @@ def test_repeated_ngrams_are_a_share_of_all() -> None:
 
 def test_the_metrics_of_guards_leave_failed_samples_out() -> None:
     found = sample_metrics(
-        rewards=np.array([1, 0, np.nan, 1], np.float32),
-        components={},
-        failed=np.array([False, False, True, False]),
-        truncated=np.zeros(4, bool),
-        lengths=np.ones(4, np.int64),
-        groups=np.zeros(4, np.int64),
-        repeated=np.array([0.5, 0.25, 1.0, 0.0], np.float32),
+        Measured(
+            rewards=np.array([1, 0, np.nan, 1], np.float32),
+            components={},
+            failed=np.array([False, False, True, False]),
+            truncated=np.zeros(4, bool),
+            lengths=np.ones(4, np.int64),
+            groups=np.zeros(4, np.int64),
+            repeated=np.array([0.5, 0.25, 1.0, 0.0], np.float32),
+        )
     )
     assert (found["samples/failed_fraction"], found["response/repeated_ngrams"]) == (0.25, 0.25)

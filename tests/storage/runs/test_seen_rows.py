@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from configs.data import DataConfig, FileSource, ReasoningGymSource
-from storage.prompts.cursor import Cursor, draw, drawn
+from storage.prompts.cursor import Cursor, draw
 from storage.prompts.datasets import open_source
 from storage.prompts.source import PromptSource
 from storage.runs.run_store import RunStore
@@ -48,12 +48,12 @@ def test_unseen_rows_come_first_and_then_all(run: RunStore, tmp_path: Path) -> N
     assert cursor.remaining(2) == 11
     first, cursor = draw(source, cursor, 2, fresh=fresh)
     assert Cursor.from_json(cursor.to_json()) == cursor
-    assert set(drawn(cursor, fresh).tolist()) == set(first)
+    assert set(cursor.drawn(fresh).tolist()) == set(first)
     more, cursor = draw(source, cursor, 9, fresh=fresh)
     assert sorted(first + more[:1]) == fresh
     assert sorted(more[1:]) == list(range(8))
     assert cursor.epoch == 2
-    assert drawn(cursor).tolist() == list(range(8))
+    assert cursor.drawn().tolist() == list(range(8))
 
 
 def test_a_chain_of_runs_remembers_what_all_have_seen(run: RunStore, tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_cursor_of_before_has_no_unseen_rows() -> None:
     record = {"epoch": 0, "position": 1, "seed": 0, "shuffle": True, "size": 3, "digest": "d"}
     assert Cursor.from_json(record).fresh == 0
     with pytest.raises(ValueError, match="unseen rows, not 0"):
-        drawn(Cursor.from_json({**record, "fresh": 2}))
+        Cursor.from_json({**record, "fresh": 2}).drawn()
 
 
 def test_more_problems_of_a_task_keep_their_digests() -> None:

@@ -1,0 +1,181 @@
+"""Several tasks in one run: their rewards, weights and limits, and what goes with them."""
+
+from collections.abc import Iterable
+
+from configs.algorithm.advantages import GRPOAdvantage
+from configs.data import TaskConfig, TasksSource
+from configs.rules.rule import Rule, of_each, where
+from configs.run import RunConfig
+
+
+def _source(config: RunConfig) -> TasksSource:
+    assert isinstance(config.data.source, TasksSource)
+    return config.data.source
+
+
+def _tasks(config: RunConfig) -> Iterable[tuple[str, TaskConfig]]:
+    return _source(config).tasks.items()
+
+
+def _limited(config: RunConfig) -> list[str]:
+    """Tasks with a longest completion of their own."""
+    return [name for name, task in _tasks(config) if task.max_new_tokens is not None]
+
+
+def _unknown(config: RunConfig, task: TaskConfig) -> list[str]:
+    known = [reward.label for reward in config.rewards.functions]
+    return sorted(set(task.rewards or ()) - set(known))
+
+
+def _idle(config: RunConfig) -> list[str]:
+    labels = [reward.label for reward in config.rewards.functions]
+    return [label for label in labels if not config.data.scored_by(label)]
+
+
+def _weightless(config: RunConfig) -> list[int]:
+    """Steps from which on no task has a weight."""
+    tasks = _source(config).tasks.values()
+    begins = sorted({1, *(step for task in tasks for step in task.from_step)})
+    return [step for step in begins if not any(task.weight_at(step) for task in tasks)]
+
+
+def _suites(config: RunConfig) -> list[str]:
+    """Suites that would be asked, or scored, as the run's rows are."""
+    suites = {} if config.evaluation is None else config.evaluation.suites
+    return [name for name, one in suites.items() if one.prompt is None or one.rewards is None]
+
+
+TASKS: tuple[Rule[RunConfig], ...] = where(
+    lambda config: isinstance(config.data.source, TasksSource),
+    of_each(
+        _tasks,
+        needs=lambda config, task: not _unknown(config, task[1]),
+        says=lambda config, task: (
+            f"data.source.tasks.{task[0]}.rewards names {_unknown(config, task[1])[0]}, and the "
+            "rewards are "
+            f"{', '.join(reward.label for reward in config.rewards.functions)}. Set one of these."
+        ),
+    ),
+    of_each(
+        _tasks,
+        needs=lambda config, task: task[1].rewards is None or len(task[1].rewards) > 0,
+        says=lambda config, task: (
+            f"data.source.tasks.{task[0]}.rewards is empty, so none of its samples would have a "
+            "reward. Name some of rewards.functions, or set it to null for all."
+        ),
+    ),
+    Rule(
+        needs=lambda config: not _idle(config),
+        says=lambda config: (
+            f"The reward {_idle(config)[0]} scores no task. Name it in data.source.tasks.*.rewards, "
+            "or remove it."
+        ),
+    ),
+    Rule(
+        needs=lambda config: not _weightless(config),
+        says=lambda config: (
+            f"No task has a weight from step {_weightless(config)[0]} on. Set a "
+            "data.source.tasks.*.weight, or from_step, above 0."
+        ),
+    ),
+    of_each(
+        _tasks,
+        needs=lambda config, task: (
+            (task[1].max_prompt_tokens or 0) <= config.data.max_prompt_tokens
+        ),
+        says=lambda config, task: (
+            f"data.source.tasks.{task[0]}.max_prompt_tokens = {task[1].max_prompt_tokens} is above "
+            f"data.max_prompt_tokens = {config.data.max_prompt_tokens}, the largest of all. Set the "
+            "latter higher."
+        ),
+    ),
+    of_each(
+        _tasks,
+        needs=lambda config, task: (task[1].max_new_tokens or 0) <= config.rollout.max_new_tokens,
+        says=lambda config, task: (
+            f"data.source.tasks.{task[0]}.max_new_tokens = {task[1].max_new_tokens} is above "
+            f"rollout.max_new_tokens = {config.rollout.max_new_tokens}, the largest of all. Set the "
+            "latter higher."
+        ),
+    ),
+    of_each(
+        _limited,
+        needs=lambda config, name: config.episodes is None,
+        says=lambda config, name: (
+            f"data.source.tasks.{name}.max_new_tokens is of one answer, and episodes have several "
+            "turns. Set it to null; rollout.max_new_tokens and episodes.max_turns hold for all tasks."
+        ),
+    ),
+    of_each(
+        _limited,
+        needs=lambda config, name: (
+            (penalty := config.algorithm.shaping.overlong) is None or penalty.max_tokens is not None
+        ),
+        says=lambda config, name: (
+            "algorithm.shaping.overlong goes by rollout.max_new_tokens, and "
+            f"data.source.tasks.{name} has a limit of its own. Set "
+            "algorithm.shaping.overlong.max_tokens, which then holds for all tasks."
+        ),
+    ),
+    Rule(
+        needs=lambda config: config.data.epochs is None,
+        says=lambda config: (
+            f"data.epochs = {config.data.epochs} counts passes over one task, and here the weights "
+            "say how often each comes. Set data.epochs = null, and steps."
+        ),
+    ),
+    Rule(
+        needs=lambda config: config.data.order != "difficulty",
+        says=lambda config: (
+            "data.order = difficulty is of one task. Set data.order = shuffled or sequential, or "
+            "data.source.curriculum, which goes by each task's success."
+        ),
+    ),
+    of_each(
+        _suites,
+        needs=lambda config, name: False,
+        says=lambda config, name: (
+            f"The suite {name} would be asked and scored as the run's rows, of which each task has "
+            f"its own way. Set evaluation.suites.{name}.prompt and rewards."
+        ),
+    ),
+    Rule(
+        needs=lambda config: config.episodes is None or config.episodes.players == 1,
+        says=lambda config: (
+            f"episodes.players = {getattr(config.episodes, 'players', 1)} and several tasks do not "
+            "go together. Set one player, or one data.source."
+        ),
+    ),
+)
+
+
+def _compared_by_task(config: RunConfig) -> list[str]:
+    """Settings by which samples are compared with those of their task."""
+    advantage = config.algorithm.advantage
+    if not isinstance(advantage, GRPOAdvantage):
+        return []
+    return [name for name in ("baseline", "normalize") if getattr(advantage, name) == "task"]
+
+
+ONE_TASK: tuple[Rule[RunConfig], ...] = where(
+    lambda config: not isinstance(config.data.source, TasksSource),
+    of_each(
+        _compared_by_task,
+        needs=lambda config, name: False,
+        says=lambda config, name: (
+            f"algorithm.advantage.{name} = task compares within each of several tasks, and "
+            f"data.source.kind = {config.data.source.kind} is one. Set it to batch."
+        ),
+    ),
+)
+
+
+def no_tasks(flow: str) -> Rule[RunConfig]:
+    """The rule of a flow that trains on one task."""
+    return Rule(
+        needs=lambda config: not isinstance(config.data.source, TasksSource),
+        says=lambda config: (
+            f"data.source.kind = tasks is for refrain grpo, ppo and dapo; {flow} trains on one "
+            "task. Set another source."
+        ),
+    )
