@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from configs.algorithm.algorithm import AlgorithmConfig
 from configs.train import TrainConfig
 from engines.train.adamw import LARGEST, MOMENTS, make_adamw
 from engines.train.block_codes import decode
+from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model.master_weights import MasterWeights
+from tests.engines.train.conftest import Make
+from tests.engines.train.train_ranks import samples, stored, update_of
 
 SHAPE = (64, 128)
 RATE, STEPS = 1e-3, 200
@@ -104,3 +111,33 @@ def test_it_learns_as_with_float32(dtype: str) -> None:
     plain, found = learned("float32"), learned(dtype)
     assert plain < 0.03
     assert found == pytest.approx(plain, rel=0.1)
+
+
+FEWER = {
+    "compute_dtype": "bfloat16",
+    "weights_dtype": "bfloat16",
+    "master_weights": "remainder",
+    "optimizer_dtype": "8bit",
+}
+
+
+def test_a_policy_learns_what_is_rewarded_in_each(tmp_path: Path, make: Make) -> None:
+    """Advantages times the mean log-prob of each response, before and after ten updates."""
+    rows = [row for row in samples() if len(row.response)]
+    batch = stored(tmp_path, samples())
+    tokens = [[*map(int, row.prompt), *map(int, row.response)] for row in rows]
+
+    def rewarded(engine: FSDPEngine) -> float:
+        logprobs = engine.score(tokens, [len(row.prompt) for row in rows])
+        weighted = zip(logprobs, rows, strict=True)
+        return sum(float(np.mean(one)) * float(row.advantages[0]) for one, row in weighted)
+
+    gains = []
+    for number, given in enumerate(({}, {"optimizer_dtype": "8bit"}, FEWER)):
+        engine = make(run=f"run-{number}", learning_rate=3e-3, **given)
+        before = rewarded(engine)
+        for step in range(1, 11):
+            engine.update(update_of(batch, AlgorithmConfig(), step))
+        gains.append(rewarded(engine) - before)
+    assert gains[0] > 10
+    assert gains[1:] == pytest.approx([gains[0]] * 2, rel=0.01)
