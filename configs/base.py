@@ -1,7 +1,7 @@
 """The base of every settings model, and how settings name a user's own functions and files."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -31,6 +31,22 @@ class Settings(BaseModel):
         extra="forbid", frozen=True, validate_default=True, field_title_generator=_title
     )
     form_first: ClassVar[tuple[str, ...]] = ()  # settings that the form shows before the others
+    # Settings that came later: keys that stored runs were written under do not know them.
+    later: ClassVar[frozenset[str]] = frozenset()
+
+    def in_keys(self, exclude: Collection[str] = ()) -> dict[str, Any]:
+        """The settings as keys of stored objects are made of them.
+
+        Those that came later are left out where they are at their defaults, so that what an older
+        Refrain has stored is found again.
+        """
+        unset = {
+            name
+            for name in self.later
+            if getattr(self, name)
+            == type(self).model_fields[name].get_default(call_default_factory=True)
+        }
+        return self.model_dump(mode="json", exclude={*exclude, *unset})
 
     @model_validator(mode="before")
     @classmethod

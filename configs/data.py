@@ -1,8 +1,9 @@
 """Where prompts come from and how a row becomes prompt tokens."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from configs.base import FileAddress, FunctionPath, Settings
 
@@ -115,8 +116,24 @@ class QuarantineConfig(Settings):
         return self
 
 
+# Arguments of apply_chat_template that follow from other settings.
+OWN_VARIABLES = {
+    *("messages", "conversation", "chat_template", "add_generation_prompt", "tokenizer_kwargs"),
+    *("continue_final_message", "tokenize", "padding", "truncation", "max_length"),
+    *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
+}
+
+
+def refuse_own_variables(where: str, given: Mapping[str, JsonValue]) -> None:
+    """ValueError for variables of a chat template that Refrain sets itself."""
+    if own := sorted(OWN_VARIABLES & given.keys()):
+        raise ValueError(f"{where} names {', '.join(own)}, which Refrain sets itself. Remove it.")
+
+
 class DataConfig(Settings):
     """Prompts: source, template, order."""
+
+    later: ClassVar[frozenset[str]] = frozenset({"chat_template_kwargs", "prefill"})
 
     source: Source = Field(description="Where the rows come from.")
     prompt_column: str = Field(
@@ -130,6 +147,16 @@ class DataConfig(Settings):
         None, description="System message put before each prompt (template = chat only)."
     )
     prompt_suffix: str = Field("", description="Text appended to each prompt string.")
+    chat_template_kwargs: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description="Further variables of the chat template, as {enable_thinking: false}. A row's "
+        "column of this name, an object, goes before them.",
+    )
+    prefill: str = Field(
+        "",
+        description="Text with which each answer begins, of each turn too: part of the prompt, so "
+        "neither trained nor scored.",
+    )
     state_column: str | None = Field(
         None,
         description="Column that names the state in which a row's turn begins: rows of equal value "
@@ -163,11 +190,22 @@ class DataConfig(Settings):
         """Whether what became of each row is kept from step to step."""
         return self.quarantine is not None or self.order == "difficulty"
 
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _variables_are_further_ones(cls, given: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        refuse_own_variables("data.chat_template_kwargs", given)
+        return given
+
     @model_validator(mode="after")
     def _template_fits(self) -> "DataConfig":
         if self.system_prompt is not None and self.template != "chat":
             raise ValueError(
                 "data.system_prompt needs the chat template. "
                 "Set data.template = chat, or remove data.system_prompt."
+            )
+        if self.chat_template_kwargs and self.template != "chat":
+            raise ValueError(
+                "data.chat_template_kwargs are variables of a chat template, and data.template is "
+                "plain. Set data.template = chat, or remove data.chat_template_kwargs."
             )
         return self

@@ -1,6 +1,6 @@
 """Episodes: an environment that answers what the model writes, turn by turn."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -117,6 +117,8 @@ class OpponentConfig(Settings):
 class EpisodesConfig(Settings):
     """Answers of several turns. rollout.max_new_tokens is then the limit of a whole conversation."""
 
+    later: ClassVar[frozenset[str]] = frozenset({"past_turns"})
+
     environment: Environment = Field(description="What answers the model.")
     players: int = Field(
         1,
@@ -142,6 +144,12 @@ class EpisodesConfig(Settings):
         None,
         ge=1,
         description="Tokens of one turn; a longer turn ends the episode. None: no limit.",
+    )
+    past_turns: Literal["as_sampled", "as_rendered"] = Field(
+        "as_sampled",
+        description="What the model reads of its earlier turns where the chat template rewrites "
+        "them, as those of thinking models do. as_sampled: the tokens that it wrote, thoughts too. "
+        "as_rendered: what the template makes of them; a template that rewrites them is refused.",
     )
     full_turn: Literal["ends", "counts"] = Field(
         "ends",

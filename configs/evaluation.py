@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, GetJsonSchemaHandler, model_validator
+from pydantic import Field, GetJsonSchemaHandler, JsonValue, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -51,6 +51,10 @@ class SuitePrompt(Settings):
         None, description="System message put before each prompt (template = chat only)."
     )
     prompt_suffix: str = Field("", description="Text appended to each prompt string.")
+    chat_template_kwargs: dict[str, JsonValue] = Field(
+        default_factory=dict, description="As data.chat_template_kwargs."
+    )
+    prefill: str = Field("", description="As data.prefill.")
     max_prompt_tokens: int = Field(
         1024, ge=1, description="Longest prompt, in tokens; a longer one is dropped and counted."
     )

@@ -36,6 +36,7 @@ from configs.rules.sampling import SAMPLING
 from configs.rules.sampling_mask import SAMPLING_MASK
 from configs.rules.sharing import SHARING
 from configs.rules.storage import CREDENTIALS, STORAGE
+from configs.rules.thinking import THINKING
 from configs.run import RunConfig
 
 ESTIMATOR: tuple[Rule[RunConfig], ...] = (
@@ -67,6 +68,7 @@ OF_EVERY_FLOW: tuple[Rule[RunConfig], ...] = (
     *EPISODES,
     *LOGPROBS,
     *SAMPLING_MASK,
+    *THINKING,
     *EXPERTS,
     *GUARDS,
     *QUARANTINE,

@@ -60,6 +60,29 @@ class NgramSpeculation(Settings):
         return self
 
 
+class ThinkingConfig(Settings):
+    """A bound of thoughts. One that has not ended within it is ended by words that do not train."""
+
+    budget: int = Field(
+        ge=1,
+        description="Most tokens of a turn, from its beginning, in which a thought may be open.",
+    )
+    start: str = Field("<think>", min_length=1, description="What begins a thought.")
+    end: str = Field("</think>", min_length=1, description="What ends a thought.")
+    closing: str = Field(
+        "\n</think>\n\n", description="Words that end a thought at its budget; `end` is among them."
+    )
+
+    @model_validator(mode="after")
+    def _the_words_end_it(self) -> Self:
+        if self.end not in self.closing:
+            raise ValueError(
+                f"rollout.thinking.closing = {self.closing!r} has no {self.end!r} "
+                "(rollout.thinking.end), so that the thought would go on. Put it in."
+            )
+        return self
+
+
 class RolloutConfig(Settings):
     """The rollout engine and its sampling parameters."""
 
@@ -83,6 +106,9 @@ class RolloutConfig(Settings):
         False,
         description="Keep of each token the words that top_p, top_k and min_p left, and renormalise "
         "the trainer's distributions over the same words (Keep Sampling Mask, arXiv:2512.02556).",
+    )
+    thinking: ThinkingConfig | None = Field(
+        None, description="A budget of thinking tokens for each turn. None: no bound but a turn's."
     )
     stop: tuple[str, ...] = Field((), description="Strings that end a completion (kept in it).")
     ignore_eos: bool = Field(False, description="Go on past the end-of-sequence token.")

@@ -1,7 +1,7 @@
 """Where batches, policy versions and trainer states are kept, and for how long."""
 
 import sys
-from typing import Self
+from typing import Literal, Self
 
 import yaml
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -122,6 +122,15 @@ class TrackingConfig(Settings):
 
     uri: str = Field("sqlite:///.refrain/mlflow.db", description="MLflow's tracking address.")
     experiment: str = Field("refrain", description="MLflow experiment.")
+    also: list[Literal["wandb", "trackio", "tensorboard"]] = Field(
+        default_factory=list,
+        description="Trackers that get the run's curves and settings too while it goes, by the names "
+        "that they have in MLflow; the experiment is the project there (docs/trackers.md).",
+    )
+    tensorboard_folder: str = Field(
+        ".refrain/tensorboard",
+        description="Folder of TensorBoard's event files, with one for each experiment and run.",
+    )
     registered_model: str | None = Field(
         None, description="Name in the model registry; none takes the run family's name."
     )

@@ -104,7 +104,14 @@ class TrainConfig(Settings):
         "float32",
         description="Number format of weights on the device (4 or 2 bytes a parameter). bfloat16: a "
         "float32 master of each is in the host's memory, and goes to the device and back for its "
-        "optimizer step; only with compute_dtype bfloat16, where the same weights come out.",
+        "optimizer step (unless master_weights says otherwise); only with compute_dtype bfloat16, "
+        "where the same weights come out.",
+    )
+    master_weights: Literal["float32", "remainder"] = Field(
+        "float32",
+        description="What is beside weights in bfloat16, so that steps change float32 numbers. "
+        "float32: those numbers, in the host's memory. remainder: the 16 bits that they have besides "
+        "the weight, on the device (4 bytes a parameter for both, the same bits after every step).",
     )
     gradient_checkpointing: float = Field(
         0.0,
@@ -157,10 +164,11 @@ class TrainConfig(Settings):
         description="Where AdamW's two moments lie: with the weights, or in the host's memory, from "
         "where each parameter's come and go at each optimizer step.",
     )
-    optimizer_dtype: Literal["float32", "bfloat16"] = Field(
+    optimizer_dtype: Literal["float32", "bfloat16", "8bit"] = Field(
         "float32",
-        description="Number format of AdamW's two moments (8 or 4 bytes a parameter); bfloat16 is "
-        "rounded stochastically.",
+        description="Number format of AdamW's two moments (8, 4 or about 2 bytes a parameter). "
+        "bfloat16 is rounded stochastically. 8bit: codes in blocks of up to 256 numbers of a row, "
+        "each with its largest (arXiv:2110.02861); of small tensors and short rows float32.",
     )
     replicas: int = Field(
         1,
@@ -242,6 +250,16 @@ class TrainConfig(Settings):
             raise ValueError(
                 "train.weights_dtype = bfloat16 is for ranks with an optimizer, and with "
                 "train.engine = elastic the workers have none. Set train.weights_dtype = float32."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _remainders_are_of_rounded_weights(self) -> "TrainConfig":
+        if self.master_weights == "remainder" and self.weights_dtype == "float32":
+            raise ValueError(
+                "train.master_weights = remainder is what float32 numbers have besides weights in "
+                "bfloat16, and train.weights_dtype = float32. Set train.weights_dtype = bfloat16 or "
+                "train.master_weights = float32."
             )
         return self
 

@@ -134,6 +134,13 @@ ESTIMATOR: tuple[Rule[GRPOConfig], ...] = (
 
 TREES: tuple[Rule["TreeConfig"], ...] = (
     Rule(
+        needs=lambda config: config.rollout.thinking is None,
+        says=lambda config: (
+            "rollout.thinking ends thoughts in completions that are sampled whole, and this flow "
+            "samples segments. Set rollout.thinking = null."
+        ),
+    ),
+    Rule(
         needs=lambda config: (
             config.segment_tokens * (config.tree.depth - 1) < config.rollout.max_new_tokens
         ),

@@ -1,4 +1,4 @@
-"""What an engine that starts is at: the phase, and when it last got on.
+"""What an engine that starts, or works on a call, is at: the phase, and when it last got on.
 
 The engine says so by `report`, as often as it likes; the engine host listens, and the flow ends only
 a start that has not got on for cluster.start_timeout. Without a listener a report is lost.
@@ -20,7 +20,7 @@ _listener: ContextVar[Callable[[str], None] | None] = ContextVar("listener", def
 
 
 class StartProgress:
-    """The progress of one start."""
+    """The progress of one start, or of another call."""
 
     def __init__(self) -> None:
         self.phase = ""  # as last reported

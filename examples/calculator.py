@@ -1,7 +1,7 @@
 """A calculator as a tool, for problems of reasoning-gym.
 
-python -m flows.grpo calculator.yaml          # in this folder
-python -m flows.grpo calculator.yaml episodes.environment.params.wrong=true  # no tool to learn from
+refrain grpo calculator.yaml          # in this folder
+refrain grpo calculator.yaml episodes.environment.params.wrong=true  # no tool to learn from
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """FrozenLake of gymnasium as text: the codec between its numbers and what the model reads and writes.
 
 pip install gymnasium
-python -m flows.grpo frozen_lake.yaml        # in this folder
-python -m flows.srpo frozen_lake.yaml        # docs/algorithms.md says how far that came
+refrain grpo frozen_lake.yaml        # in this folder
+refrain srpo frozen_lake.yaml        # docs/algorithms.md says how far that came
 """
 
 from __future__ import annotations

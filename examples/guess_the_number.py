@@ -1,8 +1,8 @@
 """GuessTheNumber of TextArena: prompts that show two games, and the reward of one that was cut off.
 
 python -m venv games && games/bin/pip install "textarena==0.7.*"
-python -m flows.grpo guess_the_number.yaml       # in this folder
-python -m flows.grpo guess_the_number.yaml rewards.functions.0.weight=0 \
+refrain grpo guess_the_number.yaml       # in this folder
+refrain grpo guess_the_number.yaml rewards.functions.0.weight=0 \
     rewards.functions.1.path=guess_the_number.py:any_prize     # rewards that say nothing of the game
 """
 

@@ -1,8 +1,8 @@
 """A game of two turns: the model names a number, is told one, and names one again.
 
-python -m flows.grpo guessing.yaml            # in this folder
-python -m flows.grpo guessing.yaml episodes.environment.params.helpful=false   # nothing to learn
-python -m flows.grpo guessing.yaml episodes.environment.kind=agent \
+refrain grpo guessing.yaml            # in this folder
+refrain grpo guessing.yaml episodes.environment.params.helpful=false   # nothing to learn
+refrain grpo guessing.yaml episodes.environment.kind=agent \
     episodes.environment.path=guessing.py:ask        # the same game, as a program that asks the model
 """
 

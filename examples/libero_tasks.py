@@ -2,7 +2,7 @@
 
 On a machine with GPUs, in an environment of its own if its libraries ask for one (episodes.python):
 pip install 'gymnasium>=1.0' and LIBERO from github.com/Lifelong-Robot-Learning/LIBERO
-python -m flows.srpo libero.yaml        # in this folder; --check says first whether it would start
+refrain srpo libero.yaml        # in this folder; --check says first whether it would start
 
 It was never run with LIBERO itself: its tests have a stand-in for it.
 """

@@ -2,7 +2,7 @@
 
 python -m venv openenv && openenv/bin/pip install "openenv==0.10.*"
 openenv/bin/python openenv_guessing.py &       # in this folder, on port 8000 of this machine
-python -m flows.grpo openenv.yaml
+refrain grpo openenv.yaml
 """
 
 from __future__ import annotations

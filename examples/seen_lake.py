@@ -1,8 +1,8 @@
 """FrozenLake of gymnasium for a policy that looks at pictures, and writes an action token a turn.
 
 pip install gymnasium
-python -m flows.grpo seen_lake.yaml        # in this folder; 0 or 1 for an episode
-python -m flows.srpo seen_lake.yaml        # rewards for progress, which the same pictures measure
+refrain grpo seen_lake.yaml        # in this folder; 0 or 1 for an episode
+refrain srpo seen_lake.yaml        # rewards for progress, which the same pictures measure
 """
 
 from __future__ import annotations

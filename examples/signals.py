@@ -1,8 +1,8 @@
 """A game of two players, both the model: one sees a number and sends a sign, the other guesses it.
 
-python -m flows.grpo signals.yaml            # in this folder
-python -m flows.grpo signals.yaml episodes.environment.params.heard=false   # nothing to learn
-python -m flows.grpo signals.yaml episodes.opponent.version=start   # with its own beginning, frozen
+refrain grpo signals.yaml            # in this folder
+refrain grpo signals.yaml episodes.environment.params.heard=false   # nothing to learn
+refrain grpo signals.yaml episodes.opponent.version=start   # with its own beginning, frozen
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A function as a tool: prices that nobody knows who does not ask for them.
 
-python -m flows.grpo tools.yaml               # in this folder
+refrain grpo tools.yaml               # in this folder
 """
 
 from __future__ import annotations

@@ -12,10 +12,12 @@ Its programs find the model at the address that an agent is given, one conversat
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import secrets
 import sys
 import threading
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ def play(
     api_key: str,
     model: str,
     taskset: str = "verifiers_sums",
+    settings: str = "",
     environment: str = "",
     harness: str = "null",
     max_turns: int = 8,
@@ -37,6 +40,7 @@ def play(
 
     Args:
         taskset: id of a set of tasks, which is a module's or a package's name; here, or installed.
+        settings: of the set, as text of a JSON object; empty: its own.
         environment: id of the environment that plays them; empty for the set's own.
         harness: id of the program that asks the model, in a process of this machine.
         max_turns: of the model. Set it to episodes.max_turns, so that verifiers ends the episode.
@@ -54,7 +58,8 @@ def play(
     endpoint: dict[str, Any] = {"base_url": base_url}
     if tokenizer:
         endpoint |= {"renderer_model_name": tokenizer, "renderer": {"name": renderer}}
-    episode = _episode(endpoint, api_key, model, taskset, environment, seat, task)
+    tasks = {"id": taskset, **json.loads(settings or "{}")}
+    episode = _episode(endpoint, api_key, model, tasks, environment, seat, task)
     return asyncio.run_coroutine_threadsafe(episode, _loop()).result()
 
 
@@ -62,7 +67,7 @@ async def _episode(
     endpoint: dict[str, Any],
     api_key: str,
     model: str,
-    taskset: str,
+    tasks: dict[str, Any],
     environment: str,
     seat: dict[str, Any],
     task: int,
@@ -70,8 +75,8 @@ async def _episode(
     import verifiers.v1 as vf
     from verifiers.v1.utils.loaders import environment_class
 
-    made = environment_class(taskset, environment)
-    config = _config_class(made)(id=environment, taskset={"id": taskset}, agent=seat)
+    made = environment_class(tasks["id"], environment)
+    config = _config_class(made)(id=environment, taskset=tasks, agent=seat)
     name = f"REFRAIN_{secrets.token_hex(8)}"  # verifiers reads the key from a variable
     os.environ[name] = api_key
     try:
@@ -80,7 +85,7 @@ async def _episode(
         playing = made(config)
         async with playing.serving():
             context = vf.ModelContext(model=model, client=client)
-            episode = await playing.run_episode(_tasks(taskset)[task], context)
+            episode = await playing.run_episode(_task(json.dumps(tasks), task), context)
     finally:
         del os.environ[name]
     errors = [*episode.errors, *(error for one in episode.traces for error in one.errors)]
@@ -98,11 +103,26 @@ def _config_class(environment: Any) -> Any:
     return concrete_type(environment, vf.EnvConfig, origin=vf.Env)
 
 
+def _task(settings: str, number: int) -> Any:
+    """A task of the set with these settings, as JSON; sets may have no end."""
+    drawn, rest = _drawn(settings)
+    while len(drawn) <= number:
+        try:
+            drawn.append(next(rest))
+        except StopIteration:
+            raise ValueError(
+                f"the set has {len(drawn)} tasks, and none of number {number}"
+            ) from None
+    return drawn[number]
+
+
 @cache
-def _tasks(taskset: str) -> list[Any]:
+def _drawn(settings: str) -> tuple[list[Any], Iterator[Any]]:
+    """The tasks that were asked for so far, and the others."""
     from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
 
-    return list(load_taskset(taskset_config_type(taskset)(id=taskset)))
+    given = json.loads(settings)
+    return [], iter(load_taskset(taskset_config_type(given["id"])(**given)))
 
 
 @cache

@@ -1,6 +1,6 @@
-"""Take a run's curves to Weights & Biases, Trackio or a table, at any time.
+"""Take a run's curves to Weights & Biases, Trackio, TensorBoard or a table, at any time.
 
-refrain curves RUN --to csv|wandb|trackio
+refrain curves RUN --to csv|wandb|trackio|tensorboard
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ import sys
 
 from tasks.commands.command import Command, option
 
+KINDS = ("csv", "wandb", "trackio", "tensorboard")
+
 main = Command(
     "curves",
     "Every metric of every step, from the commits of a run that goes on or has ended, and its "
     "evaluations. Doing it again brings the other side up to date.",
     "tasks.commands.curves:answer",
-    option("--to", required=True, choices=("csv", "wandb", "trackio"), help="where they go"),
+    option("--to", required=True, choices=KINDS, help="where they go"),
     option("--file", metavar="FILE", help="of the table [RUN.csv]"),
-    option("--project", default="refrain", metavar="NAME", help="of wandb or trackio [refrain]"),
+    option("--project", default="refrain", metavar="NAME", help="there, not of csv [refrain]"),
 )
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Show what a run said: its flow's log, tracebacks included, and its workers' output.
 
-python -m flows.logs RUN [--workers | --worker NAME] [--lines N] [--follow]
+refrain logs RUN [--workers | --worker NAME] [--lines N] [--follow]
 """
 
 from __future__ import annotations

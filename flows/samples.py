@@ -2,6 +2,8 @@
 
 refrain samples RUN[@STEP] [--best | --worst | --failed | --group G]
 refrain samples RUN --evaluation SUITE@VERSION [--best | …]
+refrain samples RUN[@STEP] --grep REGEX [--status failed] [--reward 0.5:] [--where FIELD=VALUE]
+refrain samples RUN@STEP --diff STEP [--row ROW]
 """
 
 from __future__ import annotations
@@ -33,6 +35,20 @@ main = Command(
         metavar="SUITE@VERSION",
         help="samples of an evaluation in place of a step's",
     ),
+    option("--grep", metavar="REGEX", help="those with this in prompt or answer, and how often"),
+    option("--status", choices=("ok", "truncated", "failed"), help="those of a status"),
+    option("--reward", metavar="LOW:HIGH", help="those with such a reward; 0.5: is 0.5 or more"),
+    option(
+        "--where", metavar="FIELD=VALUE", help="those whose row of the data has it, as task=gsm8k"
+    ),
+    option(
+        "--diff",
+        type=int,
+        metavar="STEP",
+        help="the same rows of the data in another step, or in another version's evaluation, "
+        "word by word; the largest change of the reward first",
+    ),
+    option("--row", type=int, metavar="ROW", help="with --diff: this row of the data alone"),
     option("--limit", type=int, default=4, metavar="N", help="samples shown [4]"),
     option(
         "--characters",
@@ -42,6 +58,7 @@ main = Command(
         help="shown of each text [2000]; 0: all",
     ),
     at_step=True,
+    paged=True,
 )
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def draw_groups(
     group, last, drawn = first_group, first_group + count, 0
     parts: list[BatchRef] = []
     dropped: dict[str, list[int]] = {}
-    made_by = config.data.model_dump(mode="json", exclude={"last_step", "order", "quarantine"})
+    made_by = config.data.in_keys({"last_step", "order", "quarantine"})
     while group < last and cursor.remaining(config.data.epochs) != 0:
         rows, cursor = draw_rows(
             *(run.source, cursor, last - group, config.data.epochs, run.fresh),

@@ -65,7 +65,7 @@ def play(
     begun: BatchRef | None,
 ) -> Sampled | Unsampled:
     """The episodes of a shard, or find them over."""
-    settings = played(run).model_dump(mode="json")
+    settings = played(run).in_keys()
     given: list[object] = [] if begun is None else [begun.to_json()]
     given += [] if played(run).opponent is None else [run.engines[OPPONENT].weights.digest]
     key = key_of("episodes", prompts.to_json(), stage.sampling.identity, settings, *given)
@@ -183,7 +183,7 @@ def answer(
 
     last: the worker that answered the turn before, which has the environments.
     """
-    key = key_of("answer", turn.to_json(), played(run).model_dump(mode="json"))
+    key = key_of("answer", turn.to_json(), played(run).in_keys())
     piece = Stage(run=run, step=step, name="environment", key=key, shard=shard)
     if (done := piece.finished()) is not None:
         return of_record(done), piece.out_key, last

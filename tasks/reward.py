@@ -18,6 +18,7 @@ from storage.batches.writing import write_batch
 from storage.objects.digests import key_of
 from storage.prompts.cursor import Cursor
 from tasks.results import FailureCause, Scored, WholeShards, samples_of_shards
+from tasks.run.events import ShardsScored
 from tasks.run.features import ScoredFirst, features_of
 from tasks.run.retries import OPTIONS
 from tasks.run.roles.scoring import SCORER
@@ -35,7 +36,9 @@ def reward(run: Run, step: int, sampled: WholeShards, number: int, count: int) -
     logs as TRL's do goes with the scores: columns of log_extra into their batch, values of
     log_metric to the commit (tasks/run/metrics.py).
     """
-    return scored(run, step, sampled, number)
+    found = scored(run, step, sampled, number)
+    run.tell(ShardsScored(step=step, shards=len(sampled)))
+    return found
 
 
 def reward_shards(

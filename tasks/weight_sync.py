@@ -14,7 +14,7 @@ from storage.objects.node_cache import is_kept
 from storage.runs.forks import shared_weights
 from storage.runs.weights import WeightsRef
 from tasks.results import Synced, Updated
-from tasks.run.events import Note
+from tasks.run.events import Note, WeightsPublished
 from tasks.run.forking import parent_config
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.roles.sampling import ROLLOUT
@@ -66,6 +66,7 @@ def publish_and_sync(run: Run, version: int, step: int, whole: bool = True) -> S
         if run.config.cluster.share_devices:  # it would take the devices from engines that load
             wait([scored])
             wait([] if settling is None else [settling])
+        run.tell(WeightsPublished(version=version, nbytes=weights.nbytes))
         loaded = run.engines[ROLLOUT].sync(weights, probe)
         if settling is not None:
             settled, stored = settling.result()

@@ -6,7 +6,13 @@ import json
 from typing import Any, cast
 
 from configs.data import DataConfig
-from engines.data.chat_template import TOO_LONG, TokenizedPrompts, chat_of, ids_of
+from engines.data.chat_template import (
+    TOO_LONG,
+    TokenizedPrompts,
+    chat_of,
+    ids_of,
+    with_variables,
+)
 from engines.data.conversation import Conversation
 from storage.objects.json_values import Row
 
@@ -40,7 +46,10 @@ class AgentPrompts:
                 prompts = ["".join(one["content"] for one in chat) for chat in prompts]
             asking = zip(numbers, prompts, strict=True)
             made = conversation.prompts(
-                [cast("Row", {**rows[n], column: prompt}) for n, prompt in asking]
+                [
+                    cast("Row", {**with_variables(rows[n], asked[n].variables), column: prompt})
+                    for n, prompt in asking
+                ]
             )
             ids |= {numbers[p]: one for p, one in zip(made.kept, made.prompt_ids, strict=True)}
             dropped |= {numbers[p]: reason for p, reason in made.dropped}

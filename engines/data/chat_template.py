@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
-from configs.data import DataConfig
+from configs.data import DataConfig, refuse_own_variables
 from storage.objects.json_values import Row
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ Tool: TypeAlias = dict[str, Any]  # JSON schema, as transformers.utils.get_json_
 
 TOO_LONG = "prompt_too_long"
 EMPTY = "prompt_empty"
+VARIABLES = "chat_template_kwargs"  # a row's column
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,26 @@ class TokenizedPrompts:
     prompt_ids: list[list[int]]  # one list of token ids per kept row
     kept: list[int]  # positions of the kept rows, ascending
     dropped: list[tuple[int, str]]  # position and reason (TOO_LONG or EMPTY) of each other row
+
+
+def template_variables(row: Row, config: DataConfig) -> dict[str, Any]:
+    """What a row's prompt is rendered with beside its messages; none where the template is plain.
+
+    The settings' variables (data.chat_template_kwargs), and before them those of the row's column of
+    that name. ValueError where that is no object, or names what Refrain sets itself.
+    """
+    if config.template == "plain":
+        return {}
+    own = row.get(VARIABLES)
+    if own is None:
+        return dict(config.chat_template_kwargs)
+    if not isinstance(own, dict):
+        raise ValueError(
+            f"Column '{VARIABLES}' holds {str(own)[:80]!r}: it takes an object, the variables of the "
+            "chat template by name. Mend the row, or give the column another name."
+        )
+    refuse_own_variables(f"Column '{VARIABLES}'", own)
+    return {**config.chat_template_kwargs, **own}
 
 
 def prompt_of(row: Row, config: DataConfig, observation: str | None = None) -> Prompt:
@@ -129,7 +150,8 @@ def tokenize(
     """
     prompts = prompts_of(rows, config, observations)
     if config.template == "chat":
-        encoded = _encode_chats(prompts, config, tokenizer, tools)
+        variables = [template_variables(row, config) for row in rows]
+        encoded = _encode_chats(prompts, variables, config, tokenizer, tools)
     else:
         encoded = _encode_texts(prompts, config, tokenizer, tools)
     kept, dropped, prompt_ids = [], [], []
@@ -192,6 +214,7 @@ def first_chat(prompt: Prompt, config: DataConfig, words: str = "") -> list[Mess
 
 def _encode_chats(
     prompts: Sequence[Prompt],
+    variables: Sequence[Mapping[str, Any]],
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[Tool],
@@ -201,24 +224,25 @@ def _encode_chats(
     require_template(tokenizer)
     taken = bool(tools) and takes_tools(tokenizer, tools)
     words = tools_in_words(tools) if tools and not taken else ""
+    given = {"tools": list(tools)} if taken else {}
     encoded: list[list[int]] = []
-    for prompt in prompts:
+    for prompt, own in zip(prompts, variables, strict=True):
         chat = first_chat(prompt, config, words)
         answering = chat[-1]["role"] == "assistant"  # the model goes on with a message begun for it
         try:
-            ids = tokenizer.apply_chat_template(
+            text = tokenizer.apply_chat_template(
                 chat,
-                tools=list(tools) if taken else None,
-                tokenize=True,
-                return_dict=False,
+                tokenize=False,
                 add_generation_prompt=not answering,
                 continue_final_message=answering,
+                **{**own, **given},
             )
         except (TemplateError, TypeError, ValueError) as error:
             said = " ".join(str(error).split())
             raise ValueError(
                 f"Prompt {len(encoded)} of the batch: the model's chat template refuses it: {said}"
             ) from None
+        ids = tokenizer(f"{text}{config.prefill}", add_special_tokens=False)["input_ids"]
         encoded.append(cast(list[int], ids))
     return encoded
 
@@ -241,7 +265,8 @@ def _encode_texts(
     for prompt in prompts:
         fits_template(prompt, config)
     words = f"{tools_in_words(tools)}\n\n" if tools else ""
-    return tokenizer([f"{words}{prompt}" for prompt in prompts])["input_ids"] if prompts else []
+    texts = [f"{words}{prompt}{config.prefill}" for prompt in prompts]
+    return tokenizer(texts)["input_ids"] if texts else []
 
 
 def state_number(value: object) -> int:
@@ -256,6 +281,7 @@ class Chat:
 
     messages: list[Message]
     tools: list[Tool]
+    variables: dict[str, Any]  # of the chat template
 
 
 def chat_of(observation: str) -> Chat:
@@ -267,7 +293,15 @@ def chat_of(observation: str) -> Chat:
     messages = [
         {"role": one["role"], "content": one.get("content") or ""} for one in said["messages"]
     ]
-    return Chat(messages, said.get("tools") or [])
+    return Chat(messages, said.get("tools") or [], said.get(VARIABLES) or {})
+
+
+def with_variables(row: Row, variables: Mapping[str, Any]) -> Row:
+    """A row with what its agent asks of the chat template, before the row's own variables."""
+    if not variables:
+        return row
+    own = row.get(VARIABLES)
+    return {**row, VARIABLES: {**(own if isinstance(own, dict) else {}), **variables}}
 
 
 def ids_of(observation: str) -> list[int] | None:

@@ -3,17 +3,20 @@
 Text that is decoded and encoded again need not give the tokens that were sampled, and a policy that
 is trained on other tokens than it wrote drifts until training diverges. So nothing that stands is
 encoded again: after each turn the template's words and the environment's observation alone are
-rendered, encoded and appended (`Conversation.delta`). That is right only for a template which writes
-earlier turns as they were, whatever follows them; `Conversation.check` refuses others.
+rendered, encoded and appended (`Conversation.delta`). A template that removes the thoughts of earlier
+turns would show the model another past than that; by the settings the past stays as it was sampled,
+or `Conversation.check` refuses such a template.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from configs.data import DataConfig
 from engines.data.chat_template import (
@@ -26,6 +29,7 @@ from engines.data.chat_template import (
     prompt_of,
     require_template,
     takes_tools,
+    template_variables,
     tokenize,
     tools_in_words,
 )
@@ -39,6 +43,8 @@ _QUESTION, _ANSWER, _OBSERVED = "question41", "answer52", "result63"  # of dummy
 _THOUGHT = "thought74\n</think>\n\n"
 _OPENERS = ("<think>\n", "<think>")
 _ANOTHER = "Set data.template = plain, or use a model with another chat template."
+_AS_SAMPLED = "Set episodes.past_turns = as_sampled, or data.template = plain."
+PastTurns = Literal["as_sampled", "as_rendered"]  # episodes.past_turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +78,29 @@ class Conversation:
 
     Args:
         tokenizer: of the model.
-        config: template (chat or plain) and system prompt.
+        config: template (chat or plain) with its variables, system prompt and prefill.
         tools: what the model may call, as JSON schemas; see `with_tools`.
+        past_turns: episodes.past_turns.
+        variables: of the chat template, in place of those of the settings; see `for_row`.
 
     Raises:
         ValueError: the template is chat, and the tokenizer has none.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, tools: Sequence[Tool] = ()
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        config: DataConfig,
+        tools: Sequence[Tool] = (),
+        past_turns: PastTurns = "as_sampled",
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._past_turns = past_turns
+        self._variables = dict(config.chat_template_kwargs if variables is None else variables)
+        self._of_variables: dict[str, Conversation] = {}  # by the variables, as JSON
+        self._roles: Sequence[Role] | None = None  # that were checked
+        self.rewrites = False  # whether the template rewrites earlier turns, seen by `check`
         self._config = config
         self.tools = tuple(tools)
         self._plain = config.template == "plain"
@@ -104,12 +122,32 @@ class Conversation:
         The words (`tools_in_words`) are the end of the system message, or, where the template is
         plain, stand before the prompt.
         """
-        return Conversation(self._tokenizer, self._config, tools)
+        return Conversation(self._tokenizer, self._config, tools, self._past_turns, self._variables)
+
+    def for_row(self, row: Row) -> Conversation:
+        """The conversation of a row: this one, or one with the row's variables of the template.
+
+        Such a one is checked as this one was. ValueError, in a sentence, where it does not pass.
+        """
+        variables = template_variables(row, self._config)
+        if self._plain or variables == self._variables:
+            return self
+        key = json.dumps(variables, sort_keys=True)
+        if key not in self._of_variables:
+            other = Conversation(
+                self._tokenizer, self._config, self.tools, self._past_turns, variables
+            )
+            if self._roles is not None:
+                other.check(self._roles)
+            self._of_variables[key] = other
+        return self._of_variables[key]
 
     def prompts(
         self, rows: Sequence[Row], observations: Sequence[str | None] | None = None
     ) -> TokenizedPrompts:
         """The first prompts of conversations with these tools (chat_template.tokenize)."""
+        for row in rows:
+            self.for_row(row)  # checked before anything is sampled
         return tokenize(rows, self._config, self._tokenizer, self.tools, observations)
 
     def delta(
@@ -180,9 +218,9 @@ class Conversation:
         prompt = prompt_of(row, self._config, shown)
         fits_template(prompt, self._config)
         if self._plain:
-            text = str(prompt)
+            text = f"{prompt}{self._config.prefill}"
         else:
-            text = self._render(first_chat(prompt, self._config, self._words))
+            text = self.for_row(row)._render(first_chat(prompt, self._config, self._words))
         before, found, after = text.rpartition(_OBSERVED)
         if not found:
             raise ValueError(f"The chat template leaves out what a user says. {_ANOTHER}")
@@ -204,6 +242,26 @@ class Conversation:
         authors += [Author.TEMPLATE] * tail
         return Delta(ids, authors)
 
+    def rewritten(
+        self, tokens: Sequence[int], turns: Sequence[tuple[str, str]], role: Role
+    ) -> float:
+        """How much of what the model read before its last turn the template would have written
+        otherwise: the share of tokens that its rendering of the same turns lacks, in [0, 1].
+
+        tokens: all that followed the prompt before the last turn. turns: of these, the text of each
+        turn of the model, and what it was told then. Tokens are counted wherever they stand.
+        """
+        if not self.rewrites or not tokens:
+            return 0.0
+        asked = first_chat(_QUESTION, self._config, self._words)
+        chat = list(asked)
+        for text, observation in turns:
+            chat.append({"role": "assistant", "content": text})
+            chat.append({"role": self.role_of(role), "content": observation})
+        ids, prompt = self._encode(self._render(chat)), self._encode(self._render(asked))
+        lacking = Counter(tokens) - Counter(ids[_common(ids, prompt) :])
+        return lacking.total() / len(tokens)
+
     def role_of(self, role: Role) -> str:
         """The role that an observation's message gets: `user` where the template knows no `tool`.
 
@@ -224,16 +282,17 @@ class Conversation:
         return "user" if other.replace("rolf", "tool") == shown else "tool"
 
     def check(self, roles: Sequence[Role] = ("user", "tool")) -> None:
-        """ValueError, in one sentence and a remedy, unless deltas leave what stands as it is.
+        """ValueError, in one sentence and a remedy, unless deltas are what the template writes.
 
         Seen on dummy conversations of one and two turns, with a system message and without, with a
         thought and without, and with the tools: what stands when the model begins its turn, and then
-        what it wrote, is how the rendering of the longer conversation begins; and what follows there
-        is, token by token, what `delta` appends.
+        what it wrote, is how the rendering of the longer conversation begins (where past_turns is
+        as_rendered); and what follows there is, token by token, what `delta` appends.
 
         roles: of the observations that there will be. Some templates keep the thoughts of a turn
         that is followed by results of tools, and remove them once a user has spoken.
         """
+        self._roles = roles
         if self._plain:
             self._check_plain()
             return
@@ -269,27 +328,33 @@ class Conversation:
             opened = next((opener for opener in _OPENERS if begins.endswith(opener)), "")
             if opened and not thinking:
                 return  # the model cannot but think
-            thought = (opened or _OPENERS[0]) + _THOUGHT if thinking else ""
-            content = thought + _ANSWER
+            begun = opened if opened or not thinking else _OPENERS[0]
+            written = (begun + _THOUGHT if thinking else "") + _ANSWER
+            said = self._config.prefill.removesuffix(opened)  # for it, before what it wrote
+            opened, content = said + opened, said + written
             answered: list[Message] = [*chat, {"role": "assistant", "content": content}]
             chat = [*answered, {"role": self.role_of(role), "content": _OBSERVED}]
             before, begins = begins, self._render(chat)
             gap = begins[len(before) :]  # blanks there stand for those that a model writes itself
             blanks = gap[: len(gap) - len(gap.lstrip(" "))]
             stands = before + blanks + content.removeprefix(opened)
-            if not begins.startswith(stands):
+            kept = begins.startswith(stands)
+            self.rewrites = self.rewrites or not kept
+            if not kept and self._past_turns == "as_rendered":
                 place = _common(begins, stands)
                 what = "removes or rewrites thoughts" if thinking else "rewrites what was said"
                 raise ValueError(
                     f"The chat template {what} of earlier turns: after {turn} and an observation "
                     f"of the role {self.role_of(role)}, {begins[place : place + 30]!r} stands where "
-                    f"the model had {stands[place : place + 30]!r}. {_ANOTHER}"
+                    f"the model had {stands[place : place + 30]!r}. {_AS_SAMPLED}"
                 )
             delta = self.delta(_OBSERVED, ended=False, last=None, role=role)
-            if self._encode(begins) != [*self._encode(stands), *delta.ids]:
+            ids = self._encode(begins)
+            stood = self._encode(stands) if kept else ids[: max(0, len(ids) - len(delta.ids))]
+            if ids != [*stood, *delta.ids]:
                 raise ValueError(
                     f"The chat template's words after {turn} are not the same, as tokens, as in a "
-                    f"dummy conversation: {begins[len(stands) :]!r} there, "
+                    f"dummy conversation: {self._tokenizer.decode(ids[len(stood) :])!r} there, "
                     f"{self._tokenizer.decode(delta.ids)!r} here. {_ANOTHER}"
                 )
 
@@ -329,12 +394,11 @@ class Conversation:
         from jinja2.exceptions import TemplateError
 
         try:
-            return cast(
-                str,
-                self._tokenizer.apply_chat_template(
-                    chat, tools=self._given, tokenize=False, add_generation_prompt=True
-                ),
+            given = {} if self._given is None else {"tools": self._given}
+            text = self._tokenizer.apply_chat_template(
+                chat, tokenize=False, add_generation_prompt=True, **{**self._variables, **given}
             )
+            return f"{text}{self._config.prefill}"
         except TemplateError as error:
             raise ValueError(
                 f"The chat template fails on messages of the roles "

@@ -8,6 +8,7 @@ turn that was answered once is never stepped again.
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import replace
 from operator import itemgetter
@@ -27,6 +28,7 @@ from engines.data.chat_template import (
     ids_of,
     said_by,
     state_number,
+    with_variables,
 )
 from engines.data.contract import EnvironmentHost
 from engines.data.conversation import Conversation, Delta
@@ -95,7 +97,9 @@ class EnvironmentEngine(EnvironmentHost):
         self._code = self._environments.start()
         self._answers_as: Role = "tool" if self._code.tools else "user"
         tools = [dict(tool) for tool in self._code.tools]
-        self._conversation = Conversation(self._tokenizer, spec.data, tools)
+        self._conversation = Conversation(
+            self._tokenizer, spec.data, tools, spec.episodes.past_turns
+        )
         self._conversation.check([self._answers_as])
         self._agents = AgentPrompts(self._conversation, spec.data)
 
@@ -191,6 +195,9 @@ class EnvironmentEngine(EnvironmentHost):
         for one in [each for each in asked if not each.ended and self._is_over(each)]:
             one.end(self._limit(one), SampleStatus.TRUNCATED)
         self._finish([one for one in asked if one.ended and not one.error])
+        if self._conversation.rewrites:
+            for row in [row for one in asked for row in one.rows]:
+                row.rewritten = self._rewritten(row) if row.ended else 0.0
         seconds = time.monotonic() - began
         failures = tuple(
             SampleFailure(sample=row.sample, function="environment", error=row.error)
@@ -347,10 +354,12 @@ class EnvironmentEngine(EnvironmentHost):
         if len(episode.texts) >= self._spec.episodes.max_turns:
             episode.end(TURNS, SampleStatus.OK)
             return
-        given = ids_of(text) if self._code.chats else None
+        asks, given = episode.row, ids_of(text) if self._code.chats else None
         if self._code.chats and given is None:
             try:
-                text, role = said_by(chat_of(text).messages)
+                chat = chat_of(text)
+                asks = with_variables(asks, chat.variables)
+                text, role = said_by(chat.messages)
             except ValueError as error:
                 episode.end(FAILED, SampleStatus.FAILED, str(error))
                 return
@@ -359,7 +368,8 @@ class EnvironmentEngine(EnvironmentHost):
         elif episode.texts:
             last = episode.tokens[-1]
             ended = episode.finish != "length"
-            delta = self._conversation.delta(text, ended=ended, last=last, role=role)
+            talk = self._conversation.for_row(asks)
+            delta = talk.delta(text, ended=ended, last=last, role=role)
         else:
             delta = self._conversation.first(episode.row, text)
         if len(episode.tokens) + len(delta.ids) >= self._spec.max_new_tokens:
@@ -369,6 +379,20 @@ class EnvironmentEngine(EnvironmentHost):
         episode.logprobs += [0.0] * len(delta.ids)
         episode.authors += bytes(delta.authors)
         episode.waits_for(episode)
+
+    def _rewritten(self, episode: Episode) -> float:
+        """`Conversation.rewritten` of an episode; 0 where there was no earlier turn."""
+        turns = episode.turns
+        if len(turns) < 2:
+            return 0.0
+        last, said = turns[-1][0], []
+        for (_, stop), (start, _) in itertools.pairwise(turns):
+            shown = zip(episode.tokens[stop:start], episode.authors[stop:start], strict=True)
+            said.append([token for token, author in shown if author == Author.ENVIRONMENT])
+        told = self._tokenizer.batch_decode(said, skip_special_tokens=True)
+        past = list(zip(episode.texts, told, strict=False))
+        talk = self._conversation.for_row(episode.row)
+        return talk.rewritten(episode.tokens[:last], past, self._answers_as)
 
     def _is_over(self, episode: Episode) -> bool:
         """Whether the policy's turn reached a limit of tokens that ends the episode."""

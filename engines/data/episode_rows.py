@@ -32,6 +32,7 @@ from storage.objects.store import Store
 from storage.prompts.source import PromptSource
 
 POLICY = bytes([Author.POLICY])
+OF_TURN = bytes([Author.POLICY, Author.BUDGET])  # authors within a turn of the policy
 # Finish reasons of a sample that goes on: its own turn is next, or that of another.
 GOES_ON = (UNFINISHED, OPPONENTS_TURN, WAITING)
 
@@ -62,6 +63,7 @@ class Episode:
     order: list[int] = field(default_factory=list)  # number in the episode of each answered turn
     texts: list[str] = field(default_factory=list)  # of the policy's turns
     frame: Frame | None = None  # of the answer to its last turn, where frames are kept
+    rewritten: float | None = None  # share of its past that the template would write otherwise
     unused: int = 0  # tokens at its end, after the action that ended it
     experts: RoutedExperts | None = None  # [T', L, k] of the first tokens, where they are stored
     mask: SamplingMask | None = None  # likewise
@@ -76,9 +78,9 @@ class Episode:
     def turns(self) -> list[tuple[int, int]]:
         """Where each turn of the policy begins and ends."""
         found, place = [], 0
-        for author, run in itertools.groupby(self.authors):
+        for author, run in itertools.groupby(self.authors, OF_TURN.__contains__):
             stop = place + len(list(run))
-            if author == Author.POLICY:
+            if author:
                 found.append((place, stop))
             place = stop
         return found
@@ -169,9 +171,10 @@ def read_episodes(
         "ended": [""] * count,
         "error": [""] * count,
     }
+    if "author" in samples.names:
+        columns["authors"] = [bytearray(each) for each in lists("author")]
     if begun:
         columns |= {
-            "authors": [bytearray(each) for each in lists("author")],
             "observations": list(samples.fetch_list(store, "observations")),
             "rewards": lists("turn_rewards"),
             "seconds": dense("env_seconds"),
@@ -184,6 +187,8 @@ def read_episodes(
         columns["mask"] = read_masks(store, samples)
     if "unused_tokens" in samples.names:
         columns["unused"] = dense("unused_tokens")
+    if "past_rewritten" in samples.names:
+        columns["rewritten"] = dense("past_rewritten")
     owners = numbers
     columns["order"] = [list(range(len(one))) for one in columns["observations"]]
     if "player" in samples.names:
@@ -241,6 +246,8 @@ def episode_columns(episodes: Sequence[Episode], in_part: bool = False) -> dict[
             extended(own, len(one.tokens)) for own, one in zip(experts, episodes, strict=True)
         ]
     besides |= mask_columns([one.mask for one in episodes], [len(one.tokens) for one in episodes])
+    if any(one.rewritten is not None for one in episodes):
+        besides["past_rewritten"] = np.array([one.rewritten or 0.0 for one in episodes], np.float32)
     if in_part:
         besides["unused_tokens"] = np.array([one.unused for one in episodes], np.int64)
     authors = [np.frombuffer(bytes(one.authors), np.uint8) for one in episodes]
@@ -270,7 +277,7 @@ def _turn_numbers(authors: np.ndarray) -> np.ndarray:
 
     Authors 1 1 2 3 1: turns 0 0 0 0 1.
     """
-    policy = authors == Author.POLICY
+    policy = np.isin(authors, list(OF_TURN))
     begins = policy & ~np.concatenate([[False], policy[:-1]])
     return np.maximum(np.cumsum(begins) - 1, 0).astype(np.int64)
 

@@ -90,6 +90,7 @@ def episode_metrics(
     ended: Sequence[str],
     drawn: NDArray[np.bool_],
     mask: NDArray[np.bool_],
+    rewritten: NDArray[np.float32] | None = None,
 ) -> dict[str, float]:
     """What a step's episodes were like, failed ones among them.
 
@@ -100,13 +101,19 @@ def episode_metrics(
         ended: [N], why each ended (engines/data/results.py).
         drawn: [T], response tokens that an engine drew.
         mask: [T], those that can train.
+        rewritten: [N], share of the tokens before the last turn that the chat template would have
+            written otherwise; None: it leaves earlier turns as they were.
 
     Returns:
         episode/*. episode/drift is the share, of the tokens that are drawn or can train, that are
         not both. It is 0 as long as what the policy wrote stands as it was drawn.
+        episode/template_drift is the mean of `rewritten`: what the policy reads while it trains and
+        would not read in a server that renders each request anew.
     """
+    drift = {} if rewritten is None else {"episode/template_drift": float(rewritten.mean())}
     either = int((drawn | mask).sum())
     return {
+        **drift,
         "episode/drift": float((drawn != mask).sum() / max(either, 1)),
         "episode/turns_mean": float(turns.mean()),
         "episode/turns_max": float(turns.max()),

@@ -35,8 +35,8 @@ class ChatTemplate:
     template: Template
     special: Mapping[str, str]  # bos_token and the like -> its text
 
-    def text(self, chat: Sequence[Message]) -> str:
-        """The text of a prompt, as its tokenizer would be given it.
+    def text(self, chat: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
+        """The text of a prompt, as its tokenizer would be given it; `variables`: of the template.
 
         ValueError where the template refuses the messages, or takes away what is to be gone on with.
         """
@@ -47,11 +47,14 @@ class ChatTemplate:
             messages[-1]["content"] = last + _CONTINUED
         try:
             made = self.template.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=not going_on,
-                **self.special,
+                {
+                    "tools": None,
+                    "documents": None,
+                    **self.special,
+                    **(variables or {}),
+                    "messages": messages,
+                    "add_generation_prompt": not going_on,
+                }
             )
         # A template's own lines run, which may index, add and compare as they like.
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
@@ -114,17 +117,22 @@ def chat_template(directory: Path) -> ChatTemplate | None:
 
 
 def rendered(
-    template: ChatTemplate, prompts: Sequence[Prompt], data: DataConfig, source: str
+    template: ChatTemplate,
+    prompts: Sequence[Prompt],
+    variables: Sequence[Mapping[str, Any]],
+    data: DataConfig,
+    source: str,
 ) -> list[str]:
     """Each prompt's text. ValueError, in one sentence, that names the row and what to set.
 
-    source: what people call the rows, of which these are the first.
+    variables: of the template, by prompt. source: what people call the rows, of which these are the
+    first.
     """
     texts = []
-    for number, prompt in enumerate(prompts):
+    for number, (prompt, own) in enumerate(zip(prompts, variables, strict=True)):
         chat = first_chat(prompt, data)
         try:
-            texts.append(template.text(chat))
+            texts.append(template.text(chat, own))
         except ValueError as error:
             remedy = _remedy(template, chat, data)
             raise ValueError(f"Row {number} of {source}: {error} {remedy}".strip()) from None

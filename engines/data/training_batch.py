@@ -30,7 +30,7 @@ from engines.data.contract import AdvantagesRequest
 from engines.data.results import AdvantagesResult, NothingToTrain, RewardsFailed
 from engines.data.sample_metrics import episode_metrics, sample_metrics
 from engines.data.staleness import staleness_metrics
-from storage.batches.columns import SampleStatus
+from storage.batches.columns import Author, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
@@ -354,6 +354,12 @@ def metrics_of(
             dense(store, samples, "repeated_ngrams") if "repeated_ngrams" in samples.names else None
         ),
     )
+    if "author" in samples.names:
+        authors, bounds = jagged(store, samples, "author")
+        ended = (authors == Author.BUDGET).nonzero()[0]
+        if len(ended) or "episode" not in samples.names:
+            cut = len(np.unique(np.searchsorted(bounds, ended, side="right")))
+            found["response/thoughts_ended_by_budget"] = cut / len(samples)
     if "episode" in samples.names:
         turns = "turn_order" if "turn_order" in samples.names else "turn_rewards"
         found |= episode_metrics(
@@ -363,5 +369,10 @@ def metrics_of(
             ended=[str(one) for one in samples.fetch_list(store, "episode")],
             drawn=drawn_tokens(store, samples),
             mask=jagged(store, samples, "response_mask")[0].astype(bool),
+            rewritten=(
+                dense(store, samples, "past_rewritten")
+                if "past_rewritten" in samples.names
+                else None
+            ),
         )
     return found

@@ -169,6 +169,8 @@ def _wrong(request: AgentRequest) -> str | None:
         ids = body.get(name)
         if not isinstance(ids, list) or not ids or not all(map(_is_token, ids)):
             return f"{name} has to be a list of token ids; /v1/chat/completions takes text"
+    if not isinstance(body.get("chat_template_kwargs") or {}, dict):
+        return "chat_template_kwargs has to be an object"
     if body.get("n") not in (None, 1):
         return "n has to be 1: an episode has one answer a turn"
     if body.get("stream") and request.route == GENERATE:

@@ -118,7 +118,7 @@ class AgentAdapter:
         if self._ids is not None:
             return Given(observation=json.dumps({"ids": self._ids}))
         self._chat = _messages(event.body)
-        return _said(self._chat, event.body.get("tools"))
+        return _said(self._chat, event.body, first=True)
 
     def see(self, tokens: Tokens) -> None:
         """The tokens of the turn that comes next."""
@@ -153,7 +153,7 @@ class AgentAdapter:
         if len(chat) <= len(before):
             raise NotAllowed(_not_on(self._turns, len(chat), None))
         self._chat = chat
-        return _said(chat[len(before) :])
+        return _said(chat[len(before) :], event.body)
 
     def _new_ids(self, ids: list[int]) -> Given:
         """The token ids of a request that come after all that was read and written before."""
@@ -327,10 +327,13 @@ def _compared(message: Message) -> tuple[Any, ...]:
     return message["role"], (message.get("content") or "").strip(), calls
 
 
-def _said(messages: Sequence[Message], tools: Any = None) -> Given:
+def _said(messages: Sequence[Message], body: Mapping[str, Any], first: bool = False) -> Given:
+    """What is new in a request: messages, variables of the template, and the first one's tools."""
     said: dict[str, Any] = {"messages": messages}
-    if tools:
-        said["tools"] = tools
+    if first and body.get("tools"):
+        said["tools"] = body["tools"]
+    if variables := body.get("chat_template_kwargs"):
+        said["chat_template_kwargs"] = variables
     return Given(observation=json.dumps(said, ensure_ascii=False))
 
 

@@ -104,6 +104,8 @@ class Sampling:
     seed: int | None = None  # None: not reproducible
     routed_experts: bool = False  # whether the experts of each token are stored
     sampling_mask: bool = False  # whether the words are that each token was drawn from
+    thinking_budget: int = 0  # tokens of a turn within which a thought has to end; 0 is off
+    thinking_words: tuple[str, ...] = ()  # that begin a thought, end it, and end it at its budget
 
     def most(self, begun: int, turn: int) -> int:
         """The longest that a completion gets now, in tokens.
@@ -146,6 +148,7 @@ class Sampling:
     @classmethod
     def of(cls, config: RolloutConfig, n: int, max_turn_tokens: int = 0) -> Sampling:
         """The sampling that `config` asks for, with `n` completions of each prompt."""
+        thinking = config.thinking
         return cls(
             n=n,
             max_new_tokens=config.max_new_tokens,
@@ -155,6 +158,10 @@ class Sampling:
             top_k=config.top_k,
             min_p=config.min_p,
             sampling_mask=config.sampling_mask,
+            thinking_budget=0 if thinking is None else thinking.budget,
+            thinking_words=(
+                () if thinking is None else (thinking.start, thinking.end, thinking.closing)
+            ),
             stop=config.stop,
             ignore_eos=config.ignore_eos,
             seed=config.seed,
@@ -164,7 +171,7 @@ class Sampling:
 # Fields that older shards have not; without effect as they stand there.
 LATER = (
     *("max_turn_tokens", "segment_tokens", "segments"),
-    *("routed_experts", "min_p", "sampling_mask"),
+    *("routed_experts", "min_p", "sampling_mask", "thinking_budget", "thinking_words"),
 )
 
 

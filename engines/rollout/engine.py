@@ -8,11 +8,13 @@ tests/contract/rollout holds both to the same promises.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import time
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engines.failures import WeightMismatch
@@ -38,6 +40,7 @@ from engines.rollout.samples import (
     read_prompts,
     write_samples,
 )
+from engines.rollout.thinking_budget import ThinkingBudget
 from engines.rollout.weight_reader import HeldVersion, LoadReport, check_manifest
 from engines.workers.engine import Memory
 from engines.workers.messages import Moved
@@ -47,6 +50,8 @@ from storage.runs.stage_store import finish_result
 from storage.runs.weights import WeightsRef
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from engines.models.routers import ChosenExperts
 
 
@@ -128,14 +133,20 @@ class RolloutEngine(Sampler):
                 begun=sum(len(one.tokens) for one in begun),
             )
 
+        bound = self._thinking_budget(request, prompts)
+
         def save() -> None:
             if (so_far := self._so_far(request.out_key)) is not None:
-                ref = write(so_far, partial.key).ref
+                stands = so_far if bound is None else bound.so_far(begun, so_far)
+                ref = write(stands, partial.key).ref
                 partial.write(ref, next(iter(ref[["response_ids"]].objects)))
 
         try:
             with saving(request.save_every, save):
-                completions = self._sample(prompts, request, begun)
+                if bound is None:
+                    completions = self._sample(prompts, request, begun)
+                else:
+                    completions = bound.sampled(begun, functools.partial(self._sample, prompts))
         finally:
             self._cut.discard(request.out_key)
         result = write(completions, request.out_key)
@@ -145,6 +156,27 @@ class RolloutEngine(Sampler):
         if request.save_every is not None:
             partial.remove()
         return result
+
+    def _thinking_budget(
+        self, request: RolloutRequest, prompts: PromptTokens
+    ) -> ThinkingBudget | None:
+        """How thoughts are bounded; None where they are not."""
+        if not request.sampling.thinking_budget:
+            return None
+        words = self._words
+        return ThinkingBudget(
+            request=request,
+            prompts=prompts,
+            max_model_len=self._spec.max_model_len,
+            encode=functools.partial(words.encode, add_special_tokens=False),
+            decode=lambda ids: str(words.decode(list(ids))),
+        )
+
+    @functools.cached_property
+    def _words(self) -> PreTrainedTokenizerBase:
+        from engines.models.checkpoints import load_tokenizer, materialize
+
+        return load_tokenizer(materialize(self._spec.model, Path(self._spec.model_cache)))
 
     def sync(self, weights: WeightsRef, mode: SyncMode = "idle") -> SyncReport:
         started = time.monotonic()

@@ -24,6 +24,7 @@ from storage.batches.columns import (
     IN_PART,
     OF_PLAYERS,
     OPPONENTS_TURN,
+    REWRITTEN,
     SEGMENT,
     UNFINISHED,
     Author,
@@ -47,6 +48,7 @@ PROMPT_COLUMNS = (
     *("player", "frozen", "opening_frame", "frame"),
 )
 POLICY = bytes([Author.POLICY])
+OF_TURN = bytes([Author.POLICY, Author.BUDGET])  # authors within a turn of the policy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +96,7 @@ class Completion:
     @property
     def turn(self) -> int:
         """Where the turn begins that the policy is at: after the last token of another author."""
-        return len(self.authors.rstrip(POLICY))
+        return len(self.authors.rstrip(OF_TURN))
 
     @property
     def ended(self) -> bool:
@@ -359,7 +361,8 @@ def write_samples(
     seen: list[str] = []
     unused = np.zeros(rows, np.int64)  # of episodes that have ended
     if request.begun is not None:
-        kept = [name for name in (*EPISODE, *OF_PLAYERS, *IN_PART) if name in request.begun.names]
+        names = (*EPISODE, *OF_PLAYERS, *IN_PART, *REWRITTEN)
+        kept = [name for name in names if name in request.begun.names]
         seen = [name for name in ("frame",) if name in request.begun.names]  # not the first ones
         if "unused_tokens" in kept:
             unused = request.begun.fetch_numpy(store, "unused_tokens")[0].astype(np.int64)
@@ -367,7 +370,7 @@ def write_samples(
         store,
         request.out_key,
         {
-            **({"author": authors} if kept else {}),
+            **({"author": authors} if kept or request.sampling.thinking_budget else {}),
             **token_columns(completions),
             "response_mask": [
                 policy_mask(each, end) for each, end in zip(authors, unused.tolist(), strict=True)

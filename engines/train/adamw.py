@@ -1,4 +1,4 @@
-"""AdamW whose moments, and masters of weights, may lie in the host's memory; moments in bfloat16 too.
+"""AdamW whose moments, and masters of weights, may lie in the host's memory, or in fewer bits.
 
 Moments and masters are brought to the parameter's device, used as float32, and written back, so that
 a step is the same to the bit wherever they lie: AdamW is element-wise. They come in pieces, on a GPU
@@ -6,7 +6,7 @@ from pinned memory (pinned_memory.py) and on three streams: while one piece is u
 and the last one goes, in both directions of the bus at once. In bfloat16 moments are written back
 with stochastic rounding: the second moment changes by a share of 1 - beta2 in a step, and from beta2
 = 0.996 on that is less than half of bfloat16's last digit (2^-8), so that rounding to the nearest
-would never let it fall.
+would never let it fall. Moments in eight bits are those of block_codes.py.
 
 torchao's optimizers of 8 and 4 bits are not used: they compile their step, and their moments are
 tensors of a kind that a snapshot would have to know.
@@ -26,11 +26,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from configs.train import TrainConfig
-from engines.train.memory_plan import PIECE, SLOTS
-from engines.train.model.master_weights import MasterWeights
+from engines.train.block_codes import decode, encode
+from engines.train.model.master_weights import MasterWeights, Remainder, joined, split
+from engines.train.optimizer_pieces import SLOTS, block_of, parts_of
 from engines.workers.pinned_memory import pin
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+LARGEST = {name: f"{name}_largest" for name in MOMENTS}  # of the blocks of those in eight bits
+MASTER, REMAINDER = "master", "remainder"
 
 
 def make_adamw(
@@ -38,7 +41,7 @@ def make_adamw(
 ) -> torch.optim.AdamW:
     """AdamW of (sharded) parameters with its state made, all zeros."""
     kind: Callable[..., torch.optim.AdamW] = torch.optim.AdamW
-    moved = config.optimizer_device == "host" or config.optimizer_dtype == "bfloat16"
+    moved = config.optimizer_device == "host" or config.optimizer_dtype != "float32"
     if moved or masters.tensors:
         kind = partial(FetchingAdamW, masters)
     made = kind(
@@ -49,19 +52,45 @@ def make_adamw(
         weight_decay=config.weight_decay,
         fused=True,
     )
-    dtype = torch.bfloat16 if config.optimizer_dtype == "bfloat16" else torch.float32
     away: list[Tensor] = []
     for group in made.param_groups:
         for parameter in group["params"]:
             device = "cpu" if config.optimizer_device == "host" else parameter.device
             pinned = config.optimizer_device == "host" and parameter.device.type == "cuda"
-            fresh = torch.empty_like if pinned else torch.zeros_like
-            moments = {name: fresh(parameter, device=device, dtype=dtype) for name in MOMENTS}
+            moments = _moments(parameter, config, device, pinned)
             away += moments.values() if pinned else []
             steps = torch.zeros((), dtype=torch.float32, device=parameter.device)
             made.state[parameter] = {"step": steps, **moments}
     pin(away)
     return made
+
+
+def _moments(
+    parameter: nn.Parameter, config: TrainConfig, device: torch.device | str, pinned: bool
+) -> dict[str, Tensor]:
+    """The moments of a (sharded) parameter by the names of its state, zeros unless `pin` follows."""
+    fresh = torch.empty_like if pinned else torch.zeros_like
+    dtype, block = torch.float32, 0
+    if config.optimizer_dtype == "bfloat16":
+        dtype = torch.bfloat16
+    elif config.optimizer_dtype == "8bit" and (block := block_of(parameter.shape)):
+        dtype = torch.uint8
+    moments = {
+        name: fresh(parameter, device=device, dtype=dtype, requires_grad=False) for name in MOMENTS
+    }
+    for name in MOMENTS if block else ():
+        blocks = parameter[0].numel() // block
+        own = torch.zeros(len(_own(parameter)), blocks, device=device)
+        whole = own
+        if isinstance(parameter, DTensor):
+            whole = DTensor.from_local(
+                *(own, parameter.device_mesh, parameter.placements),
+                run_check=False,
+                shape=torch.Size([len(parameter), blocks]),
+                stride=(blocks, 1),
+            )
+        moments[LARGEST[name]] = whole
+    return moments
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +100,11 @@ class _Piece:
     own: Tensor  # of the parameter, on its device
     gradient: Tensor
     steps: Tensor  # [] made so far, which the step raises
-    kept: tuple[Tensor, ...]  # the moments and, where the parameter has one, its master
+    # By MOMENTS, LARGEST (these [blocks]), MASTER, REMAINDER: those that the parameter has.
+    kept: dict[str, Tensor]
     group: dict[str, Any]  # of the optimizer
+    start: int  # of its elements in this rank's part
+    remainder: Remainder | None  # of the parameter
 
 
 class FetchingAdamW(torch.optim.AdamW):
@@ -87,12 +119,13 @@ class FetchingAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One step of every parameter that has a gradient; `closure` is not used."""
-        pieces = list(self._pieces())
+        pieces: list[_Piece] = []
+        near: list[_Piece] = []
+        for piece in self._pieces():
+            (near if self._is_near(piece) else pieces).append(piece)
+        for group in self.param_groups:
+            _update_together([piece for piece in near if piece.group is group])
         if not pieces:
-            return
-        if self._all_near(pieces):
-            for group in self.param_groups:
-                _update_together([piece for piece in pieces if piece.group is group])
             return
         slots = [_Slot(pieces, self._is_away) for _ in range(SLOTS)]
         with _lanes(pieces[0].own.device, any(slot.buffers for slot in slots)) as lanes:
@@ -113,27 +146,35 @@ class FetchingAdamW(torch.optim.AdamW):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                state, master = self.state[parameter], self._masters.of(parameter)
-                kept = [state[name] for name in MOMENTS]
-                kept += [] if master is parameter else [master]
-                own, *others = [_own(one).view(-1) for one in (parameter, *kept)]
-                gradient, before = _own(parameter.grad).reshape(-1), state["step"]
-                for start in range(0, max(len(own), 1), PIECE):
-                    stop = min(start + PIECE, len(own))
+                state, beside = self.state[parameter], self._masters.beside(parameter)
+                before = state["step"]
+                kept = {name: value for name, value in state.items() if name != "step"}
+                remainder = beside if isinstance(beside, Remainder) else None
+                if remainder is not None:
+                    kept[REMAINDER] = remainder.bits
+                elif isinstance(beside, Tensor):
+                    kept[MASTER] = beside
+                own, gradient = _own(parameter).view(-1), _own(parameter.grad).reshape(-1)
+                parts = {name: _own(value).view(-1) for name, value in kept.items()}
+                for start, stop in parts_of(len(own)):
                     yield _Piece(
                         own=own[start:stop],
                         gradient=gradient[start:stop],
                         steps=before if stop == len(own) else before.clone(),
-                        kept=tuple(one[start:stop] for one in others),
+                        kept={
+                            name: part[_places(start, stop, len(own), len(part))]
+                            for name, part in parts.items()
+                        },
                         group=group,
+                        start=start,
+                        remainder=remainder,
                     )
 
-    def _all_near(self, pieces: Sequence[_Piece]) -> bool:
-        """Whether nothing is to be fetched, nor rounded."""
+    def _is_near(self, piece: _Piece) -> bool:
+        """Whether nothing of it is to be fetched, nor rounded."""
         return not any(
             self._is_away(kept, piece.own) or kept.dtype != torch.float32
-            for piece in pieces
-            for kept in piece.kept
+            for kept in piece.kept.values()
         )
 
     @staticmethod
@@ -146,31 +187,34 @@ class _Slot:
 
     def __init__(self, pieces: Sequence[_Piece], is_away: Callable[[Tensor, Tensor], bool]) -> None:
         self._is_away = is_away
-        sizes: dict[int, int] = {}
+        sizes: dict[tuple[str, torch.dtype], int] = {}
         for piece in pieces:
-            for place, kept in enumerate(piece.kept):
+            for name, kept in piece.kept.items():
                 if is_away(kept, piece.own):
+                    place = (name, kept.dtype)
                     sizes[place] = max(sizes.get(place, 0), len(kept))
-        first = {place: kept for piece in pieces for place, kept in enumerate(piece.kept)}
         self.buffers = {
-            place: torch.empty(size, dtype=first[place].dtype, device=pieces[0].own.device)
+            place: torch.empty(size, dtype=place[1], device=pieces[0].own.device)
             for place, size in sizes.items()
         }
         self.fetched: torch.cuda.Event | None = None
         self.used: torch.cuda.Event | None = None
         self.written: torch.cuda.Event | None = None
 
-    def near(self, piece: _Piece) -> list[Tensor]:
+    def near(self, piece: _Piece) -> dict[str, Tensor]:
         """What is kept of a piece, on the device: here, or where it is."""
-        return [
-            self.buffers[place][: len(kept)] if self._is_away(kept, piece.own) else kept
-            for place, kept in enumerate(piece.kept)
-        ]
+        return {
+            name: self.buffers[name, kept.dtype][: len(kept)]
+            if self._is_away(kept, piece.own)
+            else kept
+            for name, kept in piece.kept.items()
+        }
 
     def moves(self, piece: _Piece) -> list[tuple[Tensor, Tensor]]:
         """What is away of a piece, and its place here."""
-        pairs = zip(piece.kept, self.near(piece), strict=True)
-        return [(kept, near) for kept, near in pairs if near is not kept]
+        near = self.near(piece)
+        pairs = [(kept, near[name]) for name, kept in piece.kept.items()]
+        return [(kept, here) for kept, here in pairs if here is not kept]
 
 
 class _Lanes:
@@ -238,20 +282,19 @@ def _lanes(device: torch.device, moves: bool) -> Iterator[_Lanes]:
 
 
 def _update_together(pieces: Sequence[_Piece]) -> None:
-    """The step of all pieces by a few kernels: everything is on the device, in float32."""
+    """The step of pieces by a few kernels: all of them is on the device, in float32."""
     if not pieces:
         return
-    weights = [piece.kept[2] if len(piece.kept) > 2 else piece.own for piece in pieces]
     adamw(
-        weights,
+        [piece.kept.get(MASTER, piece.own) for piece in pieces],
         [piece.gradient for piece in pieces],
-        [piece.kept[0] for piece in pieces],
-        [piece.kept[1] for piece in pieces],
+        [piece.kept["exp_avg"] for piece in pieces],
+        [piece.kept["exp_avg_sq"] for piece in pieces],
         [],
         [piece.steps for piece in pieces],
         **_settings(pieces[0].group),
     )
-    rounded = [(piece.own, piece.kept[2]) for piece in pieces if len(piece.kept) > 2]
+    rounded = [(piece.own, piece.kept[MASTER]) for piece in pieces if MASTER in piece.kept]
     if rounded:
         own, masters = zip(*rounded, strict=True)
         torch._foreach_copy_(list(own), list(masters))
@@ -271,10 +314,12 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _update(piece: _Piece, near: Sequence[Tensor]) -> None:
+def _update(piece: _Piece, near: dict[str, Tensor]) -> None:
     """The step of a piece, whose moments and master are on its device."""
-    moments = [one.to(torch.float32) for one in near[:2]]
-    weights = near[2] if len(near) > 2 else piece.own
+    moments = [_as_float32(near, name) for name in MOMENTS]
+    remainder, weights = piece.remainder, near.get(MASTER, piece.own)
+    if remainder is not None:
+        weights = joined(piece.own, near[REMAINDER], remainder.ties.get(piece.start))
     adamw(
         [weights],
         [piece.gradient],
@@ -284,11 +329,28 @@ def _update(piece: _Piece, near: Sequence[Tensor]) -> None:
         [piece.steps],
         **_settings(piece.group),
     )
-    for moment, new in zip(near[:2], moments, strict=True):
-        if moment is not new:
-            moment.copy_(stochastically_rounded(new))
-    if weights is not piece.own:
+    for name, new in zip(MOMENTS, moments, strict=True):
+        if LARGEST[name] in near:
+            encode(new, near[name], near[LARGEST[name]], signed=name == "exp_avg")
+        elif near[name] is not new:
+            near[name].copy_(stochastically_rounded(new))
+    if remainder is not None:
+        remainder.ties[piece.start] = split(weights, piece.own, near[REMAINDER])
+    elif weights is not piece.own:
         piece.own.copy_(weights)
+
+
+def _as_float32(near: dict[str, Tensor], name: str) -> Tensor:
+    """A moment of a piece."""
+    if LARGEST[name] in near:
+        return decode(near[name], near[LARGEST[name]], signed=name == "exp_avg")
+    return near[name].to(torch.float32)
+
+
+def _places(start: int, stop: int, length: int, places: int) -> slice:
+    """Of elements among `length`, where each place is of equally many."""
+    block = max(length, 1) // max(places, 1)
+    return slice(start // block, stop // block) if block > 1 else slice(start, stop)
 
 
 def stochastically_rounded(values: Tensor) -> Tensor:

@@ -174,7 +174,8 @@ def materialize(
             experts=policy.experts,
             timeout=config.deadline,
         )
-    masters = MasterWeights(() if spec.frozen else policy.parameters(), where)
+    remainders = config.master_weights == "remainder"
+    masters = MasterWeights(() if spec.frozen else policy.parameters(), where, remainders)
     if whole_on(spec, group.size(), meeting.device):
         masters.gradients.watch(policy.parameters())
     elif masters.tensors:
@@ -184,7 +185,7 @@ def materialize(
     load(policy.model, policy.place_in(checkpoint), checkpoint, group, masters)
     policy.reset()
     if spec.base is not None:
-        held = base_weights(policy.model, masters)
+        held = base_weights(policy.model, masters, to_set=True)
         fill(held, store, spec.base, group, policy.names_in(checkpoint))
     masters.round()
     return masters

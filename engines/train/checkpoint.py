@@ -8,7 +8,7 @@ JSON. Every rank writes its shards as one object, and any number of ranks can re
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -34,6 +35,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.futures import Future
 
 from storage.batches.format import DTYPES
@@ -57,30 +59,52 @@ class Chunk:
     digest: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Computed:
+    """A tensor in float32 that is made when it is its turn, so that not all are held at once."""
+
+    like: Tensor  # of its shape, sharded as it is, of any values
+    values: Callable[[], Tensor]
+    place: Callable[[], Tensor]  # the same, to be filled
+    take: Callable[[], None]  # called once what `place` made has been filled
+
+
 def save_snapshot(
     files: RunStore,
     step: int,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor | Computed],
     facts: Mapping[str, int],
     group: dist.ProcessGroup,
 ) -> None:
     """Write tensors (sharded or whole) and numbers as the snapshot after `step`; a collective."""
     writer = _Writer(files, step, dict(facts))
+    shapes = {
+        name: torch.empty_like(one.like, device="meta", dtype=torch.float32, requires_grad=False)
+        if isinstance(one, Computed)
+        else one
+        for name, one in tensors.items()
+    }
+    planner = _SavePlanner(tensors)
     with _plain_errors():
-        dcp.save(dict(tensors), storage_writer=writer, process_group=group)
+        dcp.save(shapes, storage_writer=writer, planner=planner, process_group=group)
 
 
 def load_snapshot(
-    files: RunStore, step: int, tensors: Mapping[str, Tensor], group: dist.ProcessGroup
+    files: RunStore,
+    step: int,
+    tensors: Mapping[str, Tensor | Computed],
+    group: dist.ProcessGroup,
 ) -> dict[str, int]:
     """Fill `tensors` in place from the snapshot after `step`; returns its numbers. A collective.
 
     Raises ObjectMissing where there is no such snapshot, ObjectDamaged, and RuntimeError (by torch)
-    where a tensor is missing or of another shape.
+    where a tensor is missing or of another shape, or has codes in place of numbers.
     """
-    reader = _Reader(files, step)
+    reader, planner = _Reader(files, step), _LoadPlanner(tensors)
+    shapes = {name: one.like if isinstance(one, Computed) else one for name, one in tensors.items()}
     with _plain_errors():
-        dcp.load(dict(tensors), storage_reader=reader, process_group=group)
+        dcp.load(shapes, storage_reader=reader, planner=planner, process_group=group)
+    planner.end()
     return reader.facts
 
 
@@ -95,6 +119,42 @@ def _plain_errors() -> Iterator[None]:
     except CheckpointException as wrapped:
         error = next(iter(wrapped.failures.values()))[0]
         raise error from None
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def __init__(self, tensors: Mapping[str, Tensor | Computed]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """What is written, made now where it is computed."""
+        held = self._tensors[index.fqn]
+        value = held.values() if isinstance(held, Computed) else held
+        return find_state_dict_object({index.fqn: value}, index)
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def __init__(self, tensors: Mapping[str, Tensor | Computed]) -> None:
+        super().__init__()
+        self._tensors = tensors
+        self._made: dict[str, Tensor] = {}  # the one whose pieces are read now
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """What is filled; of computed ones one at a time, as a tensor's pieces come together."""
+        held = self._tensors[index.fqn]
+        if isinstance(held, Computed) and index.fqn not in self._made:
+            self.end()
+            self._made = {index.fqn: held.place()}
+        value = self._made[index.fqn] if isinstance(held, Computed) else held
+        return cast(Tensor, find_state_dict_object({index.fqn: value}, index))
+
+    def end(self) -> None:
+        """All of the last one has been filled."""
+        for name in self._made:
+            held = self._tensors[name]
+            assert isinstance(held, Computed)
+            held.take()
+        self._made = {}
 
 
 class _Writer(StorageWriter):
@@ -251,6 +311,11 @@ class _Reader(StorageReader):
             places = zip(item.storage_offsets, item.lengths, strict=True)
             piece = whole[tuple(slice(start, start + length) for start, length in places)]
             target = planner.resolve_tensor(item).detach()
+            if target.is_floating_point() != piece.is_floating_point():
+                raise RuntimeError(
+                    f"{item.storage_index.fqn} is in {piece.dtype} in object {key}, and "
+                    f"{target.dtype} is asked for. Set train.optimizer_dtype to what it was."
+                )
             target.copy_(piece)
             planner.commit_tensor(item, target)
         future: Future[None] = Future()

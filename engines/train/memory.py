@@ -85,6 +85,11 @@ def setting_for_less(
         return (
             "Set train.weights_dtype = bfloat16, or raise cluster.pools.NAME.workers of its pool."
         )
+    if largest == "master weights" and train.master_weights == "float32":
+        return (
+            "Set train.weights_dtype = bfloat16 and train.master_weights = remainder, or raise the "
+            "number of ranks, cluster.pools.NAME.workers of its pool."
+        )
     if largest != PASS:
         return "Raise the number of ranks, cluster.pools.NAME.workers of its pool."
     lower = f"train.micro_batch_tokens lower than {train.micro_batch_tokens}"

@@ -17,6 +17,7 @@ from engines.models.facts import ModelShape
 from engines.models.traced_shape import Kept, Shape, TracedShape
 from engines.models.vla.shapes import TowerShape
 from engines.train.batching.packing import WHOLE
+from engines.train.optimizer_pieces import CODED, FEWEST, JOINED, PIECE, SLOTS, block_of
 from engines.train.resident_memory import LIBRARIES, PRIMITIVES, buffer_bytes, most_resident
 
 FUSED = 4  # as engines/train/logprobs.py has it
@@ -24,8 +25,6 @@ RESULTS = 2  # copies of attention's result that its kernel on a GPU keeps (seen
 FLOAT = 4  # bytes
 SHORT = 256  # tokens; as in engines/train/model/attention.py, likewise
 CACHED_LOGITS = 2**22  # as in engines/train/logprobs.py, which imports torch
-PIECE = 2**25  # elements of a parameter that AdamW takes at a time (adamw.py)
-SLOTS = 3  # pieces on the device where its state is on the host: one comes, one is used, one goes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +66,22 @@ class MemoryPlan:
     def resident(self) -> int:
         """Most that the process of a rank on a CPU holds beyond what it began with."""
         return self.peak + self.holes + LIBRARIES
+
+
+def moment_bytes(shape: Shape, train: TrainConfig, trained: int, adapter: bool) -> int:
+    """Of the two moments of so many parameters: those of a model of that shape, or of its adapter.
+
+    In eight bits rows are taken to be as long as the model is wide; norms and adapters, most of whose
+    rows are too short, are in float32.
+    """
+    if train.optimizer_dtype == "bfloat16":
+        return 2 * 2 * trained
+    block = block_of((FEWEST, shape.hidden))
+    if train.optimizer_dtype == "float32" or adapter or not block:
+        return 2 * FLOAT * trained
+    norms = (2 * shape.layers + 1) * shape.hidden
+    matrices = trained - norms
+    return 2 * (matrices + FLOAT * matrices // block + FLOAT * norms)
 
 
 def largest_batch(
@@ -164,7 +179,8 @@ def plan_rank(
     rounded = not frozen and (plain or train.weights_dtype == "bfloat16")
     each = c if frozen or rounded else FLOAT
     weights = (each * parameters + (c if frozen else FLOAT) * adapter) // shards
-    masters = FLOAT * parameters // shards if rounded else 0
+    split = train.master_weights == "remainder"
+    masters = (2 if split else FLOAT) * parameters // shards if rounded else 0
     logits = 0 if role == "critic" else logits_bytes(shape, train, batch, role, on_gpu)
     gathered, one = (
         0 if plain else gathered_bytes(shape, train, shards, c, adapter),
@@ -180,14 +196,14 @@ def plan_rank(
         return replace(plan, holes=holes)
     gathered += expert_bytes(shape, train, shards, c)
     spread = sum(spread_experts(shape, train))
-    moments = 2 * (2 if train.optimizer_dtype == "bfloat16" else FLOAT) * trained // shards
+    moments = moment_bytes(shape, train, trained, lora is not None) // shards
     kept = activation_bytes(shape, train, batch, c, on_gpu, lora)
     kept += vision_bytes(shape, train, batch, c)
     away = on_gpu and train.activation_offload
     off = on_gpu and train.optimizer_device == "host"
     once = train.reduce_gradients == "optimizer_step"
     held = {"weights": weights, "optimizer": 0 if off else moments}
-    here = not on_gpu or train.weights_dtype == "float32"
+    here = not on_gpu or train.weights_dtype == "float32" or split
     if masters and here:
         held["master weights"] = masters
     passing = {
@@ -205,11 +221,12 @@ def plan_rank(
         "optimizer": moments if off else 0,
         "master weights": 0 if here else masters,
     }
-    pieces = 0
-    if host["optimizer"] or host["master weights"]:
-        of_moments = 2 * (2 if train.optimizer_dtype == "bfloat16" else FLOAT)
-        fetched = (of_moments if off else 0) + (FLOAT if host["master weights"] else 0)
-        pieces = SLOTS * fetched * min(PIECE, shape.largest // shards)
+    fetched = moments * shards // trained if off else 0
+    fetched += FLOAT if host["master weights"] else 0
+    passing_through = (
+        CODED if train.optimizer_dtype == "8bit" else JOINED if masters and split else 0
+    )
+    pieces = (SLOTS * fetched + passing_through) * min(PIECE, shape.largest // shards)
     plan = MemoryPlan(
         held=held,
         passing=passing,
@@ -237,10 +254,11 @@ def plan_aggregator(shape: Shape, train: TrainConfig, on_gpu: bool) -> MemoryPla
 
     Of the largest weight: the sum, what is added to it, and its bytes as they come.
     """
-    moments = 2 * (2 if train.optimizer_dtype == "bfloat16" else FLOAT) * shape.parameters
+    moments = moment_bytes(shape, train, shape.parameters, False)
     off = on_gpu and train.optimizer_device == "host"
     held = {"weights": FLOAT * shape.parameters, "optimizer": 0 if off else moments}
-    passing = {"sums": 3 * FLOAT * shape.largest}
+    coded = CODED if train.optimizer_dtype == "8bit" else 0
+    passing = {"sums": max(3 * FLOAT * shape.largest, coded * min(PIECE, shape.largest))}
     return MemoryPlan(
         held=held,
         passing=passing,

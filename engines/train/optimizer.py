@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from configs.train import TrainConfig
-from engines.train.adamw import MOMENTS, make_adamw
+from engines.train.adamw import make_adamw
 from engines.train.model.master_weights import MasterWeights
 
 
@@ -106,11 +106,12 @@ class Optimizer:
         return StepReport(grad_norm=size, learning_rate=rate, skipped=skipped)
 
     def moments(self) -> dict[str, Tensor]:
-        """AdamW's two moments of every parameter, by name; the tensors themselves."""
+        """What AdamW's two moments of every parameter are, by name; the tensors themselves."""
         return {
-            f"{moment}.{name}": self._adamw.state[parameter][moment]
+            f"{part}.{name}": value
             for name, parameter in self.parameters.items()
-            for moment in MOMENTS
+            for part, value in self._adamw.state[parameter].items()
+            if part != "step"
         }
 
     def resume(self, steps: int, applied: int) -> None:

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,13 +23,13 @@ from engines.models.tokens import tokens_of_student
 from engines.start_progress import report
 from engines.train.batching.mfu import cost_model
 from engines.train.building import build, materialize, whole_on
-from engines.train.checkpoint import load_snapshot, save_snapshot
+from engines.train.checkpoint import Computed, load_snapshot, save_snapshot
 from engines.train.contract import TrainEngine
 from engines.train.memory import PUT_AWAY, held_by_rank, on_device, setting_for_less
 from engines.train.model.fsdp import fill
 from engines.train.model.loading import open_checkpoint
 from engines.train.model.lora import base_weights, reset
-from engines.train.model.master_weights import MasterWeights
+from engines.train.model.master_weights import MasterWeights, Remainder
 from engines.train.model.rendezvous import Meeting, meet
 from engines.train.model.sequence_parallel import SequenceGroup, sequence_group
 from engines.train.optimizer import Optimizer
@@ -201,7 +202,7 @@ class ShardedModel(TrainEngine):
         model = self._loaded()
         self.version = None
         if weights != self._spec.base:
-            held = base_weights(model.model, self._masters)
+            held = base_weights(model.model, self._masters, to_set=True)
             names = model.names_in(self._checkpoint)
             fill(held, self._store, weights, meeting.group, names)
             self._masters.round()
@@ -244,14 +245,25 @@ class ShardedModel(TrainEngine):
     def _files_of(self, run: str | None) -> RunStore:
         return self._files if run is None else replace(self._files, run=run)
 
-    def _state(self) -> dict[str, Tensor]:
-        optimizer = self._trained()
-        held = {name: self._masters.of(one) for name, one in optimizer.parameters.items()}
+    def _state(self) -> dict[str, Tensor | Computed]:
+        optimizer, masters = self._trained(), self._masters
+        held: dict[str, Tensor] = {}
+        computed: dict[str, Computed] = {}
+        for name, one in optimizer.parameters.items():
+            if isinstance(masters.beside(one), Remainder):
+                computed[f"model.{name}"] = Computed(
+                    like=one.detach(),
+                    values=partial(masters.of, one),
+                    place=partial(masters.to_set, one),
+                    take=masters.take,
+                )
+            else:
+                held[name] = masters.of(one)
         if self._spec.version_names == "files":  # of older runs no step has changed them
             biases = self._loaded().router_biases()
-            held |= {f"model.{name}": self._masters.of(one) for name, one in biases.items()}
+            held |= {f"model.{name}": masters.of(one) for name, one in biases.items()}
         weights = {f"model.{name}": value.detach() for name, value in held.items()}
-        return {**weights, **optimizer.moments()}
+        return {**weights, **computed, **optimizer.moments()}
 
     def _versions(self) -> Versions:
         assert self._published is not None

@@ -129,7 +129,7 @@ class Versions:
 
     def agree(self, weights: WeightsRef) -> int:
         """Take a version's weights where those held are others; how many tensors differed."""
-        held = self._names.renamed(self._held(None))
+        held = self._names.renamed(base_weights(self._module, self._masters, to_set=True))
         return agree_together(self._files.store, weights, held, self._group)
 
     def _weights(self, dtype: torch.dtype | None) -> dict[str, Tensor]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
-from storage.audit.comparison import first_step, outline_of
+from storage.audit.step_search import segments
 from storage.evaluations.results import newest_evaluations
-from storage.runs.commit_log import head
+from storage.runs.commit_log import head, read_outline
 from storage.runs.run_store import RunStore
+
+AT_ONCE = 8  # commits that are read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,19 +27,42 @@ class Point:
 
 def points_of(run: RunStore) -> list[Point]:
     """All steps of a run, of a fork its parent's before them, ascending. ValueError for none."""
-    last = head(run)
-    if last is None:
+    if head(run) is None:
         raise ValueError(f"Run {run.run} has no committed step, so no curves.")
+    return with_evaluations(run, committed_points(run))
+
+
+def committed_points(run: RunStore, after: int = 0) -> list[Point]:
+    """The steps after one, as their commits have them; several are read at a time."""
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        outlines = threads.map(lambda place: read_outline(*place), _places(run, after))
+        return [
+            Point(
+                step=one.step,
+                at=one.committed_at,
+                metrics={name: value for name, value in one.metrics.items() if value is not None},
+            )
+            for one in outlines
+        ]
+
+
+def with_evaluations(run: RunStore, points: Sequence[Point]) -> list[Point]:
+    """The same with what evaluations there are by now of the versions that the steps made."""
     measured: dict[int, dict[str, float]] = {}
     for one in newest_evaluations(run).values():
         named = {f"eval/{one.suite}/{name}": value for name, value in one.metrics.items()}
         measured.setdefault(one.version, {}).update(named)
-    found = []
-    for step in range(first_step(run), last + 1):
-        outline = outline_of(run, step)
-        own = {name: value for name, value in outline.metrics.items() if value is not None}
-        own |= measured.get(step, {})
-        found.append(Point(step=step, at=outline.committed_at, metrics=own))
+    return [replace(one, metrics=one.metrics | measured.get(one.step, {})) for one in points]
+
+
+def _places(run: RunStore, after: int) -> list[tuple[RunStore, int]]:
+    """Where the steps after one were committed, ascending."""
+    found: list[tuple[RunStore, int]] = []
+    for segment in segments(run):
+        steps = range(max(segment.first, after + 1), segment.last + 1)
+        found = [*((segment.run, step) for step in steps), *found]
+        if segment.origin is None or not segment.origin.fork:
+            break  # what was before has numbers of its own
     return found
 
 

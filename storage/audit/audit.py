@@ -40,6 +40,7 @@ from storage.runs.commit_log import (
 from storage.runs.forks import check_state, pins
 from storage.runs.opponents import recorded_opponent
 from storage.runs.origins import Origin, origin_of, parent_of
+from storage.runs.progress import NAME as PROGRESS
 from storage.runs.retention import batches_below
 from storage.runs.run_store import RunStore
 from storage.runs.seen_rows import ROWS, SEEN
@@ -58,6 +59,7 @@ RECORDS = (
     "timeline.png",
     "live.json",
     "end.json",
+    PROGRESS,
     ROWS,
     SEEN,
 )

@@ -91,10 +91,7 @@ def transcribed(
     run: RunStore, ref: BatchRef, origins: Sequence[SampleOrigin], words: Tokenizer
 ) -> list[Transcript]:
     """Samples [N] as text."""
-    prompts, responses = (
-        words.decode_batch(_lists(run, ref, name), skip_special_tokens=False)
-        for name in ("prompt_ids", "response_ids")
-    )
+    prompts, responses = texts_of(run, ref, words)
     parts: list[tuple[tuple[str, str], ...]] = [()] * len(responses)
     if "author" in ref.names:
         parts = [
@@ -107,6 +104,15 @@ def transcribed(
         Transcript(origin=origin, prompt=prompt, response=response, parts=said)
         for origin, prompt, response, said in zip(origins, prompts, responses, parts, strict=True)
     ]
+
+
+def texts_of(run: RunStore, ref: BatchRef, words: Tokenizer) -> tuple[list[str], list[str]]:
+    """Prompts and responses of samples [N], special tokens included."""
+    prompts, responses = (
+        words.decode_batch(_lists(run, ref, name), skip_special_tokens=False)
+        for name in ("prompt_ids", "response_ids")
+    )
+    return prompts, responses
 
 
 def by_author(

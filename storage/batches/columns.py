@@ -32,6 +32,7 @@ class Author(enum.IntEnum):
     POLICY = 1
     ENVIRONMENT = 2  # what it answered
     TEMPLATE = 3  # the chat template's words around a message
+    BUDGET = 4  # words within a turn of the policy that end a thought (rollout.thinking)
 
 
 UNFINISHED = "unfinished"  # finish reason of a sample that was cut and can go on
@@ -77,7 +78,9 @@ COLUMNS: dict[str, Declared] = {
         "jagged", "I32", "those words, token after token: token ids in rising order"
     ),
     "response_mask": Declared("jagged", "U8", "1 where the policy wrote the response token"),
-    "author": Declared("jagged", "U8", "Author of each response token (episodes)"),
+    "author": Declared(
+        "jagged", "U8", "Author of each response token (episodes, thoughts with a budget)"
+    ),
     "env_seed": Declared("dense", "I64", "seed of the episode's environment, [N]"),
     "opening": Declared("str", "U8", "digest of what the episode's environment said first"),
     "env_code": Declared("str", "U8", "digest of the environment's code (prompts only)"),
@@ -99,6 +102,11 @@ COLUMNS: dict[str, Declared] = {
     "episode_error": Declared("str", "U8", "why the episode failed; empty where it did not"),
     "unused_tokens": Declared(
         "dense", "I64", "tokens at the end, after the action that ended the episode, [N]"
+    ),
+    "past_rewritten": Declared(
+        "dense",
+        "F32",
+        "share of what the model read before its last turn that its chat template lacks, [N]",
     ),
     "embedding": Declared(
         "dense", "F32", "the encoder's of the episode's frames, [N, D]; NaN: none"
@@ -158,6 +166,7 @@ WIDER = {"I32": "I64"}
 # What is kept of an episode from turn to turn, beside its tokens.
 EPISODE = ("observations", "turn_rewards", "env_seconds", "episode", "episode_error")
 IN_PART = ("unused_tokens",)  # likewise, where a turn may be acted on in part
+REWRITTEN = ("past_rewritten",)  # likewise, where the template rewrites earlier turns
 OF_PLAYERS = ("turn_order", "episode_id")  # likewise, where there are several players
 
 # Columns that are named after reward functions, and what the names begin with.

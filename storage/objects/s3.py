@@ -236,7 +236,14 @@ class S3Backend(FsspecBackend):
         )
 
     def _call(self, method: str, **kwargs: object) -> Any:
-        return self.fs.call_s3(method, Bucket=self.bucket, **kwargs)
+        from botocore.exceptions import NoCredentialsError, PartialCredentialsError
+
+        try:
+            return self.fs.call_s3(method, Bucket=self.bucket, **kwargs)
+        except (NoCredentialsError, PartialCredentialsError) as error:
+            raise PermissionError(
+                f"{error}. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+            ) from error
 
     def call_with_retries(self, method: str, **kwargs: object) -> Any:
         """For the parts of an upload: the whole of it should not start again."""

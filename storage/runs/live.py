@@ -134,3 +134,10 @@ def is_done(run: RunStore, step: int) -> bool:
 
 def _end_key(run: RunStore) -> str:
     return f"{run.run}/end.json"
+
+
+def state_of(running: bool, finished: bool, back: RolledBack | None) -> str:
+    """What a run is doing, in a word or a clause."""
+    if back is not None:
+        return f"rolled back to step {back.to} by {back.guard}, continued as {back.child}"
+    return "running" if running else "finished" if finished else "stopped"

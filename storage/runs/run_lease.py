@@ -1,10 +1,9 @@
 """One writer per run: a lease with an epoch that grows, kept in the store beside HEAD.
 
-The epoch is the fencing token: every engine call carries it, and workers refuse an older one. Who
-takes a run at once goes by the wall clock, by which machines must agree to within GRACE of the ttl;
-who waits for a holder on another machine goes by the renewals that it sees (`acquire_patiently`),
-whatever the clock there says. A holder that is known to be dead, because it ran on this machine, is
-not waited for.
+The epoch is the fencing token: every engine call carries it, and workers refuse an older one. A
+holder on another machine, whose wall clock may be minutes off, is judged by the renewals that are
+seen, also where its lease has run out by the clock here. A holder that is known to be dead, because
+it ran on this machine, is not waited for.
 """
 
 from __future__ import annotations
@@ -60,6 +59,11 @@ class LeaseHolder(BaseModel):
         """Whether the run may be taken over: released, run out, or known to be dead."""
         return now > self.expires + GRACE * self.ttl or self._dead()
 
+    def may_live(self, now: float) -> bool:
+        """Whether a lease that has run out may be one of another machine whose clock is behind."""
+        elsewhere = self.expires > 0 and self.host != _host()
+        return elsewhere and now <= self.expires + MOST_APART
+
     @property
     def last_seen(self) -> float | None:
         """When it last renewed the lease, in seconds since 1970; None once released."""
@@ -100,8 +104,12 @@ class RunLease:
         ttl: float = TTL,
         clock: Callable[[], float] = time.time,
         silent: bytes | None = None,
+        sleep: Callable[[float], object] = time.sleep,
     ) -> RunLease:
         """Take the run for `ttl` seconds. Raises LeaseHeld naming a live holder.
+
+        A lease of another machine that has run out by the clock here is watched before, for half of
+        its ttl, in which a process that lives would renew it.
 
         silent: what the store says of a holder that was seen not to renew its lease (LeaseWatch).
         """
@@ -110,6 +118,10 @@ class RunLease:
             now = clock()
             if current is not None and current[1] != silent and not current[0].gone(now):
                 raise _held(run, current[0], f"for the next {current[0].expires - now:.0f} s")
+            if current is not None and current[1] != silent and current[0].may_live(now):
+                _watch_for_renewals(run, *current, sleep)
+                silent = current[1]
+                continue
             mine = LeaseHolder(
                 owner=owner,
                 host=_host(),
@@ -231,6 +243,7 @@ class LeaseWatch:
         self._run, self._clock, self._monotonic = run, clock, monotonic
         self._since = monotonic()
         self.seen: bytes | None = None  # what the store said at the last look
+        self.last: LeaseHolder | None = None  # the same, of a process that may have ended
 
     @property
     def unchanged(self) -> float:
@@ -243,6 +256,7 @@ class LeaseWatch:
         if current is None:
             return None
         holder, data = current
+        self.last = holder
         if data != self.seen:
             self.seen, self._since = data, self._monotonic()
         if holder.host == _host():
@@ -274,6 +288,23 @@ def acquire_patiently(
         sleep(LOOK)
         waited += LOOK
     return RunLease.acquire(run, owner, silent=watch.seen)
+
+
+def _watch_for_renewals(
+    run: RunStore, holder: LeaseHolder, data: bytes, sleep: Callable[[float], object]
+) -> None:
+    """LeaseHeld where a lease is renewed, though it has run out by the clock here."""
+    waited = 0.0
+    while waited < holder.ttl / 2:
+        sleep(LOOK)
+        waited += LOOK
+        current = _read(run)
+        if current is not None and current[1] != data:
+            if current[0].nonce == holder.nonce and current[0].expires:
+                raise _held(
+                    run, holder, "and renews its lease, though by the clock here it ran out"
+                )
+            return
 
 
 def _held(run: RunStore, holder: LeaseHolder, how_long: str) -> LeaseHeld:

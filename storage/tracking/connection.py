@@ -26,7 +26,11 @@ _SQLITE = "sqlite:///"
 
 
 class TrackingError(RuntimeError):
-    """MLflow did not do what was asked."""
+    """A tracker did not do what was asked."""
+
+
+class TrackerUnusable(TrackingError):
+    """Nor will it: its package cannot be imported, or it takes no run at all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +52,16 @@ class TrackingAddress:
             return cls(uri=uri, database=None)
         database = Path(uri.removeprefix(_SQLITE)).absolute()
         return cls(uri=f"{_SQLITE}{database}", database=database)
+
+    @property
+    def name(self) -> str:
+        """Of the tracker."""
+        return "MLflow"
+
+    @property
+    def where(self) -> str:
+        """Its name, and at which address."""
+        return f"MLflow at {self.uri}"
 
     def check_answers(self) -> None:
         """Raise TrackingError, a short sentence, for a server that does not answer within 10 s.

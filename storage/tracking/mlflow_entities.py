@@ -29,16 +29,16 @@ _NAME_CHARACTERS = 250  # MLflow's limit for the name of a metric
 def shown_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """A step's metrics under names that MLflow takes, and its mean reward as FIRST too."""
     first = {FIRST: metrics[REWARD_MEAN]} if REWARD_MEAN in metrics else {}
-    return {_shown(name): float(value) for name, value in {**first, **metrics}.items()}
+    return {shown_name(name): float(value) for name, value in {**first, **metrics}.items()}
 
 
 def machine_metrics(sample: MachineSample) -> dict[str, float]:
     """A machine's metrics by the names under which MLflow's pages show those of a system."""
     host = sample.host.replace("/", "_")
-    return {_shown(f"system/{host}/{name}"): value for name, value in sample.metrics.items()}
+    return {shown_name(f"system/{host}/{name}"): value for name, value in sample.metrics.items()}
 
 
-def _shown(name: str) -> str:
+def shown_name(name: str) -> str:
     """A metric's name as MLflow takes it: `_` for other signs; users' functions name metrics too."""
     allowed = re.sub(r"[^/\w.\- :]", "_", name)[:_NAME_CHARACTERS]
     if posixpath.normpath(allowed) != allowed or allowed.startswith((".", "/")):  # read as a path

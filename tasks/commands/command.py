@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from configs.terminal_text import json_text, print_text, terminal_text
+from tasks.commands.pager import paged
 from tasks.reporting.output import until_nobody_reads
 
 if TYPE_CHECKING:
@@ -55,13 +57,15 @@ def parser(
     at_step: bool = False,
     several: bool = False,
     of_store: bool = False,
+    paged: bool = False,
 ) -> argparse.ArgumentParser:
     """The words that every such command takes; the command adds its own options.
 
     `cluster`: whether it starts workers. `after_run`: name, metavar, help and type of a word that
     follows the run's name. `at_step`: RUN@STEP names a step, which is then `arguments.step`.
     `several`: further runs may be named; they are then `arguments.others`. `of_store`: it looks at
-    all runs of a store, none is named, and it is asked by a StoreRequest.
+    all runs of a store, none is named, and it is asked by a StoreRequest. `paged`: on a terminal its
+    answer goes through a pager.
     """
     settings = "store.uri=… cluster.…=…" if cluster else "store.uri=…"
     found = argparse.ArgumentParser(
@@ -83,7 +87,7 @@ def parser(
         help=f"settings of where it is: {settings} (default: the store that runs use)",
     )
     found.set_defaults(starts_workers=cluster, at_step=at_step, step=None, several=several)
-    found.set_defaults(of_store=of_store)
+    found.set_defaults(of_store=of_store, paged=paged)
     found.add_argument("--json", action="store_true", help="print one JSON object")
     return found
 
@@ -202,8 +206,9 @@ def run(
         print(json_text(answer.record, _plain))
     else:
         out = console()
-        for part in answer.shown:
-            out.print(part)
+        with paged(out) if arguments.paged else nullcontext():
+            for part in answer.shown:
+                out.print(part)
     return GOOD if answer.good else FOUND
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from configs.optional_packages import pip_install
 from configs.overrides import ConfigError
+from configs.storage import TrackingConfig
 from storage.audit.all_curves import Point, as_csv, points_of
+from storage.runs.live import is_done
+from storage.runs.origins import origin_of
+from storage.runs.run_store import RunStore
+from storage.tracking.connection import TrackingError
+from storage.tracking.curve_trackers import TRACKERS, stored_run
 from tasks.commands.command import Answer, Request, text
 from tasks.run.recorded_flow import stored_settings
 
@@ -17,7 +22,7 @@ from tasks.run.recorded_flow import stored_settings
 def answer(request: Request) -> Answer:
     """Write the curves where they were asked for."""
     files, asked = request.files, request.arguments
-    points, settings = points_of(files), stored_settings(files)
+    points = points_of(files)
     if asked.to == "csv":
         place = Path(asked.file or f"{files.run}.csv").expanduser().absolute()
         place.write_text(as_csv(points), encoding="utf-8")
@@ -25,8 +30,7 @@ def answer(request: Request) -> Answer:
     elif asked.file is not None:
         raise ConfigError(f"--file goes with --to csv, not with --to {asked.to}. Leave it out.")
     else:
-        send = {"wandb": to_wandb, "trackio": to_trackio}[asked.to]
-        where = send(files.run, asked.project, settings, points)
+        where = to_tracker(asked.to, files, asked.project, points)
     count = len({name for point in points for name in point.metrics})
     return Answer(
         record={"run": files.run, "to": asked.to, "steps": len(points), "where": where},
@@ -34,52 +38,55 @@ def answer(request: Request) -> Answer:
     )
 
 
-def to_wandb(run: str, project: str, settings: dict[str, Any], points: Sequence[Point]) -> str:
-    """Weights & Biases: a run with the id of ours. It keeps what it has; later steps are added.
+def to_tracker(kind: str, files: RunStore, project: str, points: Sequence[Point]) -> str:
+    """The steps that a tracker does not have, with their evaluations; where a person sees the run.
 
-    Offline or online is its own affair (WANDB_MODE, wandb login).
+    The run there is the one of tracking.also. Trackio's is written anew, with older steps' newest
+    evaluations.
     """
-    wandb = _imported("wandb")
-    page = wandb.init(
-        project=project, id=run, name=run, config=settings, resume="allow", reinit="finish_previous"
-    )
+    settings, origin = stored_settings(files), origin_of(files)
+    tracking = TrackingConfig().model_dump() | settings.get("tracking", {})
+    live = kind in tracking["also"] and project == tracking["experiment"]
+    if live and not is_done(files, points[-1].step):
+        raise ConfigError(
+            f"{files.run} has not ended, and writes to {kind} itself (tracking.also). Wait for its "
+            "end, or give --project another name."
+        )
+    try:
+        tracker = TRACKERS[kind](tracking["tensorboard_folder"])
+    except ImportError as error:
+        raise ConfigError(
+            f"--to {kind} needs the package {kind}. Install it: {pip_install(kind)}."
+        ) from error
+    if kind == "trackio":
+        _forget_in_trackio(files.run, project)
+    parent = None if origin is None else origin.run
+    try:
+        tracker.start(stored_run(files.run, project, settings, parent))
+    except TrackingError as error:
+        raise ConfigError(str(error)) from error
+    known = -1 if tracker.last_step is None else tracker.last_step
     try:
         for point in points:
-            page.log({**point.metrics, "committed_at": point.at}, step=point.step)
-        return str(page.url or page.dir)
+            if point.step > known:
+                measured = {
+                    name: v for name, v in point.metrics.items() if name.startswith("eval/")
+                }
+                own = {name: v for name, v in point.metrics.items() if name not in measured}
+                tracker.log(point.step, {**own, "committed_at": point.at}, point.at)
+                if measured:
+                    tracker.log_evaluation(point.step, measured, point.at)
     finally:
-        page.finish()
+        tracker.finish("FINISHED")
+    return tracker.link
 
 
-def to_trackio(run: str, project: str, settings: dict[str, Any], points: Sequence[Point]) -> str:
-    """Trackio: a run with the name of ours, in place of an earlier export of it."""
-    trackio = _imported("trackio")
+def _forget_in_trackio(run: str, project: str) -> None:
+    import trackio
+
     try:
-        earlier = [one for one in trackio.Api().runs(project) if one.name == run]
+        earlier: list[Any] = [one for one in trackio.Api().runs(project) if one.name == run]
     except ValueError:  # there is no such project yet
         earlier = []
     for one in earlier:
         one.delete()
-    trackio.init(
-        project=project,
-        name=run,
-        config=settings,
-        auto_log_gpu=False,
-        auto_log_cpu=False,
-        embed=False,
-    )
-    try:
-        for point in points:
-            trackio.log({**point.metrics, "committed_at": point.at}, step=point.step)
-    finally:
-        trackio.finish()
-    return f"trackio show --project {project}"
-
-
-def _imported(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"--to {name} needs the package {name}. Install it: {pip_install(name)}."
-        ) from error

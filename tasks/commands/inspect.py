@@ -19,7 +19,7 @@ from engines.workers.inspection import NotReached, WorkerView, look
 from storage.evaluations.run_cost import RunCost, cost_of_run
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit, head, read_commit
-from storage.runs.live import Live, RolledBack, is_done, read_end, read_live
+from storage.runs.live import Live, is_done, read_end, read_live, state_of
 from storage.runs.origins import origin_of, start_of
 from storage.runs.run_lease import holder_of
 from storage.runs.run_store import RunStore
@@ -110,13 +110,6 @@ def answer(request: Request) -> Answer:
     elif holder is not None:
         shown.append(text("Its workers are being started."))
     return Answer(record=record, shown=[*shown, *_committed(steps)], good=good)
-
-
-def state_of(running: bool, finished: bool, back: RolledBack | None) -> str:
-    """What a run is doing, in a word or a clause."""
-    if back is not None:
-        return f"rolled back to step {back.to} by {back.guard}, continued as {back.child}"
-    return "running" if running else "finished" if finished else "stopped"
 
 
 def _workers_of(files: RunStore, live: Live, config: GRPOConfig) -> list[WorkerView] | None:

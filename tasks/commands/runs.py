@@ -13,12 +13,11 @@ from configs.terminal_text import bytes_text
 from storage.objects.errors import StoreError
 from storage.objects.store import Store
 from storage.runs.commit_log import Outline, head, read_outline
-from storage.runs.live import is_done, read_end, read_live
+from storage.runs.live import is_done, read_end, read_live, state_of
 from storage.runs.origins import origin_of, start_of
 from storage.runs.run_lease import holder_of
 from storage.runs.run_store import RUN_NAME, RunStore
 from tasks.commands.command import Answer, StoreRequest, heading, table, text
-from tasks.commands.inspect import state_of
 from tasks.run.recorded_flow import flow_of, settings_of
 
 if TYPE_CHECKING:

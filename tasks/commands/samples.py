@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import re
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from storage.audit.transcripts import (
-    WROTE,
-    Transcript,
-    ending,
-    evaluation_transcripts,
-    few,
-    judged,
-    printable,
-    transcripts,
-    transcripts_under_way,
-)
-from storage.audit.uncommitted import samples_under_way
-from storage.batches.refs import BatchRef
-from storage.evaluations.results import EvaluationResult, evaluations_of, notes_of
-from storage.objects.errors import ObjectMissing
-from storage.runs.commit_log import Commit, head, read_commit
-from storage.runs.origins import numbered, start_of
-from storage.runs.run_store import RunStore
+from storage.audit.transcripts import WROTE, Transcript, ending, few, printable
+from tasks.commands import sample_diff
 from tasks.commands.command import Answer, Request, heading, text
 from tasks.commands.lineage import spans
+from tasks.commands.stored_samples import (
+    Matches,
+    StoredSamples,
+    samples_of_evaluation,
+    samples_of_step,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -39,132 +31,128 @@ def answer(request: Request) -> Answer:
     asked, files = request.arguments, request.files
     if asked.limit < 1:
         raise ValueError(f"--limit {asked.limit} shows nothing. Give it a number from 1.")
-    if asked.evaluation is not None:
-        return of_evaluation(request)
-    step, commit = named_step(files, asked.step)
-    try:
-        samples = samples_under_way(files, step) if commit is None else commit.refs["samples"]
-        if samples is None:
-            raise NoSamples(files, asked.step)
-        rewards, failed, groups = judged(files, samples)
-        numbers = episodes_of(files, samples)
-        rows = chosen(asked, rewards, failed, groups, numbers, f"Step {step}")
-        if commit is None:
-            found = transcripts_under_way(files, step, samples, rows)
-        else:
-            found = transcripts(files, commit, rows)
-    except ObjectMissing as error:
-        raise ValueError(
-            f"The batches of step {step} of {files.run} are no longer in the store "
-            f"({error}). Name a later step, or set store.keep_steps higher."
-        ) from error
-    scored = "reward" in samples.names
+    samples = asked_for(request, asked.evaluation, asked.step)
+    if asked.diff is not None:
+        suite = (asked.evaluation or "").rpartition("@")[0]
+        other = asked_for(request, f"{suite}@{asked.diff}" if suite else None, asked.diff)
+        return sample_diff.answer(samples, other, asked.row, asked.limit, asked.characters)
+    if asked.row is not None:
+        raise ValueError("--row goes with --diff. Name the other step: --diff STEP.")
+    rows, matches = chosen(asked, samples)
+    found = samples.transcripts(rows)
     state = (
-        f"{int(failed.sum())} of which could not be scored" if scored else "none of which is scored"
+        f"{int(samples.failed.sum())} of which could not be scored"
+        if samples.scored
+        else "none of which is scored"
     )
-    if commit is None:
+    if samples.step and samples.commit is None:
         state += "; the step is not committed"
-    shown: list[RenderableType] = [
-        heading(f"{len(found)} of {len(rewards)} samples of step {step} of {files.run}, {state}")
-    ]
-    for one in found:
-        shown += told(one, asked.characters, scored)
-    return Answer(record=[record(one) for one in found], shown=shown)
-
-
-class NoSamples(ValueError):
-    """The step that was named, or any, has no samples."""
-
-    def __init__(self, files: RunStore, step: int | None) -> None:
-        first, last = start_of(files) + 1, head(files) or start_of(files)
-        what = "committed step yet, and no samples" if step is None else f"committed step {step}"
-        super().__init__(f"Run {files.run} has no {what}. {numbered(first, last)}")
-
-
-def of_evaluation(request: Request) -> Answer:
-    """The same of the samples of an evaluation. Raises ValueError where the run has none such."""
-    asked, files = request.arguments, request.files
-    result = evaluation_of(files, asked.evaluation)
-    rewards, failed, groups = judged(files, result.samples)
-    numbers = episodes_of(files, result.samples)
-    rows = chosen(asked, rewards, failed, groups, numbers, asked.evaluation)
-    found = evaluation_transcripts(files, result, rows)
-    shown: list[RenderableType] = [
-        heading(
-            f"{len(found)} of {len(rewards)} samples of {result.suite} on version "
-            f"{asked.evaluation.rpartition('@')[2]} of {files.run}, {int(failed.sum())} of which "
-            "could not be scored"
+    if matches is not None:
+        state += (
+            f"; {len(matches.rows)} have {asked.grep}, {matches.responses} times in answers and "
+            f"{matches.prompts} in prompts"
         )
+    of = f"{samples.name} of {files.run}"
+    shown: list[RenderableType] = [
+        heading(f"{len(found)} of {len(samples.ref)} samples of {of}, {state}")
     ]
     for one in found:
-        shown += told(one, asked.characters)
+        shown += told(one, asked.characters, samples.scored, asked.grep)
     return Answer(record=[record(one) for one in found], shown=shown)
 
 
-def evaluation_of(files: RunStore, name: str) -> EvaluationResult:
-    """The newest evaluation that SUITE@VERSION names. Raises ValueError."""
-    suite, _, version = name.rpartition("@")
-    if not suite or not version.isdigit():
-        raise ValueError(f"--evaluation {name} names none. Write SUITE@VERSION, such as gsm8k@10.")
-    found = evaluations_of(files, suite, int(version))
-    if found:
-        return found[-1]
-    there = [f"{one}@{number}" for one, number, _ in notes_of(files).values()]
-    hint = f"It has {', '.join(there[:8])}." if there else "It has none: see flows.evaluate."
-    raise ValueError(f"Run {files.run} has no evaluation {name}. {hint}")
+def asked_for(request: Request, evaluation: str | None, step: int | None) -> StoredSamples:
+    """The samples of an evaluation, or of a step where none is named. Raises ValueError."""
+    if evaluation is not None:
+        return samples_of_evaluation(request.files, evaluation)
+    return samples_of_step(request.files, step)
 
 
-def named_step(files: RunStore, step: int | None) -> tuple[int, Commit | None]:
-    """A step of the run, with its commit if there is one: the last where none is named.
+def chosen(asked: argparse.Namespace, samples: StoredSamples) -> tuple[list[int], Matches | None]:
+    """Rows of the samples that were asked for, at most asked.limit, and where asked.grep was found.
 
-    Without any commit that is the first, which may be under way or have failed. NoSamples for a step
-    that cannot have begun.
+    Raises ValueError for none.
     """
-    first, last = start_of(files) + 1, head(files) or start_of(files)
-    number = max(first, last) if step is None else step
-    if number < first:
-        raise NoSamples(files, step)
-    return number, read_commit(files, number) if number <= last else None
-
-
-def chosen(
-    asked: argparse.Namespace,
-    rewards: np.ndarray,
-    failed: np.ndarray,
-    groups: np.ndarray,
-    numbers: np.ndarray,
-    of: str,
-) -> list[int]:
-    """Rows of the samples that were asked for, at most asked.limit. Raises ValueError for none.
-
-    numbers: [K, N], numbers by which each sample's episode is named; of: whose samples they are.
-    """
-    scored = np.flatnonzero(~failed)
-    by_reward = scored[np.argsort(-rewards[scored], kind="stable")].tolist()
+    wanted, narrowed = np.ones(len(samples.ref), bool), []
     if asked.episode is not None:
-        rows, what = rows_of_episode(numbers, asked.episode), f"{asked.episode}"
-    elif asked.group is not None:
-        rows, what = np.flatnonzero(groups == asked.group).tolist(), f"of group {asked.group}"
-    elif asked.failed:
-        rows, what = np.flatnonzero(failed).tolist(), "whose scoring failed"
-    elif asked.worst:
-        rows, what = by_reward[::-1], "with a reward"
-    elif asked.best:
-        rows, what = by_reward, "with a reward"
-    else:
-        rows, what = few(by_reward, np.flatnonzero(failed).tolist(), asked.limit), ""
+        wanted[:] = False
+        wanted[rows_of_episode(episodes_of(samples), asked.episode)] = True
+        narrowed.append(f"{asked.episode}")
+    if asked.group is not None:
+        wanted &= samples.groups == asked.group
+        narrowed.append(f"of group {asked.group}")
+    if asked.failed:
+        wanted &= samples.failed
+        narrowed.append("whose scoring failed")
+    if asked.status is not None:
+        wanted &= samples.with_status(asked.status)
+        narrowed.append(f"of status {asked.status}")
+    if asked.reward is not None:
+        wanted &= samples.with_reward(*bounds(asked.reward))
+        narrowed.append(f"with a reward of {asked.reward}")
+    if asked.where is not None:
+        name, equals, value = asked.where.partition("=")
+        if not name or not equals:
+            raise ValueError(f"--where {asked.where} names no value. Write FIELD=VALUE.")
+        wanted &= samples.with_field(name, value)
+        narrowed.append(f"with {asked.where}")
+    matches = None
+    if asked.grep is not None:
+        matches = samples.containing(pattern_of(asked.grep), np.flatnonzero(wanted).tolist())
+        wanted = np.isin(np.arange(len(wanted)), matches.rows)
+        narrowed.append(f"with {asked.grep} in prompt or answer")
+    rows = in_order(asked, samples, wanted)
     if not rows:
+        of = samples.name[0].upper() + samples.name[1:]
         there = (
-            f" Its groups are {groups.min()} to {groups.max()}." if asked.group is not None else ""
+            f" Its groups are {samples.groups.min()} to {samples.groups.max()}."
+            if asked.group is not None
+            else ""
         )
-        raise ValueError(f"{of} has no sample {what}.{there}")
-    return rows[: asked.limit]
+        raise ValueError(f"{of} has no sample {', '.join(narrowed) or 'with a reward'}.{there}")
+    return rows[: asked.limit], matches
 
 
-def episodes_of(files: RunStore, ref: BatchRef) -> np.ndarray:
+def in_order(asked: argparse.Namespace, samples: StoredSamples, wanted: np.ndarray) -> list[int]:
+    """The rows that are wanted, [N] whether each is, in the order in which they are shown."""
+    scored = np.flatnonzero(wanted & ~samples.failed)
+    by_reward = scored[np.argsort(-samples.rewards[scored], kind="stable")].tolist()
+    if asked.worst:
+        return by_reward[::-1]
+    if asked.best:
+        return by_reward
+    if asked.failed or asked.group is not None or asked.episode is not None:
+        return np.flatnonzero(wanted).tolist()
+    return few(by_reward, np.flatnonzero(wanted & samples.failed).tolist(), asked.limit)
+
+
+def bounds(written: str) -> tuple[float, float]:
+    """The rewards LOW:HIGH, of which either may be left out; one number is both. ValueError."""
+    low, colon, high = written.partition(":")
+    try:
+        least = float(low) if low else -math.inf
+        return least, (float(high) if high else math.inf) if colon else least
+    except ValueError:
+        raise ValueError(
+            f"--reward {written} names no rewards. Write LOW:HIGH, such as 0.5: or 0:0.9."
+        ) from None
+
+
+def pattern_of(written: str) -> re.Pattern[str]:
+    """The regular expression of a search. Raises ValueError."""
+    try:
+        return re.compile(written)
+    except re.error as error:
+        raise ValueError(
+            f"{written!r} is no regular expression: {error}. Put a backslash before what is meant "
+            "as it stands."
+        ) from None
+
+
+def episodes_of(samples: StoredSamples) -> np.ndarray:
     """[K, N]: sample_id of each sample, and with several players that of its episode's player 0."""
-    names = [name for name in ("sample_id", "episode_id") if name in ref.names]
-    return np.stack([ref.fetch_numpy(files.store, name)[0] for name in names])
+    names = [name for name in ("sample_id", "episode_id") if name in samples.ref.names]
+    return np.stack([samples.column(name) for name in names])
 
 
 def rows_of_episode(numbers: np.ndarray, sample: int) -> list[int]:
@@ -176,8 +164,13 @@ def rows_of_episode(numbers: np.ndarray, sample: int) -> list[int]:
     return np.flatnonzero(np.isin(numbers[-1], numbers[-1][there])).tolist()
 
 
-def told(found: Transcript, characters: int, scored: bool = True) -> list[RenderableType]:
-    """A sample for people. scored: whether its step's samples are."""
+def told(
+    found: Transcript, characters: int, scored: bool = True, searched: str | None = None
+) -> list[RenderableType]:
+    """A sample for people.
+
+    scored: whether its step's samples are; searched: an expression that is marked in its texts.
+    """
     origin = found.origin
     reward = "scoring failed" if origin.reward is None else f"reward {origin.reward:.4g}"
     reward = reward if scored else "not scored"
@@ -198,12 +191,12 @@ def told(found: Transcript, characters: int, scored: bool = True) -> list[Render
         ),
         text(facts, "dim"),
         text("asked", "cyan"),
-        text(printable(found.prompt, characters)),
+        marked(found.prompt, characters, searched),
         *(
             line
             for who, part in said
             if who in WROTE
-            for line in (text(WROTE[who], "cyan"), text(printable(part, characters)))
+            for line in (text(WROTE[who], "cyan"), marked(part, characters, searched))
         ),
         *(
             line
@@ -212,6 +205,16 @@ def told(found: Transcript, characters: int, scored: bool = True) -> list[Render
             for line in (text(name, "cyan"), text(printable(as_lines(value), characters)))
         ),
     ]
+
+
+def marked(said: str, characters: int, searched: str | None) -> RenderableType:
+    """A text of a model, with what was searched for marked."""
+    from rich.text import Text
+
+    line = Text(printable(said, characters))
+    if searched is not None:
+        line.highlight_regex(pattern_of(searched), "reverse")
+    return line
 
 
 def as_lines(value: object) -> str:

@@ -36,7 +36,7 @@ from tasks.evaluation.evaluate import Evaluator, evaluation
 from tasks.evaluation.summary import Compared, tested
 from tasks.run.attempt_log import AttemptLog
 from tasks.run.engines import ENGINE_MODULES
-from tasks.run.events import BackFillBegan, Listeners, Note
+from tasks.run.events import BackFillBegan, BackFillEnded, Listeners, Note
 from tasks.run.flow_run import flow_run_id
 from tasks.run.interruption import dashboard_ends, set_closes, signals_end
 from tasks.run.packages import check_packages
@@ -236,6 +236,7 @@ def _one_run(
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals_end(cancelled, last_words))
         stack.enter_context(dashboard_ends(cancelled, flow_run_id()))
+        stack.callback(caller.tell, BackFillEnded())
         config = subject.config
         cluster = stack.enter_context(
             open_cluster(_cluster_config(config), variables_of(config), cancelled, ENGINE_MODULES)

@@ -7,11 +7,12 @@ seconds.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -91,7 +92,7 @@ def _begin(flow: str, resolved: Resolved[GRPOConfig], arguments: argparse.Namesp
                 print_text(said)
                 return 0
     findings = [Finding(check="settings", found=str(one)) for one in resolved.decisions]
-    with imports_uncollected():
+    with imports_uncollected(), _place_shown():
         findings += check_settings(config, resumed=resume is not None)
         with models_tested(config, resumed=resume is not None) as tested:
             with ThreadPoolExecutor(1) as beside:  # reward functions are loaded in other processes
@@ -115,8 +116,10 @@ def _begin(flow: str, resolved: Resolved[GRPOConfig], arguments: argparse.Namesp
         return FAILED
     findings += told_kept(config, opened.config)
     if arguments.check:
-        for finding in findings:
-            print_text(f"{finding.check:10} {finding.found}")
+        from tasks.launch.check_page import print_checks
+        from tasks.launch.server import server_sentence
+
+        print_checks(config, findings, server_sentence(HOME / "prefect"))
         print_text(f"{config.name}: the settings are good, and a run would start.")
         return 0
     for finding in findings:
@@ -132,6 +135,21 @@ def _begin(flow: str, resolved: Resolved[GRPOConfig], arguments: argparse.Namesp
 
     call = load_flow(flow)
     return _run(lambda run: call(config=config, resume=resume, fork=fork, run=run), opened, waits)
+
+
+@contextlib.contextmanager
+def _place_shown() -> Iterator[None]:
+    """Where memory is too small, print what would be there, before it is said what to set."""
+    from tasks.memory.check import DoesNotFit
+
+    try:
+        yield
+    except ConfigError as error:
+        if isinstance(error.__cause__, DoesNotFit):
+            from tasks.launch.check_page import memory_table
+
+            print_text("\n".join(memory_table(error.__cause__.place)), error=True)
+        raise
 
 
 def _run(call: Callable[[Run], Any], opened: OpenedRun, waits: bool) -> int:
@@ -205,6 +223,7 @@ def _stopped(terminal: Terminal, again: str, by_dashboard: bool = False) -> int:
     """A person ended the run, which goes on by the command `again`; returns the exit code."""
     from tasks.run.interruption import CANCELLED, INTERRUPTED
 
+    terminal.end_live()
     terminal.say("Stopped." + (again and f" To go on: {again}"), style="yellow")
     return CANCELLED if by_dashboard else INTERRUPTED
 
@@ -282,7 +301,10 @@ class _Stored(Settings):
 
 
 def _parser(flow: str, model: type[GRPOConfig]) -> argparse.ArgumentParser:
-    name, module = program(flow.partition(":")[0]), f"python -m {flow.partition(':')[0]}"
+    name = program(flow.partition(":")[0])
+    demo = (
+        "" if name.startswith("refrain ") else f"; without one, {DEMO}"
+    )  # of a flow of the user's
     parser = argparse.ArgumentParser(
         prog=name,
         usage="%(prog)s [RECIPE] [key=value …] [--resume RUN | --fork RUN@STEP] [--name RUN] "
@@ -304,7 +326,7 @@ def _parser(flow: str, model: type[GRPOConfig]) -> argparse.ArgumentParser:
         nargs="*",
         metavar="RECIPE key=value",
         help=f"a recipe ({', '.join(recipe_names())}; or a YAML file), then settings that change "
-        f"it. {name} needs one; {module} alone takes {DEMO}",
+        f"it{demo}",
     )
     parser.add_argument("--resume", metavar="RUN", help="go on with a run from its last commit")
     parser.add_argument(

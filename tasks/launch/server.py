@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
 import socket
 import sys
@@ -200,6 +201,16 @@ def prefect_server(home: Path) -> Iterator[Dashboard]:
                 APILogHandler().flush()
     finally:
         server.stop()
+
+
+def server_sentence(home: Path) -> str:
+    """Which server that is, for people, before it runs."""
+    api = PREFECT_API_URL.value()
+    if api is not None:
+        return (
+            f"Prefect: the server of PREFECT_API_URL, {re.sub('//[^/@]*@', '//', api)}, not asked"
+        )
+    return f"Prefect: one is started with the run, its data in {home}"
 
 
 def _free_port() -> tuple[int, socket.socket]:

@@ -8,17 +8,36 @@ what there is (places.py). A run that cannot fit is refused with the setting tha
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from configs.grpo import GRPOConfig
 from engines.workers.out_of_memory import size_of
 from tasks.memory.holders import HoldersOf, MemoryDemand, Ranks, Vllm, plan_of, sizes_of
-from tasks.memory.places import gpu_limit, places
+from tasks.memory.places import Place, gpu_limit, places
 from tasks.memory.remedies import too_large
 from tasks.memory.vllm_shares import no_room
 
 
-def check_memory(config: GRPOConfig, of_features: tuple[HoldersOf, ...] = ()) -> list[str]:
+class DoesNotFit(ValueError):
+    """A place would have to hold more than it can."""
+
+    def __init__(self, sentence: str, place: Place) -> None:
+        super().__init__(sentence)
+        self.place = place
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanLine:
+    """A line of a plan."""
+
+    line: str
+    place: Place | None = None  # that it sums up
+
+
+def check_memory(config: GRPOConfig, of_features: tuple[HoldersOf, ...] = ()) -> list[PlanLine]:
     """What the plan says, line by line; ValueError, in one sentence, where it cannot fit.
+
+    DoesNotFit where that is for the place alone.
 
     of_features: what those of the run add to it.
     """
@@ -27,14 +46,13 @@ def check_memory(config: GRPOConfig, of_features: tuple[HoldersOf, ...] = ()) ->
     lora = None if "critic" in config.trained_roles else config.lora
     shape = sizes_of(config.model, longest, config.train.compute_dtype, lora)
     if shape is None:
-        return [
-            "no plan: the model's files are not here, or its code cannot be gone through for it"
-        ]
+        why = "the model's files are not here, or its code cannot be gone through for it"
+        return [PlanLine(line=f"no plan: {why}")]
     demand = MemoryDemand(config=config, shape=shape, of_features=of_features)
     found = list(places(demand))
     for place in found:
         if not place.fits:
-            raise ValueError(too_large(demand, place))
+            raise DoesNotFit(too_large(demand, place), place)
     if said := no_room(demand):
         raise ValueError(said)
     lines = [_of_ranks(config, ranks) for ranks in demand.ranks()]
@@ -46,10 +64,15 @@ def check_memory(config: GRPOConfig, of_features: tuple[HoldersOf, ...] = ()) ->
             of_workers.append(f"{engine.line}: {_listed(engine.sizes)}")
     lines += of_workers
     lines += [_of_vllm(config, one) for one in demand.vllms()]
-    for place in found:
-        bound = "" if place.limit is None else f" of {size_of(place.limit)} ({place.limited_by})"
-        lines.append(f"{place.what}: {size_of(place.planned)}{bound}")
-    return lines
+    return [
+        *(PlanLine(line=line) for line in lines),
+        *(PlanLine(line=_of_place(place), place=place) for place in found),
+    ]
+
+
+def _of_place(place: Place) -> str:
+    bound = "" if place.limit is None else f" of {size_of(place.limit)} ({place.limited_by})"
+    return f"{place.what}: {size_of(place.planned)}{bound}"
 
 
 def _of_ranks(config: GRPOConfig, of: Ranks) -> str:

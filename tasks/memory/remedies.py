@@ -150,6 +150,8 @@ def _other_bits(config: GRPOConfig, shape: Shape) -> list[Settings]:
             found.append({"sequence_parallel": parts, "micro_batch_tokens": budget})
     if train.optimizer_dtype == "float32":
         found.append({"optimizer_dtype": "bfloat16"})
+    if train.optimizer_dtype != "8bit":
+        found.append({"optimizer_dtype": "8bit"})
     return found
 
 

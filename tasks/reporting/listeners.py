@@ -12,10 +12,12 @@ from storage.runs.run_store import RunStore
 from tasks.reporting.artifacts import Pages
 from tasks.reporting.evaluation_page import EvaluationPages
 from tasks.reporting.mlflow_page import ReopenedPage, RunTracker
+from tasks.reporting.other_trackers import OtherTracker
 from tasks.reporting.prefect_events import PrefectEvents
 from tasks.reporting.progress_line import ProgressLine
+from tasks.reporting.progress_tracker import ProgressTracker
+from tasks.reporting.progress_watch import ProgressWatch
 from tasks.reporting.prometheus import LiveMetrics
-from tasks.reporting.start_line import StartLine
 from tasks.reporting.terminal import Terminal
 from tasks.run.events import Listeners
 from tasks.run.facts import RunFacts
@@ -32,9 +34,13 @@ def _reports(terminal: Terminal, facts: RunFacts) -> Reports:
     """In the order in which they hear of an event."""
     listeners = Listeners()
     ProgressLine(terminal, facts.config.steps).listen(listeners)
-    StartLine(terminal).listen(listeners)
-    tracker = RunTracker(facts, terminal.say)
+    tracker = ProgressTracker(facts.config.steps, facts.epoch)
     tracker.listen(listeners)
+    ProgressWatch(terminal, tracker, facts.files).listen(listeners)
+    page = RunTracker(facts, terminal.say)
+    page.listen(listeners)
+    for kind in dict.fromkeys(facts.config.tracking.also):
+        OtherTracker(kind, facts.config, facts.files, terminal.say).listen(facts, listeners)
     Pages(facts).listen(listeners)
     EvaluationPages(facts.files, facts.config).listen(listeners)
     PrefectEvents(facts.name).listen(listeners)
@@ -43,7 +49,7 @@ def _reports(terminal: Terminal, facts: RunFacts) -> Reports:
         from tasks.reporting.traces import StepTraces  # an extra's packages, by this setting alone
 
         StepTraces(facts, facts.config.tracking.otlp_endpoint, listeners.tell).listen(listeners)
-    reports = Reports(listeners=listeners, tracking=tracker)
+    reports = Reports(listeners=listeners, tracking=page)
     for feature in features_of(facts.config):
         feature.listen(facts, reports)
     return reports
@@ -56,6 +62,8 @@ def evaluation_listeners(
     listeners = Listeners()
     ProgressLine(terminal, 0).listen(listeners)
     ReopenedPage(config.tracking, files, listeners.tell).listen(listeners)
+    for kind in dict.fromkeys(config.tracking.also):
+        OtherTracker(kind, config, files, terminal.say).listen_to_back_fill(listeners)
     EvaluationPages(files, config).listen(listeners)
     PrefectEvents(name).listen(listeners)
     return listeners

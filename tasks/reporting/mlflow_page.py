@@ -101,7 +101,7 @@ class RunTracker:
 
     def engines_ready(self, event: EnginesReady) -> None:
         """Begin the page in the background, or go on with it. To be called inside the flow run."""
-        tracked = self._tracked()
+        tracked = tracked_run(self._facts)
 
         def begin() -> None:
             self._needed.wait(START_DELAY)
@@ -264,9 +264,7 @@ class RunTracker:
 
     def run_finished(self, event: RunFinished) -> None:
         """Record what all of the run cost, up to its end after the last step, and end its page."""
-        total = {name: value for name, value in event.cost.items() if name.startswith(SO_FAR)}
-        shown = {name.replace(SO_FAR, "cost/run/"): value for name, value in total.items()}
-        now = time.time()
+        shown, now = cost_of_run(event), time.time()
         self._add("What the run cost", lambda: self._tracker.log_metrics(event.step, shown, at=now))
         self._end("FINISHED")
 
@@ -329,32 +327,6 @@ class RunTracker:
         self._needed.set()
         return self._queue.ask(what, do)
 
-    def _tracked(self) -> TrackedRun:
-        run = self._facts
-        return TrackedRun(
-            run=run.name,
-            store_uri=run.store.uri,
-            settings=run.config.model_dump(mode="json"),
-            data=TrackedData(
-                name=run.source.name,
-                digest=run.source.digest,
-                source=run.config.data.source.model_dump(mode="json"),
-                rows=len(run.source),
-            ),
-            model_name=run.config.name,
-            flow_run_id=str(flow_run_id() or "") or None,
-            flow_run_url=flow_run_url(),
-            forked_from=None if run.origin is None else run.origin.run,
-            forked_at=None if run.origin is None else run.origin.step,
-            rollback=rollback_of(run.origin),
-            git_commit=None if (tree := working_tree(Path.cwd())) is None else tree.commit,
-            record=record_of(run.files),
-            parent_record=None
-            if run.origin is None
-            else record_of(RunStore(run.store, run.origin.run)),
-            store_options=run.config.store.options,
-        )
-
 
 class ReopenedPage:
     """The page of a run of the past, to which results of its versions are added, if it is found."""
@@ -397,6 +369,33 @@ class ReopenedPage:
         self._tell(Note(text=text, warning=True))
 
 
+def tracked_run(run: RunFacts) -> TrackedRun:
+    """What trackers are told of a run. To be called inside the flow run."""
+    return TrackedRun(
+        run=run.name,
+        store_uri=run.store.uri,
+        settings=run.config.model_dump(mode="json"),
+        data=TrackedData(
+            name=run.source.name,
+            digest=run.source.digest,
+            source=run.config.data.source.model_dump(mode="json"),
+            rows=len(run.source),
+        ),
+        model_name=run.config.name,
+        flow_run_id=str(flow_run_id() or "") or None,
+        flow_run_url=flow_run_url(),
+        forked_from=None if run.origin is None else run.origin.run,
+        forked_at=None if run.origin is None else run.origin.step,
+        rollback=rollback_of(run.origin),
+        git_commit=None if (tree := working_tree(Path.cwd())) is None else tree.commit,
+        record=record_of(run.files),
+        parent_record=None
+        if run.origin is None
+        else record_of(RunStore(run.store, run.origin.run)),
+        store_options=run.config.store.options,
+    )
+
+
 def record_of(files: RunStore) -> str | None:
     """Digest of run.json, which is written once and goes with the run wherever its store is moved."""
     try:
@@ -415,6 +414,12 @@ def tracked_evaluation(result: EvaluationResult) -> TrackedEvaluation:
         metrics=evaluation_metrics(result),
         at=result.made_at,
     )
+
+
+def cost_of_run(event: RunFinished) -> dict[str, float]:
+    """The metrics cost/run/… of a run that has finished."""
+    total = {name: value for name, value in event.cost.items() if name.startswith(SO_FAR)}
+    return {name.replace(SO_FAR, "cost/run/"): value for name, value in total.items()}
 
 
 def traced_samples(facts: RunFacts, commit: Commit) -> list[TracedSample]:

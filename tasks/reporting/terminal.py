@@ -1,21 +1,22 @@
-"""A person's terminal: lines that stay, and a line that says what is happening now."""
+"""A person's terminal: lines that stay, and below them what is happening now."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from rich.console import Console
-from rich.status import Status
+from rich.console import Console, RenderableType
+from rich.live import Live
 from rich.text import Text
 
 from configs.terminal_text import terminal_text
 from tasks.reporting.output import drop_output
 from tasks.reporting.safe_console import SafeConsole
 from tasks.run.run_log import LINES
+
+REFRESHES = 4  # a second
 
 
 class Lines(SafeConsole):
@@ -36,33 +37,47 @@ class Terminal:
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Lines(soft_wrap=True)
-        self._status: Status | None = None
+        self._live: Live | None = None
         self._lock = threading.Lock()
-        self._since = time.monotonic()
 
     @contextlib.contextmanager
-    def live(self) -> Iterator[None]:
-        """Keep the live line on screen during the body; within another such body nothing is new."""
-        if not self.console.is_terminal or self.is_live:
+    def live(self, shown: Callable[[], RenderableType]) -> Iterator[None]:
+        """During the body, keep below the lines what `shown` gives several times a second.
+
+        Within another such body nothing is new.
+        """
+        console = self.console
+        if not console.is_terminal or console.is_dumb_terminal or self.is_live:
             yield
             return
-        with self.console.status("starting") as status:
-            self._status = status
-            try:
-                yield
-            finally:
-                self._status = None
+        self._live = Live(
+            get_renderable=shown,
+            console=console,
+            refresh_per_second=REFRESHES,
+            transient=True,
+            vertical_overflow="crop",
+        )
+        self._live.start(refresh=True)
+        try:
+            yield
+        finally:
+            self.end_live()
+
+    def end_live(self) -> None:
+        """Leave the lines alone, and the cursor as it was, also before the body has ended."""
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
 
     @property
     def is_live(self) -> bool:
-        """Whether a person sees the live line."""
-        return self._status is not None
+        """Whether a person sees what is happening now."""
+        return self._live is not None
 
-    def doing(self, text: str) -> None:
-        """Show what is happening now, in place of what was shown before."""
-        with self._lock:
-            if self._status is not None:
-                self._status.update(Text(terminal_text(text)))
+    @property
+    def width(self) -> int | None:
+        """Characters of a line of a terminal; None where there is none."""
+        return self.console.width if self.console.is_terminal else None
 
     def say(self, text: str, style: str = "", shown: str | None = None) -> None:
         """Print a line that stays; `shown` in its place on a terminal, and in no log."""

@@ -25,7 +25,7 @@ from storage.tracking.registry import NotRegistered, Registry
 if TYPE_CHECKING:
     from storage.prompts.source import PromptSource
 
-from tasks.run.forking import check_same_adapter, parent_config
+from tasks.run.forking import check_state_fits, parent_config
 
 REGISTERED = "models:/"
 
@@ -52,7 +52,7 @@ def beginning(config: GRPOConfig) -> tuple[Origin, np.ndarray]:
             cursor=config.continue_data == "cursor",
         )
         if origin.trainer_state:
-            check_same_adapter(config, parent_config(parent, origin), str(origin))
+            check_state_fits(config, parent_config(parent, origin), str(origin))
             for role in config.trained_roles:
                 _check_snapshot(parent, origin, role)
     except (NoSuchOrigin, StoreError) as error:

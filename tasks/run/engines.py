@@ -18,14 +18,14 @@ from engines.workers.cluster import Cluster
 from engines.workers.machines import look_at_machines
 from engines.workers.pool import Assignment, EnginePool
 from engines.workers.spent import SpentOfPool, SpentSince
-from engines.workers.start_phases import start_phases
+from engines.workers.start_phases import running_calls, start_phases
 from engines.workers.worker_metrics import DiskSpace, measured_flow
 from storage.objects.usage import COUNTER, Usage
 from storage.tracking.machine_samples import MachineSample
 from tasks.results import Metrics
 from tasks.run.events import EngineStarted, WorkersAsked
 from tasks.run.features import features_of
-from tasks.run.machinery import Machinery, PoolState, RoleLoad, WorkerLooks
+from tasks.run.machinery import Machinery, PoolState, RoleLoad, Work, WorkerLooks
 from tasks.run.outage_lines import outage_lines
 from tasks.run.role_table import roles_of, variables_of
 from tasks.run.roles.role import C, Clients, EngineRole
@@ -124,10 +124,18 @@ class Engines:
         opened = self._open_now()
         return {} if opened is None else start_phases(opened.cluster)
 
-    def drawn_tokens(self) -> dict[str, int]:
-        """Rollout worker -> tokens drawn since its engine was built; empty while workers start."""
-        opened = self._open_now()
-        return {} if opened is None else opened.clients[ROLLOUT].tokens()
+    def at_work(self) -> Work:
+        """What the engines are doing now; nothing while workers start. Takes up to some seconds."""
+        opened, config = self._open_now(), self.run.config
+        if opened is None:
+            return Work()
+        trained = (*config.trained_roles, *config.frozen_roles)
+        pools = sorted({config.cluster.roles.pool_of(role) for role in trained})
+        calls = running_calls(opened.cluster, pools)
+        return Work(
+            tokens=opened.clients[ROLLOUT].tokens(),
+            calls=[call for of_worker in calls.values() for call in of_worker],
+        )
 
     def look(self) -> Machinery | None:
         """How workers, queues and the store are now; None while there are no workers to ask.

@@ -21,7 +21,7 @@ from storage.tracking.machine_samples import MachineSample
 from tasks.results import Metrics, Scored
 from tasks.run.attempts import Attempt
 from tasks.run.background import Background
-from tasks.run.machinery import Machinery
+from tasks.run.machinery import Machinery, Work
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +74,7 @@ class RunBegan(Event):
     head: int  # the last committed step
     fresh: int  # rows that had not been seen and are drawn first
     last: Commit | None  # of the step before the next one
-    drawn_tokens: Callable[[], Mapping[str, int]]  # rollout worker -> tokens drawn so far, now
+    at_work: Callable[[], Work]  # what its engines are doing now
     look: Callable[[], Machinery | None]  # how workers, queues and the store are now
     # What the machines of its workers are doing now, but for the flow's own; takes seconds at most.
     machines: Callable[[], Sequence[MachineSample]]
@@ -102,6 +102,22 @@ class ShardSampled(Event):
 
     step: int
     tokens: int  # drawn for it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardsScored(Event):
+    """Shards of a step have their rewards."""
+
+    step: int
+    shards: int  # how many
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsPublished(Event):
+    """The engines that sample are about to load a policy version."""
+
+    version: int
+    nbytes: int  # of its files
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,6 +175,11 @@ class SnapshotStored(CommitEvent):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackFillBegan(Event):
     """Versions of a run of the past are about to be evaluated."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackFillEnded(Event):
+    """They are, or the back-fill has failed; its engines have ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from configs.overrides import ConfigError
 from configs.resolving import slow_formats, this_machine
 from configs.run import RunConfig
+from tasks.memory.places import Place
 
 
 class PreflightError(ConfigError):
@@ -19,6 +20,7 @@ class Finding:
 
     check: str  # one word
     found: str  # for people
+    place: Place | None = None  # of a memory plan, which `found` sums up
     warning: bool = False  # nothing that stops the run, and still to be read before it
 
 

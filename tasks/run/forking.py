@@ -9,6 +9,7 @@ from configs.overrides import ConfigError
 from storage.objects.store import Store
 from storage.prompts.cursor import Cursor
 from storage.prompts.datasets import open_source
+from storage.runs.commit_log import read_commit
 from storage.runs.forks import NoSuchOrigin, begin_at
 from storage.runs.origins import Origin, committer, origin_of, parent_of
 from storage.runs.run_store import RunStore
@@ -45,21 +46,37 @@ def origin_of_fork(config: GRPOConfig, fork: str, flow: str) -> Origin:
             f"{origin} was trained from another model, whose weights and optimizer state do not fit "
             "the one given. A fork keeps its parent's model; start a new run to change it."
         )
-    check_same_adapter(config, before, str(origin))
+    check_state_fits(config, before, str(origin))
     if config.steps <= origin.at:
         raise ConfigError(
             f"steps = {config.steps}, and a fork of {origin} begins after step {origin.at}. "
             f"Set steps to {origin.at + 1} or more."
         )
+    goes_on = data_go_on(config, before)
+    if goes_on and config.rollout.sampling_mask and not before.rollout.sampling_mask:
+        _check_no_answer_is_begun(parent, origin)
     update = {
-        "cursor": data_go_on(config, before),
+        "cursor": goes_on,
         "first_group": first_group(config, parent, origin),
     }
     return origin.model_copy(update=update)
 
 
-def check_same_adapter(config: GRPOConfig, before: GRPOConfig, origin: str) -> None:
-    """ConfigError where a trainer's state is to be taken over by other adapters than its own."""
+def _check_no_answer_is_begun(parent: RunStore, origin: Origin) -> None:
+    """ConfigError where a step hands answers on of whose tokens the words were not kept."""
+    owner, step = committer(parent, origin.step)
+    if any(group.begun for group in read_commit(owner, step).carried):
+        raise ConfigError(
+            f"rollout.sampling_mask = true, and {origin} hands on answers that were begun without "
+            "it. Set it to false, or fork a step that hands on none."
+        )
+
+
+def check_state_fits(config: GRPOConfig, before: GRPOConfig, origin: str) -> None:
+    """ConfigError where a trainer's state is to be taken over by what has another kind of it."""
+    anew = (
+        f"or begin with the weights alone: continue_from = {origin} with continue_state = weights."
+    )
     was, is_ = (
         "null" if one is None else str(one.model_dump(mode="json", exclude={"serving"}))
         for one in (before.lora, config.lora)
@@ -67,8 +84,13 @@ def check_same_adapter(config: GRPOConfig, before: GRPOConfig, origin: str) -> N
     if was != is_:
         raise ConfigError(
             f"The trainer state of {origin} is of lora = {was}, and lora = {is_} does not fit it. "
-            "Set lora to the former, or begin with the weights alone: continue_from = "
-            f"{origin} with continue_state = weights."
+            f"Set lora to the former, {anew}"
+        )
+    formats = [one.train.optimizer_dtype for one in (before, config)]
+    if formats[0] != formats[1] and "8bit" in formats:
+        raise ConfigError(
+            f"The trainer state of {origin} is of train.optimizer_dtype = {formats[0]}, and "
+            f"train.optimizer_dtype = {formats[1]} has other moments. Set it to the former, {anew}"
         )
 
 

@@ -152,7 +152,7 @@ def shown(run: Run) -> Iterator[None]:
                 head=run.head,
                 fresh=run.cursor.fresh,
                 last=run.last,
-                drawn_tokens=run.engines.drawn_tokens,
+                at_work=run.engines.at_work,
                 look=run.engines.look,
                 machines=run.engines.machines,
             )

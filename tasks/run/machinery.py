@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engines.workers import on_worker
 from engines.workers.cluster import Cluster
+from engines.workers.messages import RunningCall
 from engines.workers.pool import PoolLoad
 from engines.workers.worker_metrics import DiskSpace, WorkerMetrics
 
@@ -33,6 +34,14 @@ class RoleLoad:
     role: str
     pool: str
     load: PoolLoad
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What engines are doing at one look."""
+
+    tokens: Mapping[str, int] = field(default_factory=dict)  # rollout worker -> drawn so far
+    calls: Sequence[RunningCall] = ()  # of engines that train or give log-probs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

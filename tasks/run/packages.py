@@ -45,6 +45,12 @@ def check_packages(config: GRPOConfig) -> str:
             f"tracking.otlp_endpoint = {endpoint} needs OpenTelemetry. Install it: "
             f"{pip_install(*needed)}."
         )
+    for tracker in config.tracking.also:
+        if installed(tracker) is None:
+            raise ConfigError(
+                f"tracking.also has {tracker}, which is not installed. Install it: "
+                f"{pip_install(tracker)}, or take it out of tracking.also."
+            )
     if config.cluster.kind == "kubernetes" and installed("kr8s") is None:
         raise ConfigError(
             f"cluster.kind = kubernetes needs kr8s. Install it: {pip_install('kr8s')}."

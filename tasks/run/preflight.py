@@ -61,7 +61,7 @@ def check_settings(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
     return [
         Finding(check="packages", found=packages),
         Finding(check="model", found=model),
-        Finding(check="devices", found=devices),
+        *(Finding(check=check, found=found) for check, found in devices.items()),
         *memory,
         *(Finding(check="warning", found=line) for line in warnings_of(config)),
         *_credentials_stored(config, resumed),
@@ -70,7 +70,10 @@ def check_settings(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
 
 def _memory(config: GRPOConfig) -> list[Finding]:
     holders = tuple(one.holders for one in features_of(config))
-    return [Finding(check="memory", found=line) for line in check_memory(config, holders)]
+    return [
+        Finding(check="memory", found=one.line, place=one.place)
+        for one in check_memory(config, holders)
+    ]
 
 
 def _traced_memory(config: GRPOConfig, resumed: bool) -> list[Finding]:
@@ -174,17 +177,20 @@ def _check_port(config: TrackingConfig) -> None:
         ) from error
 
 
-def check_devices(config: GRPOConfig) -> str:
-    """Whether the engines can use their pools' GPUs as the settings say."""
+def check_devices(config: GRPOConfig) -> dict[str, str]:
+    """Whether the engines can use their pools' GPUs as the settings say; on what they are.
+
+    By whether they sample or train.
+    """
     roles: list[Role] = [*config.trained_roles, *config.frozen_roles]
     for role in roles:
         _check_train_device(config, role)
     for role in config.sampling_roles:
         _check_rollout_device(config, role, config.rollout, "rollout")
-    described = []
+    described: dict[str, list[str]] = {"rollout": [], "training": []}
     for one in (one for feature in features_of(config) for one in feature.vllms(config)):
         _check_rollout_device(config, one.role, one.settings, one.setting)
-        described.append(f"{one.name} in vLLM in {one.settings.dtype}")
+        described["rollout"].append(f"{one.name} in vLLM in {one.settings.dtype}")
     for role in (*roles, *config.sampling_roles):
         gpus = _gpus_of(config, role)
         device = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else "CPU"
@@ -192,8 +198,8 @@ def check_devices(config: GRPOConfig) -> str:
         samples = role in config.sampling_roles
         form = config.rollout.dtype if samples else train.compute_dtype
         how = ", compiled" if not samples and train.compile else ""
-        described.append(f"{role} on {device} in {form}{how}")
-    return ", ".join(described)
+        described["rollout" if samples else "training"].append(f"{role} on {device} in {form}{how}")
+    return {check: ", ".join(parts) for check, parts in described.items()}
 
 
 def _gpus_of(config: GRPOConfig, role: Role) -> int:

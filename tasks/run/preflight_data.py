@@ -12,7 +12,7 @@ from configs.grpo import GRPOConfig
 from configs.judge import Judging
 from configs.model import Model
 from configs.rewards import ChoiceReward, MathReward, ReasoningGymReward, UnitTestsReward
-from engines.data.chat_template import Prompt, fits_template, prompt_of
+from engines.data.chat_template import Prompt, fits_template, prompt_of, template_variables
 from engines.data.data_engine import PLAYER, PROBE_TOKENS
 from engines.data.episode_rows import seed_of
 from engines.data.frames import alike, check_images
@@ -73,19 +73,22 @@ def check_rows(model: Model, data: DataConfig, source: PromptSource, resumed: bo
     found = f"{source.name}: {len(source)} rows; columns {', '.join(source.columns)}"
     if isinstance(data.source, ReasoningGymSource):  # loading the library takes seconds
         if not resumed:
-            check_prompts(model, data, source.name, [prompt_of({data.prompt_column: "1"}, data)])
+            row: Row = {data.prompt_column: "1"}
+            check_prompts(model, data, source.name, [prompt_of(row, data)], [row])
         return f"{found}; template {data.template}"
     prompts = []
-    for number, row in enumerate(source.rows(range(min(ROWS, len(source))))):
+    rows = source.rows(range(min(ROWS, len(source))))
+    for number, row in enumerate(rows):
         try:
             prompts.append(prompt_of(row, data))
             fits_template(prompts[-1], data)
+            template_variables(row, data)
             if not resumed:
                 _check_depth(row)
         except ValueError as error:
             raise ValueError(f"Row {number} of {source.name}: {error}") from None
     if not resumed:
-        check_prompts(model, data, source.name, prompts)
+        check_prompts(model, data, source.name, prompts, rows)
     return f"{found}; template {data.template} fits the first {len(prompts)}"
 
 
@@ -110,8 +113,10 @@ def _check_depth(row: Row) -> None:
             )
 
 
-def check_prompts(model: Model, data: DataConfig, source: str, prompts: Sequence[Prompt]) -> None:
-    """Whether the model's template and tokens fit the first prompts. ValueError names the row.
+def check_prompts(
+    model: Model, data: DataConfig, source: str, prompts: Sequence[Prompt], rows: Sequence[Row]
+) -> None:
+    """Whether the model's template and tokens fit the first rows' prompts. ValueError names the row.
 
     Of a model that was not downloaded or drawn yet nothing is known.
     """
@@ -122,7 +127,9 @@ def check_prompts(model: Model, data: DataConfig, source: str, prompts: Sequence
     if template is None:
         texts = [_text(prompt) for prompt in prompts]
     else:
-        texts = rendered(template, prompts, data, source)
+        variables = [template_variables(row, data) for row in rows]
+        texts = rendered(template, prompts, variables, data, source)
+    texts = [f"{text}{data.prefill}" for text in texts]
     plain = [_text(prompt) for prompt in prompts[: len(PROBE_TOKENS)]]
     encoded = token_ids(model, [*plain, *texts[:TOKENIZED]])
     if encoded is None:

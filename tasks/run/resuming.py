@@ -66,6 +66,7 @@ MAY_CHANGE = (
     "train.reshard_after_forward",
     "train.optimizer_device",
     "train.weights_dtype",
+    "train.master_weights",
     "evaluation",
     "promotion",
 )

@@ -78,9 +78,9 @@ class Suite:
             TOKENS,
             self.source.digest,
             self.rows[-1:],
-            self.config.data.model_dump(mode="json", exclude=ORDER),
+            self.config.data.in_keys(ORDER),
             self.config.model.model_dump(mode="json"),
-            *([] if played is None else [played.model_dump(mode="json", exclude=HOW_FAST)]),
+            *([] if played is None else [played.in_keys(HOW_FAST)]),
         )
 
     def played(self, opponent: str | None) -> list[dict[str, object]]:
@@ -88,7 +88,7 @@ class Suite:
         episodes = self.config.episodes
         if episodes is None:
             return []
-        found = episodes.model_dump(mode="json", exclude=HOW_FAST)
+        found = episodes.in_keys(HOW_FAST)
         if opponent is not None:  # whatever it is called
             found["opponent"]["version"] = opponent
         return [found]
@@ -101,7 +101,7 @@ class Suite:
             len(self.rows) if self.settings.rows is None else self.settings.rows,
             self.sampling.identity | {"seed": None},
             self.config.rewards.model_dump(mode="json"),
-            self.config.data.model_dump(mode="json", exclude=ORDER),
+            self.config.data.in_keys(ORDER),
             *self.played(opponent),
             *([meanings] if (meanings := self.meanings) else []),
         )

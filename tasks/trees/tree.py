@@ -65,7 +65,7 @@ def trees(run: Run, step: int, prompts: BatchRef, shard: int) -> Sampled:
     config = settings(run)
     stage = SamplingStage(name="rollout", sampling=sampling_of(config))
     drawn = asdict(stage.sampling)
-    for name in ("routed_experts", "min_p", "sampling_mask"):
+    for name in ("routed_experts", "min_p", "sampling_mask", "thinking_budget", "thinking_words"):
         if not drawn[name]:  # as older runs have it
             del drawn[name]
     key = key_of("trees", prompts.to_json(), drawn, *growing(config))

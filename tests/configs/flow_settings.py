@@ -8,9 +8,15 @@ from pathlib import Path
 
 from configs.base import Settings
 from configs.grpo import GRPOConfig
+from configs.recipe_files import FOLDER, flow_of, recipe_names
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 OTHER = ("configs.serve:ServeConfig", "configs.teachers:TeacherServiceConfig")
+
+
+def any_flows_recipes() -> list[str]:
+    """Names of the recipes that any flow takes: all but those with teachers."""
+    return [name for name in recipe_names() if flow_of(FOLDER / f"{name}.yaml") != "distill"]
 
 
 def of_flows() -> dict[str, type[GRPOConfig]]:

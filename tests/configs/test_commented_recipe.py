@@ -12,7 +12,12 @@ from configs.recipe import read_recipe
 from configs.recipe_files import FOLDER, about_recipes, flow_of, recipe_names
 from flows.recipe import flows, settings_of
 
-OWN = {"tiny-dapo": "dapo", "tiny-srpo": "srpo"}
+OWN = {
+    "dapo-math-17k": "dapo",
+    "distill-7b-1.5b": "distill",
+    "tiny-dapo": "dapo",
+    "tiny-srpo": "srpo",
+}
 
 
 def written(folder: Path, recipe: str, *words: str) -> Path:

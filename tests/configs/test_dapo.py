@@ -5,10 +5,11 @@ import pytest
 from configs.dapo import DAPOConfig
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
-from configs.recipe import load_recipe, recipe_names
+from configs.recipe import load_recipe
+from tests.configs.flow_settings import any_flows_recipes
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", any_flows_recipes())
 def test_every_recipe_is_one_of_dapo_too(name: str) -> None:
     config = load_recipe(DAPOConfig, name)
     (rule,) = config.algorithm.selection

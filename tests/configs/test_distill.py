@@ -12,9 +12,10 @@ from configs.algorithm.distillation import DistillAlgorithm, recorded_algorithm
 from configs.distill import DistillConfig
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError, change
-from configs.recipe import load_recipe, recipe_names
+from configs.recipe import load_recipe
 from configs.settings_help import fields
 from configs.teachers import TeacherServiceConfig
+from tests.configs.flow_settings import any_flows_recipes
 
 TEACHER = ("teachers.tutor.model.kind=random", "teachers.tutor.model.seed=1")
 IN_VLLM = "teachers.tutor.engine.kind=vllm"
@@ -25,10 +26,11 @@ def loaded(*words: str) -> DistillConfig:
     return load_recipe(DistillConfig, "tiny", words)
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", any_flows_recipes())
 def test_every_recipe_can_have_a_teacher(name: str) -> None:
     config = load_recipe(DistillConfig, name, TEACHER)
-    assert config.engine_roles[1] == "teacher"
+    assert config.engine_roles[0] == "rollout"
+    assert "teacher" in config.frozen_roles
     assert DistillConfig.model_validate(config.model_dump(mode="json")) == config
 
 

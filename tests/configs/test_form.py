@@ -15,10 +15,10 @@ from configs.algorithm.advantages import ADVANTAGE_KINDS
 from configs.form import title_of
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
-from configs.recipe import load_recipe, recipe_names
+from configs.recipe import load_recipe
 from flows.grpo import grpo
 from tasks.run.run import Run
-from tests.configs.flow_settings import of_flows
+from tests.configs.flow_settings import any_flows_recipes, of_flows
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +75,13 @@ def test_a_form_offers_the_estimators_that_its_flow_takes(flow: type[GRPOConfig]
         assert (f'"const": "{kind}"' in text) == (f'"{kind}"' in text) == (kind in taken), kind
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", any_flows_recipes())
 def test_every_recipe_fits_the_form(schema: dict[str, Any], name: str) -> None:
     config = load_recipe(GRPOConfig, name).model_dump(mode="json")
     validate({"config": config}, schema, raise_on_error=True)
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", any_flows_recipes())
 def test_a_value_is_shown_in_the_tab_of_its_kind(schema: dict[str, Any], name: str) -> None:
     config = load_recipe(GRPOConfig, name)
     chosen = {"GRPOConfig.model": config.model, "DataConfig.source": config.data.source}

@@ -8,7 +8,8 @@ import pytest
 
 from configs.grpo import GRPOConfig
 from configs.new_run import check_finite, check_new_run, warnings_of
-from configs.recipe import load_recipe, recipe_names
+from configs.recipe import load_recipe
+from tests.configs.flow_settings import any_flows_recipes
 
 TRUNCATE = "algorithm.correction=[{kind: truncate}]"
 BYPASS = "algorithm.ratio_against=rollout_logprobs"
@@ -20,7 +21,7 @@ def tiny(words: Sequence[str]) -> GRPOConfig:
     return load_recipe(GRPOConfig, "tiny", list(words))
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", any_flows_recipes())
 def test_the_recipes_may_begin(name: str) -> None:
     config = load_recipe(GRPOConfig, name)
     check_new_run(config)

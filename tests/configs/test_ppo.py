@@ -8,11 +8,12 @@ import configs.recipe
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from configs.ppo import PPOConfig
-from configs.recipe import load_recipe, recipe_names
+from configs.recipe import load_recipe
 from configs.resolving import Machine
+from tests.configs.flow_settings import any_flows_recipes
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", any_flows_recipes())
 def test_every_recipe_is_one_of_ppo_too(name: str) -> None:
     assert load_recipe(PPOConfig, name).algorithm.advantage.kind == "gae"
 

@@ -8,9 +8,10 @@ import configs.resolving
 from configs.distill import DistillConfig
 from configs.grpo import GRPOConfig
 from configs.overrides import change
-from configs.recipe import read_recipe, recipe_names
+from configs.recipe import read_recipe
 from configs.resolving import Machine, resolve, slow_formats
 from configs.teachers import TeacherServiceConfig
+from tests.configs.flow_settings import any_flows_recipes
 
 FAST, SLOW = Machine(multiplies_bfloat16=True), Machine(multiplies_bfloat16=False)
 DEMO = "smollm2-arithmetic"
@@ -28,7 +29,7 @@ def stored(config: GRPOConfig) -> GRPOConfig:
     return GRPOConfig.model_validate(config.model_dump(mode="json"))
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", any_flows_recipes())
 def test_reading_is_the_same_on_every_machine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     here = read_recipe(GRPOConfig, name)
     for faster in (lambda: True, lambda: False):
@@ -36,7 +37,7 @@ def test_reading_is_the_same_on_every_machine(name: str, monkeypatch: pytest.Mon
         assert read_recipe(GRPOConfig, name) == here
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", any_flows_recipes())
 @pytest.mark.parametrize("machine", [FAST, SLOW])
 def test_nothing_of_stored_settings_is_decided_again(name: str, machine: Machine) -> None:
     begun = resolve(read_recipe(GRPOConfig, name, [GPU]), machine).settings

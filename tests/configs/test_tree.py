@@ -4,10 +4,13 @@ import pytest
 
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
-from configs.recipe import load_recipe, recipe_names
+from configs.recipe import load_recipe
 from configs.tree import TreeConfig
+from tests.configs.flow_settings import any_flows_recipes
 
-OF_ONE_TURN = [name for name in recipe_names() if load_recipe(GRPOConfig, name).episodes is None]
+OF_ONE_TURN = [
+    name for name in any_flows_recipes() if load_recipe(GRPOConfig, name).episodes is None
+]
 
 
 @pytest.mark.parametrize("name", OF_ONE_TURN)

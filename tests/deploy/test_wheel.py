@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -16,8 +15,8 @@ import pytest
 
 from configs.recipe_files import recipe_names
 from tests.deploy.conftest import ROOT, Make
+from tests.deploy.wheel import PACKAGES, built
 
-PACKAGES = ("configs", "engines", "flows", "infra", "storage", "tasks")
 OWN_REWARD = """
 def short(prompts, completions, **columns):
     return [1.0 / (1 + len(one)) for one in completions]
@@ -60,19 +59,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     leads to the checkout, are not read then.
     """
     home = tmp_path_factory.mktemp("wheel")
-    source = home / "source"
-    for name in PACKAGES:
-        shutil.copytree(
-            ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "compose.env")
-        )
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    build = "from setuptools.build_meta import build_wheel; build_wheel('..')"
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", build], cwd=source, check=True, capture_output=True
-    )
-    shutil.rmtree(source)
-    (wheel,) = home.glob("*.whl")
+    wheel = built(home)
     name, version, *_ = wheel.name.split("-")
     assert name == "refrain_rl"
     venv.create(home / "venv", symlinks=True)

@@ -62,6 +62,33 @@ if __name__ == "__main__":
     Adding.run()
 """
 
+WITHOUT_END = """
+import itertools
+
+import verifiers.v1 as vf
+
+
+class Config(vf.TasksetConfig):
+    first: int = 0
+
+
+class Task(vf.Task[vf.TaskData]):
+    @vf.reward
+    async def right(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply == self.data.prompt)
+
+
+class Tasks(vf.Taskset[Task, Config]):
+    INFINITE = True
+
+    def load(self):
+        for number in itertools.count(self.config.first):
+            yield Task(vf.TaskData(prompt=f"say {number}"))
+
+
+__all__ = ["Tasks"]
+"""
+
 Playing = Callable[..., Environments]
 
 
@@ -71,6 +98,7 @@ def play(tmp_path: Path) -> Iterator[Playing]:
     for name in ("verifiers_agent.py", "verifiers_chat.py", "verifiers_sums.py"):
         shutil.copy(ROOT / "examples" / name, tmp_path)
     (tmp_path / "with_tools.py").write_text(TOOLS)
+    (tmp_path / "without_end.py").write_text(WITHOUT_END)
     made: list[Environments] = []
 
     def play(**params: Any) -> Environments:
@@ -109,6 +137,15 @@ def test_an_episode_at_its_limit_is_scored(play: Playing, harness: str) -> None:
     episode = begin(environments, task=11)
     episode.act(environments, "it is 5", ())
     assert episode.finish(environments).reward == 0.0
+
+
+def test_a_set_without_an_end_and_with_settings(play: Playing) -> None:
+    environments = play(
+        taskset="without_end", settings='{"first": 40}', harness="verifiers_chat", max_turns=1
+    )
+    [opening] = environments.opening([{"task": 2}], [0])
+    assert json.loads(opening.observation)["messages"] == [{"role": "user", "content": "say 42"}]
+    assert begin(environments, task=2).act(environments, "say 42", ()).reward == 1.0
 
 
 def test_an_environment_with_tools(play: Playing) -> None:

@@ -66,3 +66,15 @@ def test_a_run_of_episodes(launch: Launch) -> None:
     check_words(run.commits(), run.files.store)
     counts, _ = run.commits()[-1].refs["batch"].fetch_numpy(run.files.store, COUNTS)
     assert (counts == 0).any(), "of what the environment wrote"
+
+
+def test_a_fork_of_answers_that_were_begun_without_it_is_refused(
+    launch: Launch, tmp_path: Path
+) -> None:
+    faults = faults_of(tmp_path)
+    run = launch("tiny", "steps=5", *CARRY, environment=faults.environment).whole()
+    step = next(c.step for c in run.commits() if any(one.begun for one in c.carried))
+    code, out = launch("tiny", "steps=6", *CARRY, *CUT, "--fork", f"{run.files.run}@{step}").end()
+    assert code != 0
+    assert "hands on answers that were begun without it" in out
+    assert "Traceback" not in out

@@ -24,8 +24,7 @@ from storage.runs.commit_log import Commit, Ledger
 from tasks.commit import ledger_after
 from tasks.dynamic_sampling import Rounds, is_over, round_size
 from tasks.reporting.artifacts import left_out, sampled_in_rounds
-from tasks.reporting.progress_line import ProgressLine
-from tasks.reporting.terminal import Terminal
+from tasks.reporting.progress_tracker import ProgressTracker
 from tasks.results import LeftOver, Prompts, TrainBatch
 from tasks.run.events import Listeners, RoundBegan, ShardSampled, StepBegan
 from tasks.run.shard_driver import ShardDriver
@@ -180,15 +179,16 @@ def test_shards_of_later_rounds_go_on_counting() -> None:
     assert [str(one) for one in driver.ranges(3)] == ["1/3", "2-3/3"]
     assert [str(one) for one in driver.ranges(3, before=3)] == ["4/6", "5-6/6"]
     assert driver.ranges(0, before=3) == []
-    said: list[str] = []
-    listeners = Listeners()
-    ProgressLine(cast("Terminal", SimpleNamespace(doing=said.append)), 9).listen(listeners)
+    listeners, tracker = Listeners(), ProgressTracker(9)
+    tracker.listen(listeners)
     listeners.tell(StepBegan(step=2, shards=1))
     listeners.tell(ShardSampled(step=2, tokens=5))
     listeners.tell(RoundBegan(step=2, shards=2))
     listeners.tell(RoundBegan(step=1, shards=7))  # of a step that is not the one shown
     listeners.tell(ShardSampled(step=2, tokens=5))
-    assert said[-1] == "step 2/9 · sampling: 2/3 shards, 10 tokens"
+    (sampling,) = tracker.progress().phases
+    assert (sampling.name, sampling.done, sampling.total) == ("sampling", 2, 3)
+    assert sampling.note.startswith("10 tokens, ")
 
 
 def test_the_steps_page_says_how_it_was_sampled_and_what_was_left_out() -> None:

@@ -1,4 +1,7 @@
-"""Micro-batches one after the other; while one is used, the next is read, packed and copied."""
+"""Micro-batches one after the other; while one is used, the next is read, packed and copied.
+
+Each is reported as it is taken, so that who looks on knows how far the call is.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from engines.start_progress import report
 from engines.train.batching.micro_batch import MicroBatch, read_micro_batch
 from engines.train.model.row_needs import PLAIN, RowNeeds
 from storage.batches.refs import BatchRef
@@ -59,13 +63,14 @@ def read_ahead(
 
     def taken(thread: ThreadPoolExecutor) -> Iterator[MicroBatch]:
         coming = thread.submit(read, parts[0], done_so_far()) if parts else None
-        for later in [*parts[1:], None]:
+        for number, later in enumerate([*parts[1:], None], 1):
             if coming is None:
                 return
             micro, copied = coming.result()
             if copied is not None:
                 torch.cuda.current_stream(device).wait_event(copied)
             coming = None if later is None else thread.submit(read, later, done_so_far())
+            report(f"micro-batch {number} of {len(parts)}")
             yield micro
 
     with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as thread:

@@ -98,12 +98,13 @@ def load(
     distinct = distinct_weights(model)
     for number, (names, target) in enumerate(distinct):
         report(f"reading the model's files: {number} of {len(distinct)} tensors")
-        own, begin = own_part(masters.of(target))
+        own, begin = own_part(masters.to_set(target))
         first, *others = (checkpoint.tensors[prefix + name] for name in names)
         read_part(first, begin, own)
         for other in others:
             if other != first and not part_equals(other, begin, own):
                 raise ValueError(_not_tied(checkpoint.directory, first.name, other.name))
+        masters.take()
 
 
 def _from_rank_0(
@@ -121,7 +122,8 @@ def _from_rank_0(
         for name, other in zip(names[1:], others, strict=True):
             if first is not None and other is not None and not torch.equal(first, other):
                 raise ValueError(_not_tied(directory, names[0], name))
-        spread(masters.of(target), first, 0, group)
+        spread(masters.to_set(target), first, 0, group)
+        masters.take()
 
 
 def _not_tied(directory: Path, first: str, second: str) -> str:

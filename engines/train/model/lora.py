@@ -274,11 +274,17 @@ def _sharded_factors(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
     }
 
 
-def base_weights(model: nn.Module, masters: MasterWeights | None = None) -> dict[str, Tensor]:
-    """Every (sharded) weight of a module by its name, or its master, adapters left out."""
+def base_weights(
+    model: nn.Module, masters: MasterWeights | None = None, to_set: bool = False
+) -> dict[str, Tensor]:
+    """Every (sharded) weight of a module by its name, or its master, adapters left out.
+
+    to_set: They are changed in place, and `masters.round` called then.
+    """
     masters = masters or MasterWeights()
+    of = masters.to_set if to_set else masters.of
     held = model.state_dict(keep_vars=True)
-    return {name: masters.of(each).detach() for name, each in held.items() if not is_factor(name)}
+    return {name: of(each).detach() for name, each in held.items() if not is_factor(name)}
 
 
 @contextmanager

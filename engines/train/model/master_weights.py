@@ -3,11 +3,14 @@
 Masters are what an optimizer step changes, what a snapshot has and what float32 versions are made
 of. The device has their rounding, which is what FSDP makes of float32 weights before it gathers them
 for products in bfloat16: so all that is computed is the same to the bit.
+
+In place of a master there may be a remainder, the sixteen bits that it has besides its rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -16,36 +19,132 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from engines.train.model.fsdp import own_part
+from engines.train.optimizer_pieces import parts_of
 from engines.workers.pinned_memory import pin
+
+TIE = 1 << 15  # between two neighbours in bfloat16, in units of float32's last bit
+
+
+@dataclass(frozen=True, slots=True)
+class Remainder:
+    """What masters have besides their rounding to bfloat16."""
+
+    bits: Tensor  # int16, of the (sharded) parameter's shape
+    # By the first element of a piece of this rank's part: which of the piece's [ties], on the host.
+    ties: dict[int, Tensor] = field(default_factory=dict)
 
 
 class MasterWeights:
     """The masters of some (sharded) parameters; what has none is its own."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter] = (), device: str = "cpu") -> None:
-        """Those in bfloat16 among them get a master on a device, zeros until it is set."""
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter] = (),
+        device: str = "cpu",
+        remainders: bool = False,
+    ) -> None:
+        """Those in bfloat16 among them get a master on a device, zeros until it is set.
+
+        remainders: Matrices get a remainder in its place, and others a master, beside the parameter.
+        """
         rounded = [parameter for parameter in parameters if parameter.dtype == torch.bfloat16]
-        away = device == "cpu" and any(one.device.type == "cuda" for one in rounded)
-        fresh = torch.empty_like if away else torch.zeros_like
+        split = [one for one in rounded if remainders and one.ndim > 1]
+        whole = [one for one in rounded if not (remainders and one.ndim > 1)]
         self.gradients = GradientSums()
-        self._of = {one: fresh(one, device=device, dtype=torch.float32) for one in rounded}
+        self._remainders = {
+            one: Remainder(torch.zeros_like(one, dtype=torch.int16, requires_grad=False))
+            for one in split
+        }
+        self._to_round: dict[nn.Parameter, Tensor] = {}
+        away = not remainders and device == "cpu"
+        away = away and any(one.device.type == "cuda" for one in whole)
+        fresh = torch.empty_like if away else torch.zeros_like
+        self._of = {
+            one: fresh(one, device=one.device if remainders else device, dtype=torch.float32)
+            for one in whole
+        }
         if away:
             pin(self.tensors)
 
     def of(self, weight: Tensor) -> Tensor:
-        """The master of a parameter; any other tensor as it is."""
-        return self._of.get(weight, weight) if isinstance(weight, nn.Parameter) else weight
+        """The master of a parameter; any other tensor as it is. A copy where it has a remainder."""
+        if not isinstance(weight, nn.Parameter):
+            return weight
+        if weight not in self._remainders:
+            return self._of.get(weight, weight)
+        master = torch.empty_like(weight, device="cpu", dtype=torch.float32, requires_grad=False)
+        into, own = own_part(master)[0].view(-1), own_part(weight)[0].view(-1)
+        remainder = self._remainders[weight]
+        bits = own_part(remainder.bits)[0].view(-1)
+        for start, stop in parts_of(len(own)):
+            ties = remainder.ties.get(start)
+            into[start:stop].copy_(joined(own[start:stop], bits[start:stop], ties))
+        return master
+
+    def to_set(self, weight: Tensor) -> Tensor:
+        """The same, whose values are changed in place, for `round` to take."""
+        if not isinstance(weight, nn.Parameter) or weight not in self._remainders:
+            return self.of(weight)
+        if weight not in self._to_round:  # one that is tied has several names
+            self._to_round[weight] = self.of(weight)
+        return self._to_round[weight]
+
+    def beside(self, parameter: nn.Parameter) -> Tensor | Remainder | None:
+        """What a parameter has besides itself."""
+        return self._of.get(parameter, self._remainders.get(parameter))
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All masters; this rank's parts."""
-        return list(self._of.values())
+        """All masters and remainders; this rank's parts."""
+        return [*self._of.values(), *(one.bits for one in self._remainders.values())]
 
     @torch.no_grad()
     def round(self) -> None:
         """Set the device's weights by the masters, once these have been filled."""
         for parameter, master in self._of.items():
             own_part(parameter)[0].copy_(own_part(master)[0])
+        self.take()
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """`round` of what has a remainder, which is to be called again for what is set later."""
+        while self._to_round:
+            parameter, master = self._to_round.popitem()
+            own, remainder = own_part(parameter)[0].view(-1), self._remainders[parameter]
+            bits, values = own_part(remainder.bits)[0].view(-1), own_part(master)[0].view(-1)
+            for start, stop in parts_of(len(own)):
+                piece = values[start:stop].to(own.device)
+                remainder.ties[start] = split(piece, own[start:stop], bits[start:stop])
+
+
+@torch.no_grad()
+def split(masters: Tensor, rounded: Tensor, remainder: Tensor) -> Tensor:
+    """Set weights to their masters' nearest in bfloat16, and the remainder to what is left.
+
+    As integers, master = 2^16 rounded + remainder, with remainder in [-2^15, 2^15]. A tie goes to the
+    even neighbour, above or below, so both ends occur beside one weight, which is a number more than
+    sixteen bits hold: the upper end is written as the lower one, and returned.
+
+    Args:
+        masters: float32 [n], finite.
+        rounded: bfloat16 [n], written.
+        remainder: int16 [n], written.
+
+    Returns:
+        Which masters have 2^15, one of 2^17 at random: int64 [ties], on the host.
+    """
+    rounded.copy_(masters)
+    left = masters.view(torch.int32) - (rounded.view(torch.int16).to(torch.int32) << 16)
+    remainder.copy_(left)
+    return (left == TIE).nonzero().view(-1).cpu()
+
+
+def joined(rounded: Tensor, remainder: Tensor, ties: Tensor | None) -> Tensor:
+    """The masters, float32 [n], of what `split` made of them. ties: None before it did."""
+    bits = (rounded.detach().view(torch.int16).to(torch.int32) << 16).add_(remainder)
+    if ties is not None and len(ties):
+        bits[ties.to(bits.device)] += 2 * TIE
+    return bits.view(torch.float32)
 
 
 class GradientSums:

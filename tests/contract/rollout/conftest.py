@@ -38,7 +38,12 @@ def built(world: World) -> Iterator[Callable[[str], RolloutEngine]]:
 
 
 # What of vLLM waits for the slow suite: an engine of its own takes half a minute to start.
-SLOW_WITH_VLLM = ("test_segments.py", "test_resumable_generation.py", "test_turns.py")
+SLOW_WITH_VLLM = (
+    "test_segments.py",
+    "test_resumable_generation.py",
+    "test_thinking_budget.py",
+    "test_turns.py",
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before the slow ones are taken out

@@ -73,6 +73,13 @@ OPENED = THINKING.replace(
     "{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}"
 )
 
+# Qwen3's hybrids: without thinking the generation prompt has an empty thought.
+SWITCHED = THINKING.replace(
+    "{{ '<|im_start|>assistant\n' }}",
+    "{{ '<|im_start|>assistant\n' }}{% if enable_thinking is defined and not enable_thinking %}"
+    "{{ '<think>\n\n</think>\n\n' }}{% endif %}",
+)
+
 # Llama 3.1: heads of messages, contents without blanks around them, results of tools as JSON.
 HEADERS = """
 {{- '<|begin|>' -}}

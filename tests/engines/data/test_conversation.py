@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import string
+from collections import Counter
+from collections.abc import Callable
 from itertools import groupby
 
 import pytest
@@ -12,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from configs.data import DataConfig, FileSource
 from configs.model import PretrainedModel
-from engines.data.chat_template import Role, tokenize
+from engines.data.chat_template import VARIABLES, Role, tokenize
 from engines.data.conversation import Conversation
 from engines.models import checkpoints
 from storage.batches.columns import Author
@@ -23,6 +25,7 @@ from tests.engines.data.chat_templates import (
     OPENED,
     PLAIN,
     SPECIAL,
+    SWITCHED,
     THINKING,
     TOOLS,
     characters,
@@ -57,6 +60,10 @@ def settings(**given: object) -> DataConfig:
 
 def conversation(tokenizer: PreTrainedTokenizerFast, **given: object) -> Conversation:
     return Conversation(tokenizer, settings(**given))
+
+
+def as_rendered(template: str) -> Conversation:
+    return Conversation(characters(template), settings(), past_turns="as_rendered")
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
@@ -249,14 +256,107 @@ def test_templates_that_leave_earlier_turns_alone(make: type, template: str) -> 
 
 
 @pytest.mark.parametrize("template", [THINKING, OPENED])
-def test_templates_that_remove_thoughts_are_refused(template: str) -> None:
-    talk = conversation(characters(template))
+def test_templates_that_remove_thoughts_are_refused_by_setting(template: str) -> None:
+    talk = Conversation(characters(template), settings(), past_turns="as_rendered")
     with pytest.raises(ValueError) as caught:
         talk.check()
     said = str(caught.value)
     assert said.startswith("The chat template removes or rewrites thoughts of earlier turns")
-    assert said.endswith("Set data.template = plain, or use a model with another chat template.")
+    assert said.endswith("Set episodes.past_turns = as_sampled, or data.template = plain.")
     talk.check(("tool",))  # after results of tools it keeps them
+
+
+@pytest.mark.parametrize("template", [THINKING, OPENED])
+@pytest.mark.parametrize("make", [characters, merging])
+def test_what_was_sampled_stands_where_the_template_removes_thoughts(
+    make: Callable[[str], PreTrainedTokenizerFast], template: str
+) -> None:
+    tokenizer = make(template)
+    talk = conversation(tokenizer)
+    talk.check()
+    assert talk.rewrites
+    ids = list(talk.prompts([{"question": "1+1?"}]).prompt_ids[0])
+    text = tokenizer.decode(ids)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    opened = "" if template is THINKING else "<think>\n"
+    past = []
+    for thought, answer, told in [("one", "2", "no"), ("two", "3", "yes")]:
+        written = f"{'' if opened else '<think>'}{thought}</think>{answer}"
+        turn = [*encode(tokenizer, written), end]
+        delta = talk.delta(told, ended=True, last=end)
+        ids += [*turn, *delta.ids]
+        text += f"{written}<|im_end|>\n<|im_start|>user\n{told}<|im_end|>\n<|im_start|>assistant\n"
+        text += opened
+        past.append((opened + written, told))
+    assert tokenizer.decode(ids) == text
+    start = len(talk.prompts([{"question": "1+1?"}]).prompt_ids[0])
+    # The template lacks both thoughts and their tags, and the words that opened the second.
+    rendered = tokenizer.apply_chat_template(
+        [
+            {"role": role, "content": content}
+            for a, b in past
+            for role, content in (("assistant", a), ("user", b))
+        ],
+        add_generation_prompt=True,
+        tokenize=False,
+    ).removeprefix("<|im_start|>assistant\n")  # the prompt's
+    lost = Counter(ids[start:]) - Counter(encode(tokenizer, rendered))
+    share = talk.rewritten(ids[start:], past, "user")
+    assert share == pytest.approx(lost.total() / len(ids[start:]))
+    assert 0.05 < share < 0.6
+    assert talk.rewritten([], [], "user") == 0.0
+
+
+def test_a_template_that_keeps_the_past_has_no_drift() -> None:
+    tokenizer = characters(TOOLS)
+    talk = conversation(tokenizer)
+    talk.check()
+    assert not talk.rewrites
+    assert talk.rewritten(encode(tokenizer, "whatever"), [("what", "ever")], "user") == 0.0
+
+
+def test_variables_of_the_template() -> None:
+    tokenizer = characters(SWITCHED)
+    talk = conversation(tokenizer, chat_template_kwargs={"enable_thinking": False})
+    talk.check()
+    without, row = (
+        {"question": "1+1?"},
+        {"question": "1+1?", VARIABLES: {"enable_thinking": True}},
+    )
+    closed, opened = (tokenizer.decode(ids) for ids in talk.prompts([without, row]).prompt_ids)
+    head = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+    assert (closed, opened) == (f"{head}<think>\n\n</think>\n\n", head)
+    told = "<|im_end|>\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n"
+    for one, tail in ((without, "<think>\n\n</think>\n\n"), (row, "")):
+        delta = talk.for_row(one).delta("no", ended=False, last=None)
+        assert tokenizer.decode(delta.ids) == told + tail
+    assert talk.for_row(row) is talk.for_row(dict(row)) and talk.for_row(without) is talk
+    with pytest.raises(ValueError, match="holds 'no': it takes an object"):
+        talk.prompts([{"question": "1+1?", VARIABLES: "no"}])
+    with pytest.raises(ValueError, match="names messages, which Refrain sets itself"):
+        talk.prompts([{"question": "1+1?", VARIABLES: {"messages": []}}])
+    with pytest.raises(ValueError, match="names tokenize, which Refrain sets itself"):
+        settings(chat_template_kwargs={"tokenize": True})
+    with pytest.raises(ValueError, match=r"data.template is\s+plain"):
+        settings(chat_template_kwargs={"enable_thinking": True}, template="plain")
+
+
+@pytest.mark.parametrize("template", [*STABLE, THINKING, OPENED, None])
+def test_an_answer_begins_with_the_prefill(template: str | None) -> None:
+    tokenizer = characters(template)
+    form = "plain" if template is None else "chat"
+    plain, talk = (
+        conversation(tokenizer, template=form, **given) for given in ({}, {"prefill": "ab:"})
+    )
+    talk.check()
+    row = {"question": "1+1?"}
+    (was,), (ids,) = plain.prompts([row]).prompt_ids, talk.prompts([row]).prompt_ids
+    assert tokenizer.decode(ids) == tokenizer.decode(was) + "ab:"
+    if template is not None:
+        given = {"ended": False, "last": None}
+        without, delta = plain.delta("no", **given), talk.delta("no", **given)
+        assert tokenizer.decode(delta.ids) == tokenizer.decode(without.ids) + "ab:"
+        assert delta.authors[-3:] == [Author.TEMPLATE] * 3
 
 
 def test_other_drift_is_refused() -> None:
@@ -270,10 +370,11 @@ def test_other_drift_is_refused() -> None:
     with pytest.raises(
         ValueError, match="rewrites what was said of earlier turns: after two turns"
     ):
-        conversation(characters(forgetting)).check(("user",))
+        as_rendered(forgetting).check(("user",))
+    conversation(characters(forgetting)).check(("user",))
     silent = conversation(characters(PLAIN.replace("message['content']", "'…'")))
     with pytest.raises(ValueError, match="rewrites what was said of earlier turns: after one turn"):
-        silent.check(("user",))
+        as_rendered(PLAIN.replace("message['content']", "'…'")).check(("user",))
     with pytest.raises(ValueError, match="leaves out what the model said"):
         silent.delta("a", ended=True, last=None)
     mute = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
@@ -287,7 +388,7 @@ def test_tools_that_move_are_refused() -> None:
     talk = conversation(characters(INST))
     talk.check()
     with pytest.raises(ValueError, match="rewrites what was said of earlier turns: after one turn"):
-        talk.with_tools([ADD]).check()
+        Conversation(characters(INST), settings(), [ADD], "as_rendered").check()
 
 
 def test_a_tokenizer_that_adds_blanks_is_refused() -> None:

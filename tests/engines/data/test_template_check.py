@@ -181,14 +181,14 @@ def test_a_row_that_a_template_refuses_is_named(
     read = chat_template(model(tiny, tmp_path, template))
     assert read is not None
     with pytest.raises(ValueError) as refused:
-        rendered(read, prompts, data(**changes), "rows")
+        rendered(read, prompts, [{}] * len(prompts), data(**changes), "rows")
     assert str(refused.value) == said
 
 
 def test_a_beginning_that_the_template_leaves_is_gone_on_with(tiny: Path, tmp_path: Path) -> None:
     template = chat_template(model(tiny, tmp_path, STRIP))
     assert template is not None
-    assert rendered(template, [OPEN], data(), "rows") == ["1\n<think>\n"]
+    assert rendered(template, [OPEN], [{}], data(), "rows") == ["1\n<think>\n"]
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ def fsdp(
         {"mini_batches": 2, "epochs": 2},
         {"tree_training": True},
         {"optimizer_dtype": "bfloat16"},
+        {"optimizer_dtype": "8bit"},
         {"compute_dtype": "bfloat16"},
     ],
     ids=str,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from configs.train import TrainConfig
-from engines.train import adamw
+from engines.train import adamw, optimizer_pieces
 from engines.train.adamw import MOMENTS, FetchingAdamW, make_adamw
 from engines.train.model.fsdp import own_part, shard
 from engines.train.model.master_weights import MasterWeights
@@ -27,7 +27,7 @@ STEPS = 4
 
 @pytest.fixture(params=[64, 1024, 2**25])
 def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(adamw, "PIECE", request.param)
+    monkeypatch.setattr(optimizer_pieces, "PIECE", request.param)
     return int(request.param)
 
 
@@ -112,7 +112,7 @@ def test_moments_in_bfloat16_are_the_same_wherever_they_lie(
 def test_a_piece_waits_for_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes into a place of the device has its turn, and what was there has gone."""
     seen: list[tuple[str, int]] = []
-    monkeypatch.setattr(adamw, "PIECE", 1024)
+    monkeypatch.setattr(optimizer_pieces, "PIECE", 1024)
     monkeypatch.setattr(FetchingAdamW, "_is_away", staticmethod(away))
     for name in ("fetching", "using", "writing"):
 

@@ -67,7 +67,14 @@ def trained(folder: Path, rank: int, world: int, port: int, away: bool, **train:
     [
         {},
         {"optimizer_dtype": "bfloat16"},
+        {"optimizer_dtype": "8bit"},
         {"compute_dtype": "bfloat16", "weights_dtype": "bfloat16"},
+        {
+            "compute_dtype": "bfloat16",
+            "weights_dtype": "bfloat16",
+            "master_weights": "remainder",
+            "optimizer_dtype": "8bit",
+        },
     ],
 )
 def test_weights_gradients_and_optimizer_come_back_the_same(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from engines.failures import InfrastructureError, NoProgress
 from engines.start_progress import StartProgress, heard_by, report, reporting_growth
 from engines.workers.calls import build
+from engines.workers.start_phases import running_calls, start_phases
 from tests.engines.workers.dummies import slow
 
 BOUND = 1.5  # seconds
@@ -57,3 +59,18 @@ def test_a_log_that_grows_is_progress(tmp_path: Path, monkeypatch: pytest.Monkey
         while "compiling" not in progress.phase and time.monotonic() < until:
             time.sleep(0.01)
     assert progress.phase == 'starting: 15 bytes, last "INFO compiling"'
+
+
+@pytest.mark.cluster
+def test_what_a_worker_is_at_is_seen_while_it_works(cluster, solo) -> None:
+    with ThreadPoolExecutor(1) as beside:
+        started = beside.submit(build, cluster, solo, "slow", slow(5, 0.3), deadline=30.0)
+        seen: dict[str, str] = {}
+        while not started.done() and not seen:
+            seen = start_phases(cluster)
+            of_pool = running_calls(cluster, ["solo"])
+        assert started.result().fresh
+    assert set(seen) == {"solo-0"}
+    assert seen["solo-0"].startswith("loading weights: ")
+    assert [call.role for call in of_pool["solo-0"]] == ["slow"]
+    assert running_calls(cluster, ["solo"]) == {"solo-0": ()}, "nothing is under way any more"

@@ -225,3 +225,23 @@ def test_one_that_ran_out_long_ago_or_let_go_is_not_waited_for(
     world = World(run, monkeypatch, ahead=-300.0)
     world.first.release()
     assert world.second().epoch == 2 and world.seconds == 0
+
+
+def test_who_takes_a_run_at_once_watches_a_lease_that_ran_out_by_the_clock_alone(
+    run: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(run, monkeypatch, ahead=300.0)
+
+    def take() -> RunLease:
+        return RunLease.acquire(
+            run, "second", clock=lambda: 1e6 + world.seconds + 300.0, sleep=world._sleep
+        )
+
+    world.dies = 1000.0
+    with pytest.raises(LeaseHeld, match="renews its lease, though by the clock here it ran out"):
+        take()
+    assert world.seconds == 20
+    world.first.renew()
+    world.dies = 0.0
+    assert take().epoch == 2
+    assert world.seconds == 50, "half of the ttl without a renewal"

@@ -21,8 +21,11 @@ import pytest
 
 from flows import curves
 from storage.objects.store import Store
+from storage.runs.live import End, write_end
 from storage.runs.run_store import RunStore
 from tests.storage.audit import small_run
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -35,8 +38,8 @@ def store(tmp_path: Path) -> Store:
     return store
 
 
-def export(store: Store, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["curves", "run", *words, f"store.uri={store.uri}"])
+def export(store: Store, monkeypatch: pytest.MonkeyPatch, *words: str, run: str = "run") -> int:
+    monkeypatch.setattr(sys, "argv", ["curves", run, *words, f"store.uri={store.uri}"])
     return curves.main()
 
 
@@ -53,64 +56,86 @@ def test_a_table_has_a_line_for_each_step(
 
 
 class Wandb:
-    """A page that notes what it is told."""
+    """A page on a server that notes what it is told."""
 
-    url = "https://wandb.ai/refrain/run"
+    url, offline = "https://wandb.ai/refrain/run", False
 
     def __init__(self) -> None:
         self.begun: dict[str, Any] = {}
-        self.logged: list[tuple[int, dict[str, float]]] = []
-        self.finished = False
+        self.logged: list[dict[str, float]] = []
+        self.finished = 0
+        self.errors, self.Settings = SimpleNamespace(), SimpleNamespace
+
+    @property
+    def summary(self) -> dict[str, float]:
+        return self.logged[-1]
+
+    @property
+    def resumed(self) -> bool:
+        return bool(self.logged)
 
     def init(self, **named: Any) -> Wandb:
         self.begun = named
         return self
 
-    def log(self, metrics: dict[str, float], step: int) -> None:
-        self.logged.append((step, metrics))
+    def define_metric(self, name: str, step_metric: str) -> None:
+        """Nothing."""
 
-    def finish(self) -> None:
-        self.finished = True
+    def log(self, metrics: dict[str, float]) -> None:
+        self.logged.append(metrics)
+
+    def finish(self, exit_code: int) -> None:
+        self.finished += 1
 
 
-def test_weights_and_biases_has_a_run_of_the_same_id(
+def test_weights_and_biases_has_a_run_of_the_same_id_and_each_step_once(
     store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = Wandb()
     monkeypatch.setitem(sys.modules, "wandb", page)
-    assert export(store, monkeypatch, "--to", "wandb", "--project", "p") == 0
+    for _ in range(2):
+        assert export(store, monkeypatch, "--to", "wandb", "--project", "p") == 0
     assert (page.begun["id"], page.begun["project"], page.begun["resume"]) == ("run", "p", "allow")
-    assert page.begun["config"] == {"seed": 1}
-    assert [(step, metrics["reward/mean"]) for step, metrics in page.logged] == [
-        (1, 0.25),
-        (2, 0.5),
-    ]
-    assert page.finished
+    assert page.begun["config"] == {"seed": 1, "refrain": {"run": "run"}}
+    assert [(one["step"], one["reward/mean"]) for one in page.logged] == [(1, 0.25), (2, 0.5)]
+    assert page.finished == 2
     assert Wandb.url in capsys.readouterr().out
 
 
 def test_trackio_has_the_run_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: dict[str, list[int]] = {}
 
-    def init(project: str, name: str, **named: object) -> None:
+    def init(project: str, name: str, **named: object) -> SimpleNamespace:
         assert name not in runs, "the earlier export is there still"
         runs[name] = []
+        log = lambda metrics, step: runs[name].append(step)  # noqa: E731
+        return SimpleNamespace(_next_step=0, log=log, finish=lambda: None)
 
     def found(project: str) -> list[SimpleNamespace]:
         if not runs:
             raise ValueError(f"Project '{project}' does not exist")
         return [SimpleNamespace(name=name, delete=lambda n=name: runs.pop(n)) for name in [*runs]]
 
-    stand_in = SimpleNamespace(
-        Api=lambda: SimpleNamespace(runs=found),
-        init=init,
-        log=lambda metrics, step: runs["run"].append(step),
-        finish=lambda: None,
-    )
+    stand_in = SimpleNamespace(Api=lambda: SimpleNamespace(runs=found), init=init)
     monkeypatch.setitem(sys.modules, "trackio", stand_in)
     for _ in range(2):
         assert export(store, monkeypatch, "--to", "trackio") == 0
     assert runs == {"run": [1, 2]}
+
+
+def test_a_run_that_writes_there_itself_is_left_to_do_so(
+    store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    live = RunStore(store, "live")
+    live.write_run({"config": {"tracking": {"also": ["wandb"]}}, "code": "0.1.0", "flow": "f:f"})
+    small_run.take(live, 1, None, metrics={"reward/mean": 0.25})
+    page = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", page)
+    assert export(store, monkeypatch, "--to", "wandb", run="live") == 2
+    assert "live has not ended, and writes to wandb itself" in capsys.readouterr().err
+    assert export(store, monkeypatch, "--to", "wandb", "--project", "p", run="live") == 0
+    write_end(live, End(step=1))
+    assert export(store, monkeypatch, "--to", "wandb", run="live") == 0
 
 
 def export_elsewhere(store: Store, home: Path, to: str, **variables: str) -> None:
@@ -118,7 +143,8 @@ def export_elsewhere(store: Store, home: Path, to: str, **variables: str) -> Non
     words = ["run", "--to", to, "--project", "p", f"store.uri={store.uri}"]
     done = subprocess.run(
         [sys.executable, "-m", "flows.curves", *words],
-        env={**os.environ, "HOME": str(home), **variables},
+        cwd=home,
+        env={**os.environ, "HOME": str(home), "PYTHONPATH": str(ROOT), **variables},
         capture_output=True,
         text=True,
         timeout=240,
@@ -146,6 +172,17 @@ def test_the_real_trackio_has_each_step_once(store: Store, tmp_path: Path) -> No
     assert first == (1, {"reward/mean": 0.25, "committed_at": 1e9 + 1})
     assert second == (2, {"reward/mean": 0.5, "train/loss": 0.1, "committed_at": 1e9 + 2})
     assert [json.loads(config)["seed"] for (config,) in settings] == [1]
+
+
+@pytest.mark.skipif(find_spec("tensorboard") is None, reason="needs the extra tensorboard")
+def test_the_real_tensorboard_has_each_step_once(store: Store, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for _ in range(2):
+        export_elsewhere(store, tmp_path, "tensorboard")
+    events = EventAccumulator(str(tmp_path / ".refrain/tensorboard/p/run"))
+    events.Reload()
+    assert [(one.step, one.value) for one in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
 
 
 @pytest.mark.parametrize(

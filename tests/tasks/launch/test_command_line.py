@@ -59,6 +59,16 @@ def test_help_on_a_topic_answers_at_once(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr.split(".")[0]) == (2, "nothing")
 
 
+def test_a_command_has_one_form_wherever_it_is_named() -> None:
+    """`python -m flows.NAME` goes on working; people are told of `refrain NAME` alone."""
+    root = FLOWS.parent
+    folders = ("configs", "engines", "examples", "flows", "storage", "tasks")
+    files = [path for folder in folders for path in (root / folder).rglob("*.py")]
+    assert len(files) > 600
+    named = {path for path in files if "python -m flows." in path.read_text()}
+    assert named == {root / "flows/__main__.py"}, "which says that it is the same"
+
+
 @pytest.mark.parametrize("words", [[], ["steps=3"], ["--check"]])
 def test_a_flow_asks_for_a_recipe(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["grpo", *words]) == 2
@@ -143,7 +153,8 @@ def test_a_check_says_what_was_decided_and_what_was_decided_for_another_cpu(tmp_
     )
     assert done.returncode == 0, done.stderr
     new, resumed = done.stdout.split("and a run would start.")[:2]
-    assert "settings   rollout.dtype = float32: this CPU is slow in bfloat16\n" in new
+    decided = "Decided for this machine\n  rollout.dtype = float32: this CPU is slow in bfloat16\n"
+    assert decided in new
     assert "bfloat16 is what the run has" not in new
-    assert "settings" not in resumed.replace("the settings are good", "")
-    assert "warning    rollout.dtype = bfloat16 is what the run has" in resumed
+    assert "Decided for this machine" not in resumed
+    assert "Warnings\n  rollout.dtype = bfloat16 is what the run has" in resumed

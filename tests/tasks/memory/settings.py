@@ -51,4 +51,5 @@ def settings(*given: str) -> GRPOConfig:
 
 def plan(config: GRPOConfig) -> list[str]:
     """The lines of a run's memory plan, with what its features add."""
-    return check_memory(config, tuple(one.holders for one in features_of(config)))
+    found = check_memory(config, tuple(one.holders for one in features_of(config)))
+    return [one.line for one in found]

@@ -17,9 +17,9 @@ from tasks.reporting.listeners import evaluation_listeners, reporting_on
 from tasks.reporting.terminal import Terminal
 from tasks.run import events
 from tasks.run.events import (
-    AttemptBegan,
     AttemptFailed,
     BackFillBegan,
+    BackFillEnded,
     CommitEvent,
     Event,
     Listeners,
@@ -60,8 +60,8 @@ def test_somebody_hears_every_fact(tmp_path: Path) -> None:
         if isinstance(one, type) and issubclass(one, Event) and one not in (Event, CommitEvent)
     }
     assert len(facts_told) > 20
-    assert heard(reports.listeners) == facts_told - {BackFillBegan}
-    assert {Note, AttemptBegan, AttemptFailed, BackFillBegan, VersionEvaluated} <= heard(evaluation)
+    assert heard(reports.listeners) == facts_told - {BackFillBegan, BackFillEnded}
+    assert {Note, AttemptFailed, BackFillBegan, VersionEvaluated} <= heard(evaluation)
 
 
 def test_automations_hear_of_a_back_fill_whose_calls_fail(tmp_path: Path, monkeypatch: Any) -> None:

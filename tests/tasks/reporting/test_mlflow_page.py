@@ -139,7 +139,7 @@ def test_retention_keeps_every_version_until_the_registry_has_been_asked(
     begun = threading.Event()
     writer.start = lambda tracked: begun.wait(10)
     writer.last_step, writer.registered = 4, lambda: {2: "1"}
-    monkeypatch.setattr(RunTracker, "_tracked", lambda tracker: None)
+    monkeypatch.setattr(mlflow_page, "tracked_run", lambda facts: None)
     tracker.engines_ready(EnginesReady(last=record(4), snapshot=False))
     assert tracker.registered == {0: None, 2: None, 4: None}
     begun.set()
@@ -163,7 +163,7 @@ def test_what_the_registry_does_not_need_is_let_go_once_it_has_been_asked(
     ]
     writer.tag_removed = told.append
     writer.start, writer.registered = lambda tracked: None, dict
-    monkeypatch.setattr(RunTracker, "_tracked", lambda tracker: None)
+    monkeypatch.setattr(mlflow_page, "tracked_run", lambda facts: None)
     tracker.engines_ready(EnginesReady(last=None, snapshot=False))
     for step in (1, 2, 3, 4):
         tracker.step_committed(committed(step, True, {}))
@@ -196,7 +196,7 @@ def test_a_resumed_run_ends_what_a_dead_process_had_begun_to_remove(
     writer.tag_removed, writer.take_back = gone.append, back.append
     writer.start, writer.registered = lambda tracked: None, lambda: {4: "1", 6: "2"}
     writer.last_step = 6
-    monkeypatch.setattr(RunTracker, "_tracked", lambda tracker: None)
+    monkeypatch.setattr(mlflow_page, "tracked_run", lambda facts: None)
     tracker.engines_ready(EnginesReady(last=record(6), snapshot=False))
     assert tracker.model_name == "tiny"  # all has been written
     assert (gone, back) == ([[2]], [[4]])

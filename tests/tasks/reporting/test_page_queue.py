@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from storage.tracking.connection import TrackingAddress, TrackingError
+from storage.tracking.connection import TrackerUnusable, TrackingAddress, TrackingError
 from storage.tracking.machine_samples import MachineSample
 from tasks.reporting import page_queue
 from tasks.reporting.machine_watch import MachineWatch
@@ -120,6 +120,37 @@ def test_a_run_that_ends_waits_for_a_server_that_is_away_so_long_and_no_longer(
     queue.close(0.3)
     assert "has not heard of all (2 writes are left)" in told[-1]
     assert "written when the run goes on" in told[-1]
+
+
+def test_a_run_that_ends_waits_for_a_slow_tracker_so_long_and_no_longer(
+    queue: PageQueue, told: list[str]
+) -> None:
+    begin(queue)
+    for step in range(200):
+        queue.add(f"Step {step}", lambda: time.sleep(0.05))
+    began = time.monotonic()
+    queue.close(10.0, most=0.5)
+    assert time.monotonic() - began < 5
+    assert "writes are left): it took longer than 0.5 s. The store has all of it" in told[-1]
+
+
+def test_a_tracker_that_cannot_be_used_is_told_once_and_never_asked_again(
+    queue: PageQueue, told: list[str]
+) -> None:
+    asked: list[str] = []
+
+    def unusable() -> None:
+        asked.append("start")
+        raise TrackerUnusable("MLflow takes no run: no key.")
+
+    queue.add("Step 1", lambda: asked.append("step 1"))
+    begin(queue, unusable)
+    while not told:
+        time.sleep(0.02)
+    queue.add("Step 2", lambda: asked.append("step 2"))
+    queue.close(10.0)
+    assert asked == ["start"]
+    assert told == ["MLflow takes no run: no key. The run goes on without MLflow."]
 
 
 def test_machines_are_looked_at_and_samples_wait_for_mlflow(queue: PageQueue) -> None:

@@ -40,7 +40,7 @@ from tasks.run.events import (
     ShardSampled,
     StepCommitted,
 )
-from tasks.run.machinery import Machinery, PoolState, RoleLoad
+from tasks.run.machinery import Machinery, PoolState, RoleLoad, Work
 from tests.ports import free_port
 from tests.tasks.reporting.test_listeners import facts_in
 
@@ -86,9 +86,7 @@ def machinery(**workers: WorkerMetrics) -> Machinery:
 
 
 def began(look: Callable[[], Machinery | None]) -> RunBegan:
-    return RunBegan(
-        steps=9, head=0, fresh=0, last=None, drawn_tokens=dict, look=look, machines=list
-    )
+    return RunBegan(steps=9, head=0, fresh=0, last=None, at_work=Work, look=look, machines=list)
 
 
 def commit(step: int, **metrics: float) -> Any:

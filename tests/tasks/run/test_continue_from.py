@@ -27,7 +27,9 @@ from storage.tracking.registry import Registry
 from storage.tracking.tracked_run import TrackedData, TrackedRun
 from storage.tracking.tracker import Tracker
 from tasks.run.continue_from import NothingNew, beginning, first_cursor, fresh_rows
+from tasks.run.forking import check_state_fits
 from tasks.run.opening import open_run
+from tasks.run.resuming import differing, may_change
 
 
 def write(folder: Path, numbers: range) -> PromptSource:
@@ -231,3 +233,22 @@ def test_a_run_with_steps_left_wants_the_data_that_it_drew(
     with pytest.raises(ConfigError, match="data has changed since .* 6 rows .* 9 rows .* Restore"):
         open_run("flows.grpo:grpo", more, resume=parent.run)
     assert open_run("flows.grpo:grpo", done, resume=parent.run).resumed  # it draws nothing
+
+
+@pytest.mark.parametrize(("was", "now"), [("8bit", "float32"), ("bfloat16", "8bit")])
+def test_moments_of_another_kind_are_refused_by_name(tmp_path: Path, was: str, now: str) -> None:
+    before, config = (settings(tmp_path, f"train.optimizer_dtype={dtype}") for dtype in (was, now))
+    said = f"of train.optimizer_dtype = {was}, and train.optimizer_dtype = {now} has other moments"
+    with pytest.raises(ConfigError, match=f"{said}.*continue_state = weights"):
+        check_state_fits(config, before, "parent@2")
+    check_state_fits(before, before, "parent@2")
+
+
+def test_masters_in_another_form_are_the_same_state(tmp_path: Path) -> None:
+    words = ("train.compute_dtype=bfloat16", "train.weights_dtype=bfloat16")
+    before = settings(tmp_path, *words)
+    remainders = settings(tmp_path, *words, "train.master_weights=remainder")
+    check_state_fits(remainders, before, "parent@2")
+    changed = differing(before.model_dump(mode="json"), remainders.model_dump(mode="json"))
+    assert changed == ["train.master_weights"]
+    assert all(map(may_change, changed))

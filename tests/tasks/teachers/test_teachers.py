@@ -115,7 +115,7 @@ def test_a_teacher_in_vllm_is_checked_as_an_engine_that_samples(
     config = load_recipe(DistillConfig, "tiny", [*teacher, f"store.uri={tmp_path}", *words])
     if said is None:
         found = {one.check: one.found for one in check(config) if one.check != "memory"}
-        assert "vllm" in found["packages"] and "teacher t in vLLM in float32" in found["devices"]
+        assert "vllm" in found["packages"] and "teacher t in vLLM in float32" in found["rollout"]
         return
     with pytest.raises(PreflightError, match="^[^\n]+$") as error:
         check(config)

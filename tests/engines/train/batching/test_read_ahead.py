@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engines.start_progress import StartProgress, heard_by
 from engines.train.batching import read_ahead as module
 from engines.train.batching.micro_batch import MicroBatch, read_micro_batch
 from engines.train.batching.read_ahead import read_ahead
@@ -29,6 +30,15 @@ def test_micro_batches_come_in_their_order(tmp_path: Path) -> None:
         assert torch.equal(one.columns["advantages"], other.columns["advantages"])
     with read_ahead(store, batch, [], [], CPU) as micros:
         assert list(micros) == []
+
+
+def test_who_looks_on_knows_which_one_is_used(tmp_path: Path) -> None:
+    batch, store = stored(tmp_path, samples(), "batch"), Store(str(tmp_path / "store"))
+    progress, phases = StartProgress(), []
+    with heard_by(progress), read_ahead(store, batch, PARTS, [], CPU) as micros:
+        for _ in micros:
+            phases.append(progress.phase)
+    assert phases == [f"micro-batch {number} of 4" for number in (1, 2, 3, 4)]
 
 
 def test_the_next_is_read_while_one_is_used_and_no_more(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -25,6 +25,7 @@ from configs.model import PretrainedModel
 from configs.train import TrainConfig
 from engines.critic.engine import CriticRank
 from engines.models.checkpoints import load_for_training
+from engines.train.checkpoint import Computed
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model import expert_parallel
 from engines.train.model.expert_parallel import (
@@ -91,7 +92,11 @@ def learn(
     engine = engine_in(folder, family, run, **train)
     engine.join(rank, world, "127.0.0.1", ports[0], 1, 60.0)
 
-    def whole(state: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    def whole(engine: FSDPEngine) -> dict[str, np.ndarray]:
+        state = {
+            name: one.values() if isinstance(one, Computed) else one
+            for name, one in engine._state().items()
+        }
         parts = {name: gather(one, None, 0, dist.group.WORLD) for name, one in state.items()}
         return {name: one.numpy().copy() for name, one in parts.items() if one is not None}
 
@@ -102,12 +107,12 @@ def learn(
     began, logprobs = engine.digest(), engine.score([list(one) for one in TOKENS], [2, 1])
     first = make_step(engine, 1)
     engine.save_state(1)
-    state = whole(engine._state())
+    state = whole(engine)
     stored_state = engine.digest()
     engine.offload()
     engine.onload()
     second = make_step(engine, 2)
-    weights, digest = whole(engine._state()), engine.digest()
+    weights, digest = whole(engine), engine.digest()
     engine.load_state(1)
     make_step(engine, 2)
     replayed = engine.digest()
@@ -263,7 +268,9 @@ def test_what_changes_what_is_held_changes_no_bit(
     plain = digest()
     assert {name: digest(**train) for name, train in SAME.items()} == dict.fromkeys(SAME, plain)
     rounded = digest(compute_dtype="bfloat16")
-    assert digest(compute_dtype="bfloat16", weights_dtype="bfloat16") == rounded != plain
+    halves: dict[str, Any] = {"compute_dtype": "bfloat16", "weights_dtype": "bfloat16"}
+    assert digest(**halves) == rounded != plain
+    assert digest(**halves, master_weights="remainder") == rounded
 
 
 @pytest.mark.slow

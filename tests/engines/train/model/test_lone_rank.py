@@ -12,6 +12,7 @@ from engines.train import building
 from engines.train.fsdp_engine import FSDPEngine
 from tests.engines.train.conftest import Make
 from tests.engines.train.model.test_master_weights import MULTIPLIED, ROUNDED, update
+from tests.engines.train.model.test_remainders import REMAINDERS
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def test_it_goes_away_and_comes_back_with_its_masters(
     assert plain.digest() == before
 
 
-@pytest.mark.parametrize("settings", [{"compute_dtype": "float32"}, ROUNDED])
+@pytest.mark.parametrize("settings", [{"compute_dtype": "float32"}, ROUNDED, REMAINDERS])
 def test_other_formats_too(
     tmp_path: Path, make: Make, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,13 +35,15 @@ def update(engine: FSDPEngine, folder: Path, step: int) -> str:
     return engine.digest()
 
 
+@pytest.mark.parametrize("masters", ["float32", "remainder"])
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])
 def test_versions_and_snapshots_are_those_of_float32_weights(
-    tmp_path: Path, join: Join, lora: LoraConfig | None
+    tmp_path: Path, join: Join, lora: LoraConfig | None, masters: str
 ) -> None:
+    settings = {"whole": MULTIPLIED, "rounded": {**ROUNDED, "master_weights": masters}}
     whole, rounded = (
         join(spec(tmp_path, run=run, **given).model_copy(update={"lora": lora}))
-        for run, given in (("whole", MULTIPLIED), ("rounded", ROUNDED))
+        for run, given in settings.items()
     )
     assert whole.digest() == rounded.digest()  # as loaded
     assert update(whole, tmp_path, 1) == update(rounded, tmp_path, 1)
@@ -62,8 +64,10 @@ def test_versions_and_snapshots_are_those_of_float32_weights(
     assert update(rounded, tmp_path, 2) == after
 
 
-def test_a_version_is_taken_with_all_its_digits(tmp_path: Path, make: Make) -> None:
-    whole, rounded = make(run="whole", **MULTIPLIED), make(run="rounded", **ROUNDED)
+@pytest.mark.parametrize("masters", ["float32", "remainder"])
+def test_a_version_is_taken_with_all_its_digits(tmp_path: Path, make: Make, masters: str) -> None:
+    whole = make(run="whole", **MULTIPLIED)
+    rounded = make(run="rounded", master_weights=masters, **ROUNDED)
     wanted = update(whole, tmp_path, 1)
     rounded.load_weights(whole.export_weights(1, "float32"), 1)
     assert rounded.digest() == wanted
@@ -91,6 +95,15 @@ def test_it_is_what_is_proposed_for_weights_that_a_device_cannot_hold() -> None:
     ):
         assert "weights_dtype" not in given
         assert "workers" in given
+
+
+def test_remainders_are_proposed_for_masters_that_do_not_fit() -> None:
+    held, train = {"master weights": 4, "weights": 2}, TrainConfig()
+    said = "Set train.weights_dtype = bfloat16 and train.master_weights = remainder"
+    for memory in ("device", "host"):
+        assert said in setting_for_less(train, memory, held)
+    halves = train.model_copy(update={"master_weights": "remainder"})
+    assert "master_weights" not in setting_for_less(halves, "device", held)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,336 @@
+"""What the board shows of a run, as records for JSON: read from the store when it is asked for."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage.audit import lineage
+from storage.audit.all_curves import Point, committed_points, with_evaluations
+from storage.audit.sample_origins import SampleOrigin
+from storage.audit.transcripts import Transcript, texts_of, tokenizer_of
+from storage.batches.refs import BatchRef
+from storage.evaluations.results import notes_of
+from storage.objects.errors import ObjectDamaged, ObjectMissing
+from storage.runs.commit_log import head
+from storage.runs.live import is_done, read_end, state_of
+from storage.runs.origins import committer, origin_of, start_of
+from storage.runs.run_lease import holder_of
+from storage.runs.run_store import RunStore
+from tasks.board.pictures import form_of, frames_of, is_picture, png
+from tasks.board.token_values import token_authors, token_numbers, token_texts
+from tasks.commands.samples import bounds, pattern_of
+from tasks.commands.stored_samples import (
+    StoredSamples,
+    samples_of_evaluation,
+    samples_of_step,
+)
+
+PAGE = 25  # samples, or groups, of a page
+PREVIEW = 240  # characters of a text in a list
+KNOWN = 8  # steps whose rewards are kept in memory
+DRAWS = 40  # samples of a row of the data that are named
+
+Record = dict[str, object]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """Which samples of a step are asked for; the texts are as the command `samples` takes them."""
+
+    of: str  # a step, or SUITE@VERSION
+    order: str = "best"  # best, worst or stored
+    status: str = ""  # ok, truncated or failed; empty: any
+    reward: str = ""  # LOW:HIGH
+    search: str = ""  # regular expression
+    group: str = ""
+    page: int = 0
+
+
+@dataclass(slots=True)
+class RunView:
+    """A stored run, as far as it has been looked at. Several threads may ask."""
+
+    files: RunStore
+    _points: list[Point] = field(default_factory=list)  # of the committed steps
+    _samples: OrderedDict[str, StoredSamples] = field(default_factory=OrderedDict)
+    _reads_curves: threading.Lock = field(default_factory=threading.Lock)
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # of the samples
+
+    def run(self) -> Record:
+        """What the run is, and how far it is."""
+        files = self.files
+        done, end = head(files) or start_of(files), read_end(files)
+        finished, running = is_done(files, done), holder_of(files) is not None
+        back = None if end is None or not finished else end.rolled_back
+        record = files.read_run() or {}
+        config = record.get("config")
+        origin = origin_of(files)
+        return {
+            "run": files.run,
+            "store": files.store.uri,
+            "state": state_of(running, finished, back),
+            "running": running,
+            "first": start_of(files) + 1,
+            "last": done,
+            "steps": config.get("steps") if isinstance(config, dict) else None,
+            "flow": record.get("flow"),
+            "origin": None if origin is None else str(origin),
+            "evaluations": sorted({f"{suite}@{v}" for suite, v, _ in notes_of(files).values()}),
+        }
+
+    def curves(self, names: Sequence[str]) -> Record:
+        """The names of all metrics, and the values of some by step."""
+        with self._reads_curves:
+            if head(self.files) is not None:
+                after = self._points[-1].step if self._points else 0
+                self._points += committed_points(self.files, after)
+            points = with_evaluations(self.files, self._points)  # which may come any time later
+        return {
+            "names": sorted({name for one in points for name in one.metrics}),
+            "steps": [one.step for one in points],
+            "values": {name: [one.metrics.get(name) for one in points] for name in names},
+        }
+
+    def samples(self, wanted: Wanted) -> Record:
+        """A page of the samples that are wanted, and in numbers what there is."""
+        found = self._read(wanted.of)
+        rows, matches = _chosen(found, wanted)
+        page = rows[wanted.page * PAGE : (wanted.page + 1) * PAGE]
+        return {
+            **_facts(found),
+            "chosen": len(rows),
+            "matches": None
+            if matches is None
+            else {"prompts": matches[0], "responses": matches[1]},
+            "page": wanted.page,
+            "pages": math.ceil(len(rows) / PAGE),
+            "samples": self._listed(found, page),
+        }
+
+    def groups(self, of: str, page: int) -> Record:
+        """A page of the groups of a step: the prompt of each, and its samples' rewards."""
+        found = self._read(of)
+        groups, first = np.unique(found.groups, return_index=True)
+        groups = groups[np.argsort(first)]  # in the order of the batch
+        shown = []
+        for group in groups[page * PAGE : (page + 1) * PAGE].tolist():
+            rows = np.flatnonzero(found.groups == group)
+            rewards = [_reward(found, row) for row in rows.tolist()]
+            scored = [one for one in rewards if one is not None]
+            shown.append(
+                {
+                    "group": group,
+                    "rows": rows.tolist(),
+                    "rewards": rewards,
+                    "mean": float(np.mean(scored)) if scored else None,
+                    "std": float(np.std(scored)) if scored else None,
+                    **self._prompt(found, int(rows[0])),
+                }
+            )
+        pages = math.ceil(len(groups) / PAGE)
+        return {**_facts(found), "page": page, "pages": pages, "groups": shown}
+
+    def sample(self, of: str, row: int) -> Record:
+        """All that is known of one sample."""
+        found = self._read(of)
+        if not 0 <= row < len(found.ref):
+            raise ValueError(f"{found.name} has samples 0 to {len(found.ref) - 1}, and no {row}.")
+        store, ref = found.files.store, found.ref.take([row])
+        (said,) = found.transcripts([row])
+        origin = said.origin
+        words = tokenizer_of(found.files, found.versions)
+        ids = ref.fetch_numpy(store, "response_ids")[0].tolist()
+        siblings = np.flatnonzero(found.groups == origin.group).tolist()
+        commit = found.commit
+        frames = self._frames(found, row)
+        return {
+            "origin": asdict(origin),
+            "name": found.name,
+            "row": row,
+            "prompt": said.prompt,
+            "parts": said.parts or (("policy", said.response),),
+            "tokens": token_texts(words, ids),
+            "authors": token_authors(store, ref),
+            "numbers": token_numbers(store, [ref, *self._trained(found, origin)]),
+            "pictures": len(frames) if _shown(frames) else 0,
+            "frames": None if not frames else "{} {}".format(*form_of(frames[0])),
+            "data": _data_row(found, origin),
+            "siblings": [{"row": one, "reward": _reward(found, one)} for one in siblings],
+            "version_in": None if commit is None else commit.version_in.model_dump(mode="json"),
+            "version_out": None if commit is None else commit.version_out.model_dump(mode="json"),
+            "objects": sorted(ref.objects),
+        }
+
+    def picture(self, of: str, row: int, number: int) -> bytes:
+        """A frame that a sample's environment gave, as a PNG. ValueError where there is none."""
+        found = self._read(of)
+        frames = self._frames(found, row) if 0 <= row < len(found.ref) else []
+        if not 0 <= number < len(frames):
+            raise ValueError(f"Sample {row} of {found.name} has {len(frames)} pictures.")
+        return png(found.files.store, frames[number])
+
+    def data_row(self, row: int) -> Record:
+        """Every sample of a row of the data, by step: what became of the prompt."""
+        found = lineage.of_prompt(self.files, row, DRAWS)
+        return {
+            "row": row,
+            "samples": [
+                {
+                    "step": one.step,
+                    "run": one.run,
+                    "sample": one.sample,
+                    "reward": one.reward,
+                    "versions": sorted({span.version for span in one.spans}),
+                    "trained": one.trained,
+                }
+                for one in found.samples
+            ],
+            "dropped": found.dropped,
+            "removed": found.removed,
+            "more": found.more,
+        }
+
+    def find(self, of: str, sample: int) -> Record:
+        """The row, among a step's samples, of one by its number. ValueError for none."""
+        found = self._read(of)
+        rows = np.flatnonzero(found.column("sample_id") == sample)
+        if not len(rows):
+            raise ValueError(f"{found.name} has no sample {sample}.")
+        return {"row": int(rows[0])}
+
+    def _read(self, of: str) -> StoredSamples:
+        """The samples of a step or an evaluation; what cannot change any more is kept."""
+        with self._lock:
+            if of in self._samples:
+                self._samples.move_to_end(of)
+                return self._samples[of]
+        if "@" in of:
+            found = samples_of_evaluation(self.files, of)
+        elif not of.isdecimal():
+            raise ValueError(f"{of!r} names no step and no evaluation, SUITE@VERSION.")
+        else:
+            owner, step = self.files, int(of)
+            if step <= start_of(owner):
+                owner, step = committer(owner, step)
+            found = samples_of_step(owner, step)
+        if found.commit is not None or found.result is not None:
+            with self._lock:
+                self._samples[of] = found
+                while len(self._samples) > KNOWN:
+                    self._samples.popitem(last=False)
+        return found
+
+    def _listed(self, found: StoredSamples, rows: list[int]) -> list[Record]:
+        """Samples of a list. Where some are damaged, they alone are said to be."""
+        try:
+            said = found.transcripts(rows)
+        except ObjectDamaged as error:
+            if len(rows) == 1:
+                return [{"row": rows[0], "error": str(error)}]
+            return [one for row in rows for one in self._listed(found, [row])]
+        return [_line(row, one) for row, one in zip(rows, said, strict=True)]
+
+    def _prompt(self, found: StoredSamples, row: int) -> Record:
+        """The prompt of a sample, for a list."""
+        try:
+            words = tokenizer_of(found.files, found.versions)
+            prompts, _ = texts_of(found.files, found.ref.take([row]), words)
+        except (ObjectDamaged, ObjectMissing) as error:
+            return {"error": str(error)}
+        return {"prompt": prompts[0][:PREVIEW]}
+
+    def _trained(self, found: StoredSamples, origin: SampleOrigin) -> list[BatchRef]:
+        """The sample in the batch that trained, [1], if it is there."""
+        batch = None if found.commit is None else found.commit.refs.get("batch")
+        if batch is None or "sample_id" not in batch.names:
+            return []
+        ids = batch.fetch_numpy(found.files.store, "sample_id")[0]
+        return [batch.take(np.flatnonzero(ids == origin.sample)[:1])] if origin.trained else []
+
+    def _frames(self, found: StoredSamples, row: int) -> list[tuple[BatchRef, int]]:
+        frames = None if found.commit is None else found.commit.refs.get("frames")
+        return frames_of(found.files.store, found.ref.take([row]), frames)
+
+
+def _chosen(found: StoredSamples, wanted: Wanted) -> tuple[list[int], tuple[int, int] | None]:
+    """Rows of the samples that are wanted, in order; how often prompts and answers have a text."""
+    here: NDArray[np.bool_] = np.ones(len(found.ref), bool)
+    if wanted.status:
+        here &= found.with_status(wanted.status)
+    if wanted.reward:
+        here &= found.with_reward(*bounds(wanted.reward))
+    if wanted.group:
+        here &= found.groups == int(wanted.group)
+    times = None
+    if wanted.search:
+        rows = np.flatnonzero(here).tolist()
+        matches = found.containing(pattern_of(wanted.search), rows)
+        here = np.isin(np.arange(len(here)), matches.rows)
+        times = matches.prompts, matches.responses
+    rows = np.flatnonzero(here)
+    if wanted.order != "stored":  # those without a reward come last
+        worth = np.where(
+            found.failed, -np.inf, found.rewards * (1 if wanted.order == "best" else -1)
+        )
+        rows = rows[np.argsort(-worth[rows], kind="stable")]
+    return rows.tolist(), times
+
+
+def _facts(found: StoredSamples) -> Record:
+    """What there is of a step, in numbers."""
+    scored = found.rewards[~found.failed]
+    return {
+        "name": found.name,
+        "count": len(found.ref),
+        "failed": int(found.failed.sum()) if found.scored else 0,
+        "scored": found.scored,
+        "committed": found.commit is not None or found.result is not None,
+        "mean": float(scored.mean()) if len(scored) else None,
+    }
+
+
+def _line(row: int, said: Transcript) -> Record:
+    origin = said.origin
+    return {
+        "row": row,
+        "sample": origin.sample,
+        "group": origin.group,
+        "data_row": origin.prompt_row,
+        "reward": origin.reward,
+        "advantage": origin.advantage,
+        "trained": origin.trained,
+        "tokens": origin.tokens,
+        "finish": origin.episode_end or origin.finish_reason,
+        "versions": sorted({span.version for span in origin.spans}),
+        "prompt": said.prompt[-PREVIEW:],
+        "response": said.response[:PREVIEW],
+    }
+
+
+def _reward(found: StoredSamples, row: int) -> float | None:
+    return None if found.failed[row] else float(found.rewards[row])
+
+
+def _shown(frames: Sequence[tuple[BatchRef, int]]) -> bool:
+    """Whether frames are pictures."""
+    if not frames:
+        return False
+    name, shape = form_of(frames[0])
+    return is_picture(np.dtype(name), tuple(shape))
+
+
+def _data_row(found: StoredSamples, origin: SampleOrigin) -> object:
+    """The row of the data that a sample answers, where it is stored."""
+    if found.result is not None:
+        prompts = found.result.prompts
+        rows = np.flatnonzero(prompts.fetch_numpy(found.files.store, "group_id")[0] == origin.group)
+        known = "row" in prompts.names and len(rows)
+        return prompts.take(rows[:1]).fetch_list(found.files.store, "row")[0] if known else None
+    return None if found.commit is None else lineage.prompt_of(found.files, origin)
