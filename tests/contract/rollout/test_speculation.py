@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from configs.rollout import NgramSpeculation, RolloutConfig
+from engines.rollout.contract import Sampling
 from engines.rollout.engine import RolloutEngine
+from engines.rollout.vllm_arguments import speculation
 from engines.rollout.vllm_engine import VllmEngine
 from storage.batches.writing import write_batch
 from tests.contract.rollout.world import World
 
 pytest.importorskip("vllm")
-
-from engines.rollout.contract import Sampling
 
 # An engine of its own, which takes half a minute to start.
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -137,3 +138,19 @@ def test_the_likeliest_words_are_those_without(
         for one in (engine, plain)
     ]
     assert answers[0] == answers[1]
+
+
+def test_arguments_for_vllm() -> None:
+    assert speculation(RolloutConfig()) == {}
+    proposed = NgramSpeculation(tokens=5, longest_match=6, shortest_match=3)
+    assert speculation(RolloutConfig(speculative=proposed)) == {
+        "method": "ngram",
+        "num_speculative_tokens": 5,
+        "prompt_lookup_max": 6,
+        "prompt_lookup_min": 3,
+    }
+    given = {"method": "mtp", "num_speculative_tokens": 1}
+    found = speculation(RolloutConfig(engine_args={"speculative_config": given}))
+    assert found == {**given, "draft_load_config": {"load_format": "auto"}}
+    with pytest.raises(ValueError, match="Set it to 2 or less"):
+        NgramSpeculation(longest_match=2, shortest_match=3)
