@@ -52,6 +52,11 @@ MEANINGS: dict[str, str] = {
     "quarantine/entered": "rows that entered it in this step",
     "quarantine/passed_over": "rows that the draw passed over",
     "quarantine/REASON": "rows in quarantine for one reason",
+    "task/TASK/prompts": "prompts of one of several tasks in the step",
+    "task/TASK/right": "share of its samples with data.source.right_from or more",
+    "task/TASK/rows": "rows of it that were drawn so far",
+    "task/TASK/epoch": "passes over its rows so far",
+    "task/TASK/NAME": "the metric of this name, of its samples alone",
     # Sampling.
     "rollout/tokens": "tokens that were sampled",
     "rollout/tokens_per_second": "those, by the seconds of the stage",

@@ -30,6 +30,8 @@ def test_metrics_of_stored_runs_are_in_the_table() -> None:
         ("reward/my_function", "reward/FUNCTION"),
         ("cost/device_seconds/rollout/idle", "cost/device_seconds/POOL/idle"),
         ("cost/device_seconds/rollout/weight_sync", "cost/device_seconds/POOL/STAGE"),
+        ("task/sums/right", "task/TASK/right"),
+        ("task/sums/reward/mean", "task/TASK/NAME"),
         ("eval/gsm8k/pass@16", "eval/SUITE/pass@K"),
         ("critic/value_loss", "critic/value_loss"),
         ("train/plan_seconds", "train/PHASE_seconds"),
