@@ -106,7 +106,7 @@ class AgentAdapter:
         self._turn: Tokens = {}  # tokens of the turn that comes
         self._tools: list[dict[str, Any]] = []  # of the first request
         self._last: ModelTurn | None = None
-        self._asked: AgentRequest | None = None  # the last one that got a turn of its own
+        self._asked: AgentRequest | None = None  # the last one that was answered
         self._waits: AgentRequest | None = None  # for the model's turn
         self._turns = 0
 
@@ -224,6 +224,7 @@ class AgentAdapter:
             if isinstance(event, _End) or not self._is_again(event):
                 return event
             assert self._last is not None
+            self._asked = event
             self._give(event, self._last)
 
     def _is_again(self, event: AgentRequest) -> bool:

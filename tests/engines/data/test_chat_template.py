@@ -12,9 +12,11 @@ from configs.data import DataConfig, FileSource
 from engines.data.chat_template import (
     EMPTY,
     TOO_LONG,
+    chat_of,
     first_chat,
     prompt_of,
     prompts_of,
+    said_by,
     state_number,
     takes_tools,
     tokenize,
@@ -203,3 +205,27 @@ def test_equal_states_have_equal_numbers() -> None:
     found = [state_number(value) for value in (board, "x", 1, "1", None, [1], [2])]
     assert len(set(found)) == len(found)
     assert all(0 <= number < 2**63 for number in found)
+
+
+def test_calls_that_an_agent_brings_stand_as_templates_take_them() -> None:
+    function = {"name": "add", "arguments": '{"of": [2, 3]}'}
+    broken = {"name": "add", "arguments": "{"}
+    calls = [{"id": "a", "function": function}, {"id": "b", "function": broken}]
+    told = {"messages": [{"role": "assistant", "content": None, "tool_calls": calls}]}
+    (message,) = chat_of(json.dumps(told)).messages
+    assert message["content"] == ""
+    assert message["tool_calls"] == [
+        {"id": "a", "function": {"name": "add", "arguments": {"of": [2, 3]}}},
+        calls[1],
+    ]
+
+
+def test_what_a_user_says_after_results_is_part_of_them() -> None:
+    def messages(*roles: str) -> list[dict[str, str]]:
+        return [{"role": role, "content": f"{role} {n}"} for n, role in enumerate(roles)]
+
+    assert said_by(messages("user", "user")) == ("user 0\n\nuser 1", "user")
+    assert said_by(messages("tool", "tool")) == ("tool 0\ntool 1", "tool")
+    assert said_by(messages("tool", "tool", "user")) == ("tool 0\ntool 1\n\nuser 2", "tool")
+    with pytest.raises(ValueError, match="of the roles user, tool"):
+        said_by(messages("user", "tool"))

@@ -512,9 +512,11 @@ def test_a_request_sent_again_gets_the_same_turn(route: str, how: str) -> None:
     adapter.close()
 
 
-def test_a_client_that_has_its_answer_and_asks_the_same_is_no_retry() -> None:
+@pytest.mark.parametrize("counted", [0, 1])
+def test_a_client_that_has_its_answer_and_asks_the_same_is_no_retry(counted: int) -> None:
     def agent(asking: Asking) -> float:
-        asking.ask(CHAT)
+        for number in range(counted + 1):
+            asking.send(CHAT, ASKED[CHAT], **{"x-stainless-retry-count": str(number)})
         asking.ask(CHAT)
         return 1.0
 
