@@ -244,6 +244,15 @@ def test_moments_of_another_kind_are_refused_by_name(tmp_path: Path, was: str, n
     check_state_fits(before, before, "parent@2")
 
 
+def test_an_adapter_that_is_served_otherwise_is_the_same_state(tmp_path: Path) -> None:
+    merged = settings(tmp_path, "lora.rank=4", "rollout.engine=vllm")
+    beside = settings(tmp_path, "lora.rank=4", "rollout.engine=vllm", "lora.serving=adapter")
+    check_state_fits(beside, merged, "parent@2")
+    other = settings(tmp_path, "lora.rank=8", "rollout.engine=vllm", "lora.serving=adapter")
+    with pytest.raises(ConfigError, match="Set lora to the former"):
+        check_state_fits(other, merged, "parent@2")
+
+
 def test_masters_in_another_form_are_the_same_state(tmp_path: Path) -> None:
     words = ("train.compute_dtype=bfloat16", "train.weights_dtype=bfloat16")
     before = settings(tmp_path, *words)
