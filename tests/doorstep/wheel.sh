@@ -3,6 +3,6 @@ refrain
 # page docs/recipes.md
 refrain recipe
 refrain recipe gsm8k-qwen2.5-1.5b > mine.yaml
-# page docs/tour.md
+# page docs/algorithms.md
 # with tiny steps=1
 refrain grpo
