@@ -184,11 +184,12 @@ def _key_file(config: ServeConfig) -> Path:
 
 def _started(config: ServeConfig, served: Served, key: str) -> ServerProcess:
     """The server on a version, once it answers."""
+    settings = settings_of(served.run)
+    _check_proposals(config, settings)
     folder = Path(config.folder).expanduser().absolute()
     folder.mkdir(parents=True, exist_ok=True)
     path = written(folder, served)
     _remove_old(folder, path)
-    settings = settings_of(served.run)
     log = folder / "vllm.log"
     health = f"http://{_reachable(config.host)}:{config.port}/health"
     command = _command(config, settings, served, path)
@@ -207,6 +208,19 @@ def _started(config: ServeConfig, served: Served, key: str) -> ServerProcess:
         flush=True,
     )
     return server
+
+
+def _check_proposals(config: ServeConfig, settings: GRPOConfig) -> None:
+    """ConfigError for proposed tokens on a CPU: a kernel of vLLM 0.32 draws with stale memory there.
+
+    A run's own engines have another kernel in its place (engines/rollout/vllm_cpu_kernels.py).
+    """
+    on_gpu = settings.cluster.pools[settings.cluster.roles.rollout].gpus
+    if config.engine_args.get("speculative_config") and not on_gpu:
+        raise ConfigError(
+            "engine_args.speculative_config is set, and on a CPU vLLM's server draws wrong tokens "
+            "where some are proposed. Remove it."
+        )
 
 
 def _command(config: ServeConfig, settings: GRPOConfig, served: Served, path: Path) -> list[str]:

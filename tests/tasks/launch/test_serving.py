@@ -19,7 +19,16 @@ from storage.runs.file_names import FILE_NAMES, FileNames, Part
 from storage.runs.run_store import RunStore
 from storage.runs.weights import BaseVersion, WeightsRef
 from storage.runs.weights_writing import publish
-from tasks.launch.serving import Served, _command, _environment, _remove_old, key_of, named, written
+from tasks.launch.serving import (
+    Served,
+    _check_proposals,
+    _command,
+    _environment,
+    _remove_old,
+    key_of,
+    named,
+    written,
+)
 
 
 def served(folder: Path) -> Served:
@@ -46,6 +55,17 @@ def test_the_command_names_the_version_and_takes_what_the_run_sampled_with(tmp_p
     assert (asked["--dtype"], asked["--max-model-len"]) == ("float32", "144")
     assert asked["--max-num-seqs"] == "8" and "--no-enforce-eager" in words
     assert "--no-enable-chunked-prefill" in words, "this pool has no GPU"
+
+
+def test_proposed_tokens_are_refused_on_a_cpu() -> None:
+    words = ["engine_args={speculative_config: {method: ngram, num_speculative_tokens: 4}}"]
+    config = change(ServeConfig, {"version": "run"}, words)
+    with pytest.raises(ConfigError, match="on a CPU vLLM's server draws wrong tokens"):
+        _check_proposals(config, load_recipe(GRPOConfig, "tiny", []))
+    _check_proposals(config, load_recipe(GRPOConfig, "gsm8k-qwen2.5", []))
+    _check_proposals(
+        change(ServeConfig, {"version": "run"}, []), load_recipe(GRPOConfig, "tiny", [])
+    )
 
 
 def test_what_is_not_there_is_one_sentence(tmp_path: Path) -> None:
