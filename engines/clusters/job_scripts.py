@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from configs.cluster.cluster import ClusterConfig, PoolConfig
-from engines.processes.certificates import Certificates
+from engines.processes.dask_settings import Certificates
 from engines.processes.process_setup import C_LIBRARIES
 
 DEATH_TIMEOUT = 60  # seconds that a worker looks for the scheduler

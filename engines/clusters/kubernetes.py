@@ -33,7 +33,7 @@ from engines.clusters.pods import (
     metadata,
     pod_spec,
 )
-from engines.processes.certificates import Certificates
+from engines.processes.dask_settings import Certificates
 from engines.processes.process_setup import C_LIBRARIES
 from engines.workers.cluster import Cluster
 

@@ -15,17 +15,20 @@ from configs.cluster.cluster import ClusterConfig
 from configs.imports import imported
 from engines.failures import ClusterLost
 from engines.processes.bounded import bounded
-from engines.processes.certificates import Certificates, certificates_for
-from engines.processes.node import NodePlan, WorkerPlan
-from engines.processes.node_process import NodeProcess
+from engines.processes.dask_settings import Certificates, certificates_for
+from engines.processes.node import NodePlan, NodeProcess, WorkerPlan
 from engines.processes.process_setup import check_shared_memory
-from engines.workers.cluster import ASK_TIMEOUT, Cluster, RemoteWorkers
-from engines.workers.host import HOST, EngineHost
-from engines.workers.membership import TellsOfWorkers, allowed_failures
-from engines.workers.on_worker import examine
-from engines.workers.outages import Say
+from engines.workers.cluster import (
+    ASK_TIMEOUT,
+    Cluster,
+    ComesBack,
+    RemoteWorkers,
+    Say,
+    TellsOfWorkers,
+    allowed_failures,
+)
+from engines.workers.host import HOST, EngineHost, examine
 from engines.workers.placement import check_placed, place_local, this_node
-from engines.workers.reconnecting import ComesBack
 
 if TYPE_CHECKING:
     from tornado.ioloop import IOLoop, PeriodicCallback

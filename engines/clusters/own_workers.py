@@ -24,8 +24,8 @@ from engines.clusters.job_workers import (
     kill_orphans,
     shares,
 )
-from engines.processes.certificates import certificates_for
-from engines.processes.node_process import python_path
+from engines.processes.dask_settings import certificates_for
+from engines.processes.node import python_path
 from engines.processes.parent_death import adopt_orphans
 from engines.workers.placement import NodeResources, this_node
 

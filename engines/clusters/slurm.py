@@ -22,9 +22,8 @@ from engines.clusters.job_scripts import Wanted, job_scripts
 from engines.clusters.opening import Environments, StartedCluster, listening_address
 from engines.clusters.slurm_jobs import BusySlurm, Task, listed, slurm_says
 from engines.failures import ClusterLost
-from engines.processes.certificates import Certificates
-from engines.processes.node import NodePlan
-from engines.processes.node_process import NodeProcess, python_path
+from engines.processes.dask_settings import Certificates
+from engines.processes.node import NodePlan, NodeProcess, python_path
 from engines.workers.calls import status_of
 from engines.workers.cluster import Cluster
 

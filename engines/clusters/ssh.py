@@ -20,9 +20,8 @@ from configs.environment import given
 from engines.clusters.machine import versions
 from engines.clusters.opening import Environments, StartedCluster, listening_address
 from engines.failures import ClusterLost
-from engines.processes.certificates import Certificates
-from engines.processes.node import NodePlan, WorkerPlan
-from engines.processes.node_process import NodeProcess
+from engines.processes.dask_settings import Certificates
+from engines.processes.node import NodePlan, NodeProcess, WorkerPlan
 from engines.processes.process_setup import C_LIBRARIES
 from engines.workers.cluster import Cluster
 from engines.workers.placement import NodeResources, place

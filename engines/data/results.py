@@ -17,7 +17,7 @@ from configs.data import DataConfig
 from configs.model import Model
 from engines.rewards.failing_samples import LoggedMetric
 from engines.rewards.runner import RewardCode
-from engines.workers.store_spec import StoreSpec
+from engines.workers.engine import StoreSpec
 from storage.batches.refs import BatchRef
 
 

@@ -23,9 +23,8 @@ from engines.elastic.spec import Offered, UnitDone
 from engines.train.batching.balancing import contiguous_cuts
 from engines.train.trainer import Trainer, TrainerSettings
 from engines.workers.cluster import raise_if_set
-from engines.workers.engine import Call
+from engines.workers.engine import Call, CallId
 from engines.workers.gang import Gang
-from engines.workers.messages import CallId
 from engines.workers.pool import EnginePool
 from storage.batches.refs import BatchRef
 from storage.objects.errors import ObjectMissing

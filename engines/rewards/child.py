@@ -22,12 +22,13 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from configs.imports import described, imported, is_file
-from engines.processes.child_messages import Broken, packed
 from engines.processes.user_code import (
+    Broken,
     answer_calls,
     begin,
     give_way,
     installed,
+    packed,
     shortened,
     source_digests,
     traceback_of,

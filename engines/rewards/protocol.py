@@ -1,6 +1,6 @@
 """What a reward process and its owner say to each other, and what TRL's functions expect.
 
-Messages go between two processes of the same program (engines/processes/child_messages.py); nothing
+Messages go between two processes of the same program (engines/processes/user_code.py); nothing
 of this is ever stored. After `Start` they are packed. Only the standard library is imported, so that
 a process starts quickly.
 """
@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
-from engines.processes import child_messages
-from engines.processes.child_messages import Broken, Packed, by_name
+from engines.processes import user_code
+from engines.processes.user_code import Broken, Packed, by_name
 
 if TYPE_CHECKING:
     from storage.objects.json_values import JsonValue, Row
@@ -168,4 +168,4 @@ _MESSAGES = by_name(RewardReady, Broken, RewardCall, Reply)
 
 def unpacked(message: Packed) -> Message:
     """The message that `packed` took apart."""
-    return child_messages.unpacked(message, _MESSAGES)
+    return user_code.unpacked(message, _MESSAGES)

@@ -32,7 +32,7 @@ from engines.rollout.samples import Completion, PromptTokens
 from engines.rollout.vllm_arguments import ScoredTokens
 from engines.rollout.vllm_process import VllmProcess
 from engines.rollout.weight_reader import HeldVersion, LoadReport
-from engines.workers.messages import Moved
+from engines.workers.engine import Moved
 from storage.objects.errors import ObjectDamaged, ObjectMissing, StoreUnavailable
 from storage.objects.usage import COUNTER
 from storage.runs.weights import WeightsRef

@@ -25,12 +25,20 @@ from engines.failures import (
     OutOfMemory,
     WorkerLost,
 )
-from engines.workers import on_worker
-from engines.workers.call_watch import SLICE
+from engines.workers import host
 from engines.workers.calls import PendingCall, start, start_build, value_of
 from engines.workers.cluster import Cluster, Member, raise_if_set
-from engines.workers.engine import Call, EngineSpec, Ranked, join_of
-from engines.workers.messages import BuildReport, CallId, CallResult, Moved
+from engines.workers.engine import (
+    BuildReport,
+    Call,
+    CallId,
+    CallResult,
+    EngineSpec,
+    Moved,
+    Ranked,
+    join_of,
+)
+from engines.workers.transport import SLICE
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +131,7 @@ class Gang(Generic[E]):
     def _join(self, members: Sequence[Member], cancel: threading.Event | None) -> None:
         """Have the ranks meet at a free port of rank 0's host."""
         meeting = members[0].host
-        port = self._on_rank_0(members, "free-port", on_worker.free_port, meeting, cancel=cancel)
+        port = self._on_rank_0(members, "free-port", host.free_port, meeting, cancel=cancel)
         limit = self.start_timeout
 
         def joins(rank: int, wake: threading.Event) -> PendingCall[object]:
@@ -283,7 +291,7 @@ class Gang(Generic[E]):
         """Kill every rank; a call that is blocked in a collective cannot be ended otherwise."""
         self._ranks = ()
         with contextlib.suppress(ClusterLost, TimeoutError):
-            self.cluster.kill(one.address for one in members)
+            self.cluster.kill(member.address for member in members)
 
     def _fail(self, members: Sequence[Member], errors: Mapping[int, Exception]) -> NoReturn:
         """Raise the gang's failure; a dead rank explains the errors of its peers."""

@@ -21,7 +21,7 @@ from engines.failures import WeightMismatch
 from engines.rewards.failing_samples import LoggedMetric, pooled
 from engines.rewards.protocol import TrainerState
 from engines.rewards.runner import RewardCode, code_digest
-from engines.workers.messages import CallId
+from engines.workers.engine import CallId
 from storage.batches.refs import BatchRef
 from storage.evaluations.files import EvaluationFiles, prompts_key
 from storage.evaluations.results import EvaluationResult, find_result, note, write_result

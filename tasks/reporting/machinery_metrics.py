@@ -19,8 +19,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from engines.workers.gpus import GpuState
-from engines.workers.worker_metrics import WorkerMetrics
+from engines.workers.worker_metrics import GpuState, WorkerMetrics
 from storage.objects.latency import BOUNDS, Latency
 from storage.objects.usage import Usage
 from tasks.run.machinery import Machinery

@@ -10,7 +10,7 @@ from prefect.context import TaskRunContext
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 
-from engines.workers.outages import Say, Wait
+from engines.workers.cluster import Say, Wait
 from tasks.run.events import Event, Note
 from tasks.run.retries import ATTEMPTS, backoff
 

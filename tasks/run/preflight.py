@@ -18,7 +18,7 @@ from configs.optional_packages import pip_install
 from configs.rollout import RolloutConfig
 from configs.storage import TrackingConfig
 from engines.models.checkpoints import UNPACKED
-from engines.processes.other_users import other_people
+from engines.processes.process_tree import other_people
 from engines.rollout.contract import NO_EXPERTS_ON_CPU, NO_MASK_ON_CPU
 from engines.train.model.compiled import check_compiling
 from tasks.memory.check import check_memory

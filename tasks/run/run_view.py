@@ -6,7 +6,7 @@ import threading
 from typing import Protocol
 
 from configs.grpo import GRPOConfig
-from engines.workers.device_time import DeviceTime
+from engines.workers.devices import DeviceTime
 from storage.objects.store import Store
 from storage.prompts.source import PromptSource
 from storage.runs.origins import Origin

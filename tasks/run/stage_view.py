@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from configs.grpo import GRPOConfig
-from engines.workers.messages import CallId
+from engines.workers.engine import CallId
 from storage.objects.store import Store
 from storage.runs.stage_store import StageStore
 from storage.runs.weights import WeightsRef

@@ -9,9 +9,8 @@ from engines.data.contract import Scorer
 from engines.data.data_engine import DataSpec
 from engines.train.batching.stored_plan import Planner
 from engines.workers.cluster import Cluster
-from engines.workers.engine import EngineSpec
+from engines.workers.engine import EngineSpec, StoreSpec
 from engines.workers.pool import EnginePool
-from engines.workers.store_spec import StoreSpec
 from storage.runs.run_store import RunStore
 from tasks.run.roles.role import EngineRole, pool_of, start_pool
 from tasks.run.roles.specs import common

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.grpo import GRPOConfig
-from engines.workers.store_spec import StoreSpec
+from engines.workers.engine import StoreSpec
 from storage.objects.store import Store
 
 MODELS = Path(".refrain/models")

@@ -25,7 +25,7 @@ from engines.clusters import own_workers
 from engines.clusters.job_workers import JobWorker
 from engines.clusters.opening import open_cluster
 from engines.clusters.own_workers import check_fits, keep
-from engines.processes.certificates import Certificates
+from engines.processes.dask_settings import Certificates
 from engines.workers import calls
 from engines.workers.cluster import Cluster
 from engines.workers.placement import NodeResources

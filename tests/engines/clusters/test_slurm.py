@@ -17,7 +17,7 @@ from engines.clusters import slurm as slurm_cluster
 from engines.clusters.job_scripts import Wanted, job_scripts
 from engines.clusters.opening import open_cluster
 from engines.clusters.slurm_jobs import seconds
-from engines.processes.certificates import certificates_for
+from engines.processes.dask_settings import certificates_for
 from engines.processes.process_setup import C_LIBRARIES
 from engines.workers import calls
 from engines.workers.cluster import Cluster

@@ -13,11 +13,9 @@ from distributed import Client, LocalCluster, get_worker
 
 from engines.failures import ClusterLost, WorkerLost
 from engines.workers import calls
-from engines.workers.call_watch import CallWatch
 from engines.workers.calls import PendingCall
-from engines.workers.messages import CallResult
-from engines.workers.pushed import MOST, PushedResults, push
-from engines.workers.sending import Sender
+from engines.workers.engine import CallResult
+from engines.workers.transport import MOST, CallWatch, PushedResults, Sender, push
 
 
 @pytest.fixture
