@@ -75,8 +75,8 @@ def open_cluster(
     cluster.start_timeout.
     """
     env = {
-        pool: {**(worker_env or {}).get(pool, {}), **wanted.env}
-        for pool, wanted in config.pools.items()
+        pool: {**(worker_env or {}).get(pool, {}), **workers.env}
+        for pool, workers in config.pools.items()
     }
     certificates = certificates_for(config.encryption)
     plugin = EngineHost()
@@ -97,8 +97,8 @@ def open_cluster(
         cluster.ask(cluster.client.register_plugin, plugin, name=HOST)
         if config.kind == "address":  # of others nobody but their nanny starts them again
             cluster.ask(cluster.client.register_plugin, ComesBack(), name=ComesBack.name)
-        for pool, wanted in config.pools.items():
-            cluster.wait(pool, wanted.workers, config.start_timeout, cancel)
+        for pool, workers in config.pools.items():
+            cluster.wait(pool, workers.workers, config.start_timeout, cancel)
         if config.kind != "local":
             check_members(cluster)
     except BaseException:
@@ -112,7 +112,7 @@ def check_cluster(config: ClusterConfig) -> str:
 
     Starts nothing.
     """
-    wanted = ", ".join(
+    plan = ", ".join(
         f"{pool} {pools.workers} x ({pools.threads} threads, {pools.gpus} GPUs)"
         for pool, pools in config.pools.items()
     )
@@ -120,11 +120,11 @@ def check_cluster(config: ClusterConfig) -> str:
         check_shared_memory()
         place_local(config.pools)
         here = this_node()
-        wanted += f" on this machine's {here.cores} cores and {len(here.gpus)} GPUs"
+        plan += f" on this machine's {here.cores} cores and {len(here.gpus)} GPUs"
     certificates_for(config.encryption)
     if config.kind in ("slurm", "ssh"):
         imported(f"{KINDS[config.kind]}:check")(config)
-    return f"{config.kind}: {wanted}"
+    return f"{config.kind}: {plan}"
 
 
 def _start_local(
@@ -208,19 +208,12 @@ def _connect(address: str, certificates: Certificates | None, config: ClusterCon
         )
 
     client = bounded(connect, timeout, "dask-client")
-    stop_timers(client)
-    return client
-
-
-def stop_timers(client: Client) -> None:
-    """Have Dask's client say nothing by itself.
-
-    Every few seconds it asks what the scheduler is, for its own display, and says that it lives,
-    which the scheduler only notes. There is no setting: the scheduler sets both intervals.
-    """
+    # Every few seconds it asks what the scheduler is, for its own display, and says that it lives,
+    # which the scheduler only notes. There is no setting: the scheduler sets both intervals.
     timers: Mapping[str, PeriodicCallback] = vars(client).get("_periodic_callbacks", {})
     for timer in timers.values():
         cast("IOLoop", client.loop).add_callback(timer.stop)
+    return client
 
 
 def listening_address(host: str | None) -> str:
@@ -247,21 +240,21 @@ def check_members(cluster: Cluster) -> None:
     """Refuse workers that others started otherwise than the plan needs them."""
     members = cluster.members()
     answers = cluster.ask(
-        cluster.client.run, examine, workers=[one.address for one in members.values()]
+        cluster.client.run, examine, workers=[member.address for member in members.values()]
     )
-    for one in members.values():
-        info = answers[one.address]
+    for member in members.values():
+        info = answers[member.address]
+        where = f"Worker {member.name} at {member.address}"
         if not info.nanny:
             raise ValueError(
-                f"Worker {one.name} at {one.address} has no nanny, so nobody would start it again. "
-                "Start it without --no-nanny."
+                f"{where} has no nanny, so nobody would start it again. Start it without --no-nanny."
             )
         if info.daemonic:
             raise ValueError(
-                f"Worker {one.name} at {one.address} may not start processes, which vLLM does. "
+                f"{where} may not start processes, which vLLM does. "
                 "Start it with DASK_DISTRIBUTED__WORKER__DAEMON=False."
             )
     check_placed(
         cluster.config.pools,
-        {one.name: (one.pool, answers[one.address].node) for one in members.values()},
+        {member.name: (member.pool, answers[member.address].node) for member in members.values()},
     )

@@ -80,8 +80,8 @@ def machines_of(config: ClusterConfig) -> dict[str, NodeResources]:
     """What each machine offers."""
     hosts = config.ssh.hosts
     with ThreadPoolExecutor(len(hosts)) as threads:
-        found = threads.map(lambda host: look_at(config, host), hosts)
-        return dict(zip(hosts, found, strict=True))
+        offers = threads.map(lambda host: look_at(config, host), hosts)
+        return dict(zip(hosts, offers, strict=True))
 
 
 def command(config: ClusterConfig, host: str, module: str) -> list[str]:
@@ -95,7 +95,7 @@ def command(config: ClusterConfig, host: str, module: str) -> list[str]:
 def look_at(config: ClusterConfig, host: str) -> NodeResources:
     """What a machine offers; ValueError when it cannot be used."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command(config, host, "engines.clusters.machine"),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -110,20 +110,22 @@ def look_at(config: ClusterConfig, host: str) -> NodeResources:
             f"cluster.ssh.hosts: {host} did not answer within {CONNECT_TIMEOUT:g} s. "
             f"Try: ssh {host}"
         ) from None
-    if done.returncode != 0:
-        said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    if process.returncode != 0:
+        complaint = (process.stderr.strip().splitlines() or [f"exit status {process.returncode}"])[
+            -1
+        ]
         raise ValueError(
-            f"cluster.ssh.hosts: {host} cannot be used: {said}. It needs a login without a "
+            f"cluster.ssh.hosts: {host} cannot be used: {complaint}. It needs a login without a "
             "password, and Refrain in cluster.ssh.python."
         )
-    found = json.loads(done.stdout.splitlines()[-1])
+    facts = json.loads(process.stdout.splitlines()[-1])
     for name, here in versions().items():
-        if found["versions"][name] != here:
+        if facts["versions"][name] != here:
             raise ValueError(
-                f"cluster.ssh.hosts: {host} has {name} {found['versions'][name]}, this machine "
+                f"cluster.ssh.hosts: {host} has {name} {facts['versions'][name]}, this machine "
                 f"{here}. Install the same version there, or set cluster.ssh.python."
             )
-    return NodeResources(name=host, cores=found["node"]["cores"], gpus=tuple(found["node"]["gpus"]))
+    return NodeResources(name=host, cores=facts["node"]["cores"], gpus=tuple(facts["node"]["gpus"]))
 
 
 def workers_of(
@@ -131,9 +133,9 @@ def workers_of(
 ) -> dict[str, list[WorkerPlan]]:
     """The workers of each machine, checked machine by machine."""
     forwarded = given(config.ssh.forward_environment)
-    found: dict[str, list[WorkerPlan]] = {host: [] for host in machines}
+    plans: dict[str, list[WorkerPlan]] = {host: [] for host in machines}
     for placed in place(config.pools, list(machines.values())):
-        found[placed.node].append(
+        plans[placed.node].append(
             WorkerPlan(
                 name=placed.name,
                 pool=placed.pool,
@@ -141,7 +143,7 @@ def workers_of(
                 env={**forwarded, **placed.env, **env[placed.pool]},
             )
         )
-    return found
+    return plans
 
 
 class RemoteNodes:
