@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engines.algorithms.aggregation import MetricSums, largest_of, mean_over
-from engines.algorithms.jagged import Kept, Rows
+from engines.algorithms.aggregation import Kept, MetricSums, Rows, largest_of, mean_over
 
 LOG_RATIO_BOUND = 20.0  # nats; beyond it a ratio is constant, so that exp cannot overflow
 

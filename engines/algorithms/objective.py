@@ -21,8 +21,7 @@ from engines.algorithms.distillation import DistillationTerm
 from engines.algorithms.inputs import PolicyBatch
 from engines.algorithms.kl import KLPenalty
 from engines.algorithms.losses import PolicyLoss
-from engines.algorithms.rollout_correction import Mismatch, Step, correct
-from engines.algorithms.rollout_correction_sums import correction_sums, gap_sums
+from engines.algorithms.rollout_correction import Mismatch, Step, correct, correction_sums, gap_sums
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.algorithms.groups import Groups
+from engines.algorithms.group_advantages import Groups
 
 
 def informative_groups(rewards: Tensor, groups: Tensor, *, keep_lone: bool) -> Tensor:

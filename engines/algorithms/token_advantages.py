@@ -18,10 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engines.algorithms.group_advantages import grpo
-from engines.algorithms.groups import Groups, whitened_rows
+from engines.algorithms.aggregation import Rows, cumulative_sums, discounted_sums, divide
+from engines.algorithms.group_advantages import Groups, grpo, whitened_rows
 from engines.algorithms.inputs import AdvantageBatch, Advantages
-from engines.algorithms.jagged import Rows, cumulative_sums, discounted_sums, divide
 
 
 def gae(batch: AdvantageBatch, *, gamma: float, lam: float, whiten: bool) -> Advantages:

@@ -26,9 +26,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engines.algorithms.groups import Groups, whitened_rows
+from engines.algorithms.aggregation import divide
+from engines.algorithms.group_advantages import Groups, whitened_rows
 from engines.algorithms.inputs import AdvantageBatch, Advantages, Paths
-from engines.algorithms.jagged import divide
 
 
 def tree(

@@ -15,8 +15,7 @@ from pydantic import Field
 
 from configs.data import DataConfig
 from configs.model import Model
-from engines.rewards.failing_samples import LoggedMetric
-from engines.rewards.runner import RewardCode
+from engines.rewards.runner import LoggedMetric, RewardCode
 from engines.workers.engine import StoreSpec
 from storage.batches.refs import BatchRef
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 
-from engines.elastic.contract import GradientAggregator
+from engines.elastic.contract import Applied, GradientAggregator, LossCounts, Offered, Unit
 from engines.elastic.gradients import Damaged, Summed, metric_sums
-from engines.elastic.spec import Applied, LossCounts, Offered, Unit
 from engines.train.batching.packing import MiniBatch
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.sharded_model import DTYPES

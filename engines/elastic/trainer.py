@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from engines.elastic.contract import GradientAggregator, GradientWorker
+from engines.elastic.contract import GradientAggregator, GradientWorker, Offered, UnitDone
 from engines.elastic.leases import Round, Unit, UnitLeases
-from engines.elastic.spec import Offered, UnitDone
 from engines.train.batching.balancing import contiguous_cuts
+from engines.train.opening import Opening
 from engines.train.trainer import Trainer, TrainerSettings
 from engines.workers.cluster import raise_if_set
-from engines.workers.engine import Call, CallId
+from engines.workers.engine import Call, CallId, EngineSpec
 from engines.workers.gang import Gang
 from engines.workers.pool import EnginePool
 from storage.batches.refs import BatchRef
@@ -267,4 +267,27 @@ def _given_up(what: str, step: int) -> str:
         f"The {what} of step {step} were damaged or removed {MOST_OFFERS} times while they were "
         "computed. Look at the store, and at whether another flow writes to this run, which can be "
         "resumed."
+    )
+
+
+def elastic_trainer(opening: Opening) -> ElasticTrainer:
+    """On the pools of a cluster; nothing is built yet."""
+    config, spec, roles = opening.config, opening.spec, opening.config.cluster.roles
+    aggregator = EngineSpec.of("engines.elastic.aggregator:Aggregator", spec, GradientAggregator)
+    worker = EngineSpec.of("engines.elastic.worker:GradientEngine", spec, GradientWorker)
+    return ElasticTrainer(
+        opening.gang(aggregator, roles.pool_of("aggregator"), world=1),
+        opening.files,
+        EnginePool(
+            opening.cluster,
+            roles.actor,
+            f"{opening.name}-gradients",
+            worker,
+            deadline=config.train_of(spec.role).deadline,
+            start_timeout=config.cluster.start_timeout,
+            cancel=opening.settings.cancel,
+        ),
+        opening.settings,
+        unit_tokens=config.train.unit_tokens,
+        lease=config.train.unit_lease,
     )

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engines.algorithms.aggregation import Normaliser
-from engines.elastic.contract import GradientWorker
+from engines.elastic.contract import GradientWorker, LossCounts, Offered, Unit, UnitDone
 from engines.elastic.gradients import unit_metrics, write_gradient
-from engines.elastic.spec import LossCounts, Offered, Unit, UnitDone
 from engines.train.batching.packing import plan_update, read_lengths
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model.fsdp import own_part

@@ -16,13 +16,11 @@ from configs.rewards import (
     RewardsConfig,
     UnitTestsReward,
 )
-from engines.rewards.failing_samples import score_column
 from engines.rewards.judge import check_judge
 from engines.rewards.judge_rubric import read_rubric
-from engines.rewards.process import RewardProcess
 from engines.rewards.protocol import TRL_HIDDEN_COLUMNS, RewardCall, RewardStart
 from engines.rewards.row_tests import tests_of
-from engines.rewards.runner import RewardRunner
+from engines.rewards.runner import RewardProcess, RewardRunner, score_column
 from engines.rewards.unit_tests import NO_JUDGE, UnitTestScorer
 from engines.sandboxes.opening import prove
 from storage.objects.json_values import Row

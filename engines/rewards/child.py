@@ -1,6 +1,6 @@
 """What runs in a reward process: one function, and calls answered one at a time.
 
-It scores in the main thread, where signal alarms work. The owner (engines/rewards/process.py) kills
+It scores in the main thread, where signal alarms work. The owner (engines/rewards/runner.py) kills
 the process when a call takes too long, so nothing here needs to survive. A process is started anew
 for each sample that hangs: only the standard library is imported here. A function that is named by
 its file finds the modules of its own folder first, whatever their names.

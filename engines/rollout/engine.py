@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engines.failures import WeightMismatch
-from engines.models.checkpoint_names import CheckpointNames
+from engines.models.tensor_files import CheckpointNames
 from engines.rollout.contract import (
     EngineState,
     NoWeights,

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from engines.models import checkpoints
-from engines.models.checkpoint_names import checkpoint_names
 from engines.models.checkpoints import prepared
 from engines.models.routers import chosen_experts
+from engines.models.tensor_files import checkpoint_names
 from engines.models.vla.openvla import OpenVLA
 from engines.rollout.contract import (
     EngineDead,

@@ -15,8 +15,8 @@ from prometheus_client import Metric
 
 from engines.failures import WeightMismatch
 from engines.models import checkpoints
-from engines.models.checkpoint_names import checkpoint_names
 from engines.models.checkpoints import build_empty, prepared
+from engines.models.tensor_files import checkpoint_names
 from engines.rollout import vllm_arguments
 from engines.rollout.contract import (
     NO_EXPERTS_ON_CPU,

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engines.models.checkpoint_names import CheckpointNames
 from engines.models.checkpoints import is_score_bias, prepared
+from engines.models.tensor_files import CheckpointNames
 from engines.models.tokens import tokens_of_student
 from engines.start_progress import report
 from engines.train.batching.mfu import cost_model

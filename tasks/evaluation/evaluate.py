@@ -18,9 +18,8 @@ from pydantic import JsonValue
 from configs.overrides import ConfigError
 from engines.data.contract import PromptMaker, Scorer, ScoreRequest
 from engines.failures import WeightMismatch
-from engines.rewards.failing_samples import LoggedMetric, pooled
 from engines.rewards.protocol import TrainerState
-from engines.rewards.runner import RewardCode, code_digest
+from engines.rewards.runner import LoggedMetric, RewardCode, code_digest, pooled
 from engines.workers.engine import CallId
 from storage.batches.refs import BatchRef
 from storage.evaluations.files import EvaluationFiles, prompts_key
