@@ -199,8 +199,8 @@ def discounted_sums(values: Tensor, rows: Rows, decay: float) -> Tensor:
     cut = _Blocks.of(rows)
     local = _product(cut.gathered(values), _powers(values, decay))
     following = cut.carried(local[:, 0], decay**BLOCK, backwards=True)
-    left = BLOCK - torch.arange(BLOCK, device=values.device)
-    weight = torch.tensor(decay, dtype=values.dtype, device=values.device) ** left
+    remaining = BLOCK - torch.arange(BLOCK, device=values.device)
+    weight = torch.tensor(decay, dtype=values.dtype, device=values.device) ** remaining
     return cut.restored(local.addcmul_(following[:, None], weight))
 
 
@@ -422,12 +422,12 @@ class MetricSums:
 
 
 def _merged(
-    ours: Mapping[str, Tensor],
-    theirs: Mapping[str, Tensor],
+    first: Mapping[str, Tensor],
+    second: Mapping[str, Tensor],
     join: Callable[[Tensor, Tensor], Tensor],
 ) -> dict[str, Tensor]:
-    both = {name: join(ours[name], theirs[name]) for name in ours.keys() & theirs.keys()}
-    return {**ours, **theirs, **both}
+    common = {name: join(first[name], second[name]) for name in first.keys() & second.keys()}
+    return {**first, **second, **common}
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:
@@ -442,8 +442,8 @@ def mean_over(values: Tensor, mask: Tensor) -> Tensor:
         mask: bool, of the same shape; what stands under False (NaN too) is ignored.
     """
     numbers = values.detach() if values.is_floating_point() else values.float()
-    kept = torch.where(mask, numbers, 0.0)
-    return torch.stack([kept.sum(), mask.sum().to(kept.dtype)])
+    values = torch.where(mask, numbers, 0.0)
+    return torch.stack([values.sum(), mask.sum().to(values.dtype)])
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:

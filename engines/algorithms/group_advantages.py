@@ -50,8 +50,8 @@ class Groups:
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum of each group's present values: [N] -> float64 [G]."""
-        kept = torch.where(self.present, values.double(), 0.0)
-        return torch.zeros_like(self.sizes).index_add_(0, self.member, kept)
+        counted = torch.where(self.present, values.double(), 0.0)
+        return torch.zeros_like(self.sizes).index_add_(0, self.member, counted)
 
     def mean(self, values: Tensor) -> Tensor:
         """Mean of each group's present values: [N] -> float64 [G]; 0 for a group without any."""
@@ -72,9 +72,9 @@ class Groups:
 
     def largest(self, values: Tensor) -> Tensor:
         """Largest present value of each group: [N] -> float64 [G]; -inf for a group without any."""
-        kept = torch.where(self.present, values.double(), float("-inf"))
+        counted = torch.where(self.present, values.double(), float("-inf"))
         start = torch.full_like(self.sizes, float("-inf"))
-        return start.scatter_reduce_(0, self.member, kept, "amax")
+        return start.scatter_reduce_(0, self.member, counted, "amax")
 
     def smallest(self, values: Tensor) -> Tensor:
         """Smallest present value of each group: [N] -> float64 [G]; inf for a group without any."""
@@ -89,8 +89,8 @@ class Groups:
 
         Samples that do not count come last.
         """
-        kept = torch.where(self.present, values.double(), float("-inf"))
-        by_value = kept.argsort(descending=True, stable=True)
+        counted = torch.where(self.present, values.double(), float("-inf"))
+        by_value = counted.argsort(descending=True, stable=True)
         order = by_value[self.member[by_value].argsort(stable=True)]
         counts = torch.bincount(self.member, minlength=self.sizes.numel())
         first = torch.cat([counts.new_zeros(1), counts.cumsum(0)[:-1]])
@@ -419,8 +419,8 @@ def _with_lone(
     groups: Groups, rewards: Tensor, centred: Tensor, lone: str, divisor: float = 1.0
 ) -> Tensor:
     """centred [N] with reward / divisor ("reward") or 0 ("zero") where the sample is alone."""
-    own = rewards.double() / divisor if lone == "reward" else torch.zeros_like(centred)
-    return torch.where(groups.alone(), own, centred)
+    fallback = rewards.double() / divisor if lone == "reward" else torch.zeros_like(centred)
+    return torch.where(groups.alone(), fallback, centred)
 
 
 def _per_sample(batch: AdvantageBatch, groups: Groups, per_row: Tensor) -> Advantages:

@@ -165,10 +165,10 @@ def decoupled(
         rollout_logprobs=batch.rollout_logprobs,
     )
     weights = behaviour.log_ratio().exp()
-    kept = torch.ones_like(batch.mask) if weight_cap is None else weights <= weight_cap
+    mask = torch.ones_like(batch.mask) if weight_cap is None else weights <= weight_cap
     return TokenLoss(
-        values=base.values * torch.where(kept, weights, 0.0),
-        metrics=base.metrics + MetricSums(means={"weight_cap_share": mean_over(~kept, batch.mask)}),
+        values=base.values * torch.where(mask, weights, 0.0),
+        metrics=base.metrics + MetricSums(means={"weight_cap_share": mean_over(~mask, batch.mask)}),
     )
 
 
@@ -348,8 +348,10 @@ def gspo(batch: PolicyBatch, *, clip_low: float, clip_high: float) -> TokenLoss:
     """
     log_ratio = batch.log_ratio(bound=None)
     row_mean = batch.rows.masked_mean(log_ratio.detach(), batch.mask)
-    own = batch.under_mask(batch.logprobs)
-    log_sequence = (own - own.detach() + batch.rows.spread(row_mean)).clamp(max=GSPO_BOUND)
+    logprobs = batch.under_mask(batch.logprobs)
+    log_sequence = (logprobs - logprobs.detach() + batch.rows.spread(row_mean)).clamp(
+        max=GSPO_BOUND
+    )
     result = clipped_surrogate(batch, log_sequence, clip_low=clip_low, clip_high=clip_high)
     kl_old = {"kl_old": mean_over(-log_ratio, batch.mask)}  # of the tokens, not of the rows
     metrics = dataclasses.replace(result.metrics, means={**result.metrics.means, **kl_old})
@@ -389,9 +391,9 @@ def geo_mean(batch: PolicyBatch, *, clip_low: float, clip_high: float) -> TokenL
     log_ratio, advantages = batch.log_ratio(bound=None), batch.signal()
     bounded = log_ratio.clamp(-clip_low, clip_high)
     sign = advantages.sign()
-    kept = sign * torch.minimum(sign * log_ratio, sign * bounded)
+    pessimistic = sign * torch.minimum(sign * log_ratio, sign * bounded)
     per_row = -batch.rows.masked_mean(advantages, batch.mask) * (
-        batch.rows.masked_mean(kept, batch.mask).exp()
+        batch.rows.masked_mean(pessimistic, batch.mask).exp()
     )
     if batch.weights is not None:
         log_weights = (batch.under_mask(batch.weights.detach()) + 1e-10).log()
@@ -483,9 +485,9 @@ def select_clip_cov(
         return candidates
     places = candidates.nonzero().squeeze(-1)
     generator = torch.Generator().manual_seed(int(places.sum()))
-    drawn = torch.randperm(places.numel(), generator=generator)[:allowed].to(places.device)
+    order = torch.randperm(places.numel(), generator=generator)[:allowed].to(places.device)
     chosen = torch.zeros_like(candidates)
-    chosen[places[drawn]] = True
+    chosen[places[order]] = True
     return chosen
 
 
@@ -602,9 +604,9 @@ def select_m2po(batch: PolicyBatch, *, threshold: float) -> Tensor:
     if count == 0:
         return pushing
     ordered = ordered[:count]
-    rest = ordered.flip(0).cumsum(0).flip(0)
-    left = torch.arange(count, 0, -1, device=rest.device)
-    too_much = rest / left > threshold  # holds for a prefix: the mean of the rest decreases
+    sums = ordered.flip(0).cumsum(0).flip(0)
+    counts = torch.arange(count, 0, -1, device=sums.device)
+    too_much = sums / counts > threshold  # holds for a prefix: the mean of the rest decreases
     chosen = torch.zeros_like(pushing)
     chosen[order[:count][too_much]] = True
     return chosen & pushing

@@ -239,5 +239,5 @@ def loglinear(logprobs: Tensor, rollout_logprobs: Tensor, staleness: Tensor) -> 
     """
     policy, behaviour = logprobs.detach(), rollout_logprobs.detach()
     stale = staleness.to(policy.dtype).clamp(min=0)
-    found = behaviour + stale / (stale + 1) * (policy - behaviour)
-    return torch.where(behaviour.isnan(), policy, found)
+    proximal = behaviour + stale / (stale + 1) * (policy - behaviour)
+    return torch.where(behaviour.isnan(), policy, proximal)

@@ -289,14 +289,14 @@ def correct(mismatch: Mismatch, steps: Sequence[Step]) -> tuple[Tensor, Tensor]:
         weights [T], the product of the weights, 0 where masked; kept bool [T], mask and verdicts.
     """
     weights = mismatch.mask.to(mismatch.logprobs.dtype)
-    kept = mismatch.mask
+    mask = mismatch.mask
     for function, params in steps:
         factor = function(mismatch, **params)
         if factor.dtype == torch.bool:
-            kept = kept & factor
+            mask = mask & factor
         else:
             weights = weights * torch.where(mismatch.mask, factor, 0.0)
-    return weights, kept
+    return weights, mask
 
 
 def gap_sums(mismatch: Mismatch) -> MetricSums:
@@ -378,7 +378,7 @@ def sample_sizes(metrics: Mapping[str, float]) -> dict[str, float]:
 
     metrics: values of `gap_sums` and `correction_sums`, added up over the update.
     """
-    found = {}
+    sizes = {}
     for name, weight in (("rollout", "rollout_ratio"), ("correction", "correction_factor")):
         mean, square = (metrics.get(f"{weight}{end}") for end in ("", "_squared"))
         if mean is None or square is None or (weight == "rollout_ratio" and not square):
@@ -386,8 +386,8 @@ def sample_sizes(metrics: Mapping[str, float]) -> dict[str, float]:
         size = effective_sample_size(
             torch.tensor(mean, dtype=torch.float64), torch.tensor(square, dtype=torch.float64)
         )
-        found[f"{name}_effective_sample_size"] = float(size)
-    return found
+        sizes[f"{name}_effective_sample_size"] = float(size)
+    return sizes
 
 
 def effective_sample_size(mean: Tensor, mean_square: Tensor) -> Tensor:
@@ -421,46 +421,46 @@ def correction_rows(mismatch: Mismatch, steps: Sequence[Step]) -> dict[str, Tens
 
     A step's numbers are named <its place>/<name>; they do not depend on the advantages.
     """
-    found = _gap_rows(mismatch)
+    by_row = _gap_rows(mismatch)
     for place, (function, params) in enumerate(steps):
-        own: Mapping[str, Tensor] = {}
+        columns: Mapping[str, Tensor] = {}
         if function in (truncate, band):
             plain = function(mismatch, **{**params, "normalize": False})
-            own = _weight_rows(mismatch, plain, str(params["level"]), *_bounds(params))
+            columns = _weight_rows(mismatch, plain, str(params["level"]), *_bounds(params))
         elif function is reject:
-            own = _rejection_rows(mismatch, params)
-        found |= {f"{place}/{name}": values for name, values in own.items()}
-    return found
+            columns = _rejection_rows(mismatch, params)
+        by_row |= {f"{place}/{name}": values for name, values in columns.items()}
+    return by_row
 
 
-def metrics_of_rows(found: ByRow, steps: Sequence[Step]) -> dict[str, float]:
+def metrics_of_rows(by_row: ByRow, steps: Sequence[Step]) -> dict[str, float]:
     """`correction_metrics` but for the shares of `kept_sums`, of the numbers of all rows.
 
-    found: of `correction_rows`, those of the parts one after the other in the order of the rows.
+    by_row: of `correction_rows`, those of the parts one after the other in the order of the rows.
     """
-    if not bool((found["tokens"] > 0).any()):
+    if not bool((by_row["tokens"] > 0).any()):
         return {}
-    metrics = _gap_metrics(found)
+    metrics = _gap_metrics(by_row)
     for place, (function, params) in enumerate(steps):
         if function in (truncate, band):
             level, (low, upper) = str(params["level"]), _bounds(params)
-            metrics |= _weight_metrics(_of_step(found, place), level, low, upper)
+            metrics |= _weight_metrics(_of_step(by_row, place), level, low, upper)
         elif function is reject:
-            metrics |= _rejection_metrics(_of_step(found, place), params)
+            metrics |= _rejection_metrics(_of_step(by_row, place), params)
     return {name: float(value) for name, value in metrics.items()}
 
 
-def with_mean_weights(steps: Sequence[Step], found: ByRow) -> tuple[Step, ...]:
+def with_mean_weights(steps: Sequence[Step], by_row: ByRow) -> tuple[Step, ...]:
     """The steps for a part of a batch: those that normalise divide by the mean of the whole batch.
 
-    found: of `correction_rows`, of all rows; read are only the columns of `mean_weight_columns`.
+    by_row: of `correction_rows`, of all rows; read are only the columns of `mean_weight_columns`.
     """
 
     def for_a_part(place: int, step: Step) -> Step:
         function, params = step
         if not params.get("normalize"):
             return step
-        mean = mean_weight(found[f"{place}/sum"], found["tokens"], str(params["level"]))
+        mean = mean_weight(by_row[f"{place}/sum"], by_row["tokens"], str(params["level"]))
 
         def weights(mismatch: Mismatch, **params: Any) -> Tensor:
             return divided(function(mismatch, **{**params, "normalize": False}), mean)
@@ -495,10 +495,12 @@ def kept_sums(mismatch: Mismatch, kept: Tensor) -> MetricSums:
     )
 
 
-def _of_step(found: ByRow, place: int) -> dict[str, Tensor]:
+def _of_step(by_row: ByRow, place: int) -> dict[str, Tensor]:
     prefix = f"{place}/"
-    own = {name.removeprefix(prefix): v for name, v in found.items() if name.startswith(prefix)}
-    return {"tokens": found["tokens"], "log_ratio": found["log_ratio"], **own}
+    columns = {
+        name.removeprefix(prefix): v for name, v in by_row.items() if name.startswith(prefix)
+    }
+    return {"tokens": by_row["tokens"], "log_ratio": by_row["log_ratio"], **columns}
 
 
 def _bounds(params: Mapping[str, Any]) -> tuple[float, float]:
@@ -521,7 +523,7 @@ def _gap_rows(mismatch: Mismatch) -> dict[str, Tensor]:
     }
 
 
-def _gap_metrics(found: ByRow) -> dict[str, Tensor]:
+def _gap_metrics(by_row: ByRow) -> dict[str, Tensor]:
     """The gap of the two policies over a whole batch, log rho as it is but where said.
 
     kl and k3_kl: KL(rollout, train) by k1 and k3, in nats, mean over the tokens with mask 1. Mean
@@ -530,23 +532,23 @@ def _gap_metrics(found: ByRow) -> dict[str, Tensor]:
     *_min its extremes; ppl_ratio: of exp(log_ppl_diff). chi2_token = mean rho^2 - 1 over the tokens,
     chi2_seq likewise over all rows with their products; log rho there within 20 nats.
     """
-    train = found["log_prob_mean"]
-    rollout = train - found["log_ratio_mean"]
+    train = by_row["log_prob_mean"]
+    rollout = train - by_row["log_ratio_mean"]
     gap = rollout - train
-    row_ratio = found["log_ratio"].clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    row_ratio = by_row["log_ratio"].clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return {
         "training_ppl": (-train).exp().mean(),
         "training_log_ppl": (-train).mean(),
         "rollout_ppl": (-rollout).exp().mean(),
         "rollout_log_ppl": (-rollout).mean(),
-        "kl": _token_mean(found, "k1"),
-        "k3_kl": _token_mean(found, "k3"),
+        "kl": _token_mean(by_row, "k1"),
+        "k3_kl": _token_mean(by_row, "k3"),
         "log_ppl_diff": gap.mean(),
         "log_ppl_abs_diff": gap.abs().mean(),
         "log_ppl_diff_max": gap.max(),
         "log_ppl_diff_min": gap.min(),
         "ppl_ratio": gap.exp().mean(),
-        "chi2_token": _token_mean(found, "ratio_squared") - 1,
+        "chi2_token": _token_mean(by_row, "ratio_squared") - 1,
         "chi2_seq": (2 * row_ratio).exp().mean() - 1,
     }
 
@@ -571,11 +573,11 @@ def _weight_rows(
     }
 
 
-def _weight_metrics(found: ByRow, level: str, low: float, upper: float) -> dict[str, Tensor]:
+def _weight_metrics(by_row: ByRow, level: str, low: float, upper: float) -> dict[str, Tensor]:
     """What `truncate` or `band` did over a whole batch.
 
     Args:
-        found: of `_weight_rows`, with the rows' tokens and log ratios.
+        by_row: of `_weight_rows`, with the rows' tokens and log ratios.
         level: "token" or "sequence", as the weights were made.
         low: bound of the weights.
         upper: bound of the weights; may be inf.
@@ -586,7 +588,7 @@ def _weight_metrics(found: ByRow, level: str, low: float, upper: float) -> dict[
         ratio against the bounds: of tokens, or of all N rows for level "sequence".
     """
     if level == "sequence":
-        per_row = found["log_ratio"]
+        per_row = by_row["log_ratio"]
         result = {
             "weight_max": per_row.max().clamp(max=LOG_RATIO_BOUND).exp(),
             "weight_min": per_row.min().exp(),
@@ -595,15 +597,15 @@ def _weight_metrics(found: ByRow, level: str, low: float, upper: float) -> dict[
         }
     else:
         result = {
-            "weight_max": found["max"].max(),
-            "weight_min": found["min"].min(),
-            "weight_ratio_fraction_high": _token_mean(found, "high"),
-            "weight_ratio_fraction_low": _token_mean(found, "low"),
+            "weight_max": by_row["max"].max(),
+            "weight_min": by_row["min"].min(),
+            "weight_ratio_fraction_high": _token_mean(by_row, "high"),
+            "weight_ratio_fraction_low": _token_mean(by_row, "low"),
         }
-    mean, square = _token_mean(found, "bounded"), _token_mean(found, "bounded_squared")
-    row_means, raw_means = _row_means(found, "sum"), _row_means(found, "raw")
+    mean, square = _token_mean(by_row, "bounded"), _token_mean(by_row, "bounded_squared")
+    row_means, raw_means = _row_means(by_row, "sum"), _row_means(by_row, "raw")
     return result | {
-        "weight_mean": _token_mean(found, "sum"),
+        "weight_mean": _token_mean(by_row, "sum"),
         "weight_std": (square - mean.square()).clamp(min=0).sqrt(),
         "weight_eff_sample_size": effective_sample_size(mean, square),
         "weight_seq_mean": row_means.mean(),
@@ -613,8 +615,8 @@ def _weight_metrics(found: ByRow, level: str, low: float, upper: float) -> dict[
         "weight_seq_max_deviation": (row_means - 1).abs().max(),
         "weight_seq_fraction_high": (raw_means > upper).double().mean(),
         "weight_seq_fraction_low": (raw_means < low).double().mean(),
-        "weight_oob_ratio": _token_mean(found, "outside"),
-        "weight_batch_norm_factor": mean_weight(found["sum"], found["tokens"], level),
+        "weight_oob_ratio": _token_mean(by_row, "outside"),
+        "weight_batch_norm_factor": mean_weight(by_row["sum"], by_row["tokens"], level),
     }
 
 
@@ -638,11 +640,11 @@ def _rejection_rows(mismatch: Mismatch, params: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def _rejection_metrics(found: ByRow, params: Mapping[str, Any]) -> dict[str, Tensor]:
+def _rejection_metrics(by_row: ByRow, params: Mapping[str, Any]) -> dict[str, Tensor]:
     """What one `reject` did over a whole batch.
 
     Args:
-        found: of `_rejection_rows`, with the rows' tokens.
+        by_row: of `_rejection_rows`, with the rows' tokens.
         params: of the `reject`.
 
     Returns:
@@ -653,17 +655,17 @@ def _rejection_metrics(found: ByRow, params: Mapping[str, Any]) -> dict[str, Ten
     statistic = params["statistic"]
     low, high = bounds_of(statistic, params["lower"], params["upper"])
     floor = 0.0 if low is None else low
-    filled = found["tokens"] > 0
-    per_row = found["mean"][filled]
-    mean, square = _token_mean(found, "bounded"), _token_mean(found, "bounded_squared")
+    filled = by_row["tokens"] > 0
+    per_row = by_row["mean"][filled]
+    mean, square = _token_mean(by_row, "bounded"), _token_mean(by_row, "bounded_squared")
     if statistic.startswith("seq"):
         above, below = (per_row > high).double().mean(), (per_row < floor).double().mean()
         extremes = per_row, per_row
     else:
-        above, below = _token_mean(found, "high"), _token_mean(found, "low")
-        extremes = found["max"], found["min"]
+        above, below = _token_mean(by_row, "high"), _token_mean(by_row, "low")
+        extremes = by_row["max"], by_row["min"]
     result = {
-        "mean": _token_mean(found, "sum"),
+        "mean": _token_mean(by_row, "sum"),
         "max": extremes[0].max(),
         "min": extremes[1].min(),
         "fraction_high": above,
@@ -675,22 +677,22 @@ def _rejection_metrics(found: ByRow, params: Mapping[str, Any]) -> dict[str, Ten
         "seq_min": per_row.min(),
         "seq_max_deviation": per_row.abs().max(),
         "seq_fraction_high": (per_row > high).double().mean(),
-        "masked_fraction": _token_mean(found, "lost"),
-        "seq_masked_fraction": (found["lost"] > 0)[filled].double().mean(),
+        "masked_fraction": _token_mean(by_row, "lost"),
+        "seq_masked_fraction": (by_row["lost"] > 0)[filled].double().mean(),
     }
     if low is not None:
         result["seq_fraction_low"] = (per_row < low).double().mean()
     return {f"reject_{statistic}_{name}": number for name, number in result.items()}
 
 
-def _token_mean(found: ByRow, name: str) -> Tensor:
+def _token_mean(by_row: ByRow, name: str) -> Tensor:
     """The mean over the tokens with mask 1 of what was summed by row."""
-    return found[name].sum() / found["tokens"].sum().clamp(min=1)
+    return by_row[name].sum() / by_row["tokens"].sum().clamp(min=1)
 
 
-def _row_means(found: ByRow, name: str) -> Tensor:
+def _row_means(by_row: ByRow, name: str) -> Tensor:
     """[N], the mean over each row's tokens with mask 1; 0 for a row without any."""
-    return found[name] / found["tokens"].clamp(min=1)
+    return by_row[name] / by_row["tokens"].clamp(min=1)
 
 
 def _deviation(values: Tensor) -> Tensor:

@@ -50,14 +50,16 @@ class GradientEngine(FSDPEngine, GradientWorker):
                 self._micro_batches(request.batch, unit.rows),
                 normaliser_of(offered.counts, request.max_new_tokens),
             )
-            found = {n: own_part(p.grad)[0] for n, p in parameters.items() if p.grad is not None}
+            gradients = {
+                n: own_part(p.grad)[0] for n, p in parameters.items() if p.grad is not None
+            }
             standing, equal = write_gradient(
                 self._files,
                 offered.folder,
                 offered.of,
                 unit.number,
                 key_of(list(unit.rows)),
-                found,
+                gradients,
                 DTYPES[self._spec.train.gradient_dtype],
                 made_on(self._spec.train, self._device),
                 unit_metrics(tally, finite),

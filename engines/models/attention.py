@@ -139,8 +139,8 @@ class _Scored(torch.autograd.Function):
             q, k, v = (each.detach().requires_grad_() for each in inputs)
             sinks = None if sinks is None else sinks.detach().requires_grad_()
             out = _scored(q, k, v, sinks, visible, scale, cap)
-            wanted = [q, k, v] if sinks is None else [q, k, v, sinks]
-            slopes = torch.autograd.grad(out, wanted, grad)
+            sources = [q, k, v] if sinks is None else [q, k, v, sinks]
+            slopes = torch.autograd.grad(out, sources, grad)
         return (*slopes, *(None for _ in range(7 - len(slopes))))
 
 
@@ -207,8 +207,8 @@ def _rotated(
     last = places.new_full((len(places), 1), limit)
     far = forward(x, torch.cat([places, last], 1), **named)
     cos, sin = (
-        torch.where(long[..., None], theirs[:, :-1], own)
-        for own, theirs in zip(short, far, strict=True)
+        torch.where(long[..., None], distant[:, :-1], near)
+        for near, distant in zip(short, far, strict=True)
     )
     return cos, sin
 

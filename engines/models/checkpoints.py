@@ -319,18 +319,18 @@ def _place_by(name: str, facts: dict[str, object], cache: Path) -> Path:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(file.read_text())
+        values: dict[str, Any] = json.loads(file.read_text())
     except ValueError as error:
         raise ValueError(
             f"{file} cannot be read: {error}. Set model.path to a complete transformers checkpoint."
         ) from error
-    return found
+    return values
 
 
 def quantisation(config: Mapping[str, Any]) -> str | None:
     """How config.json says that weights are packed, as transformers finds it; None: they are not."""
-    found = config.get("quantization_config") or config.get("compression_config")
-    return str(found.get("quant_method", "a method not named")) if found else None
+    packing = config.get("quantization_config") or config.get("compression_config")
+    return str(packing.get("quant_method", "a method not named")) if packing else None
 
 
 def companion_files(directory: Path) -> dict[str, bytes]:
@@ -338,10 +338,10 @@ def companion_files(directory: Path) -> dict[str, bytes]:
 
     Not what says where weights are: a policy version's folder may be a model's, with its manifest.
     """
-    found = {path for pattern in _COMPANIONS for path in directory.glob(pattern)}
+    paths = {path for pattern in _COMPANIONS for path in directory.glob(pattern)}
     return {
         path.name: path.read_bytes()
-        for path in sorted(found)
+        for path in sorted(paths)
         if not path.name.endswith(".index.json") and path.name != MANIFEST
     }
 
@@ -355,14 +355,14 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 def end_token_ids(directory: Path) -> tuple[int, ...]:
     """Tokens that end a completion: those of config.json and generation_config.json."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         path = directory / name
         if path.exists():
             ends = json.loads(path.read_text()).get("eos_token_id")
             if ends is not None:
-                found.update(ends if isinstance(ends, list) else [ends])
-    return tuple(sorted(found))
+                ids.update(ends if isinstance(ends, list) else [ends])
+    return tuple(sorted(ids))
 
 
 def load_for_training(directory: Path, dtype: Dtype = "float32") -> PreTrainedModel:
@@ -464,24 +464,25 @@ def _build(config: PretrainedConfig, dtype: Dtype, device: str) -> PreTrainedMod
     import torch
 
     with quiet(), torch.device(device):
-        made: PreTrainedModel = _causal_models().from_config(
+        model: PreTrainedModel = _causal_models().from_config(
             config,
             trust_remote_code=False,
             dtype=_torch_dtype(dtype),
             attn_implementation=attention_of(_class_of(_causal_models(), config)),
         )
-        return made
+        return model
 
 
 def _class_of(auto_class: Any, config: PretrainedConfig | Path) -> type[PreTrainedModel]:
     """transformers' class for a config, or for a directory's."""
-    known = _config(config) if isinstance(config, Path) else config
-    if type(known) not in auto_class._model_mapping:
+    if isinstance(config, Path):
+        config = _config(config)
+    if type(config) not in auto_class._model_mapping:
         raise ValueError(
-            f"transformers has no {auto_class.__name__} of model_type = {known.model_type}. Set "
+            f"transformers has no {auto_class.__name__} of model_type = {config.model_type}. Set "
             "model.path to a model of text."
         )
-    model_class: type[PreTrainedModel] = auto_class._model_mapping[type(known)]
+    model_class: type[PreTrainedModel] = auto_class._model_mapping[type(config)]
     return model_class
 
 
@@ -494,8 +495,8 @@ def _config(directory: Path) -> PretrainedConfig:
     _causal_models()
     from transformers import AutoConfig
 
-    found: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    return found
+    config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    return config
 
 
 def _causal_models() -> Any:
@@ -560,7 +561,7 @@ def _check_directory(path: str, directory: Path) -> None:
         )
     if any(directory.glob("*.safetensors")):
         return
-    pickles = sorted(one.name for pattern in _PICKLES for one in directory.glob(pattern))
+    pickles = sorted(file.name for pattern in _PICKLES for file in directory.glob(pattern))
     if pickles:
         raise ValueError(
             f"model.path = {path} holds weights as {pickles[0]} only, a pickle, which may run code "
@@ -581,14 +582,14 @@ def _made_once(final: Path, make: Callable[[Path], None]) -> Path:
     with open(final.with_name(final.name + ".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not final.exists():
-            made = final.with_name(f".{final.name}-{uuid.uuid4().hex[:12]}")
-            made.mkdir()
+            target = final.with_name(f".{final.name}-{uuid.uuid4().hex[:12]}")
+            target.mkdir()
             try:
                 with quiet():
-                    make(made)
-                os.replace(made, final)
+                    make(target)
+                os.replace(target, final)
             finally:
-                shutil.rmtree(made, ignore_errors=True)
+                shutil.rmtree(target, ignore_errors=True)
     return final
 
 

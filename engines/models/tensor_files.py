@@ -81,7 +81,7 @@ class StackedTensor:
     @property
     def parts(self) -> tuple[Part, ...]:
         """Their names and shapes."""
-        return tuple(Part(name=one.name, shape=one.shape) for one in self.pieces)
+        return tuple(Part(name=piece.name, shape=piece.shape) for piece in self.pieces)
 
     @property
     def file(self) -> Path:
@@ -134,9 +134,9 @@ def map_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
     return {name: mapped[name] for name in tensors}
 
 
-def part_equals(tensor: StoredTensor | StackedTensor, begin: int, other: Tensor) -> bool:
-    """Whether the tensor's elements from `begin` on are, cast, those of `other`; see `read_part`."""
-    flat = other.view(-1)
+def part_equals(tensor: StoredTensor | StackedTensor, begin: int, target: Tensor) -> bool:
+    """Whether the tensor's elements from `begin` on are, cast, those of `target`; see `read_part`."""
+    flat = target.view(-1)
     return all(
         bool((flat[at : at + values.numel()] == values.to(flat.device, flat.dtype)).all())
         for at, values in _windows(tensor, begin, flat.numel())
@@ -150,14 +150,14 @@ def _windows(
 
     With each window its place among them. Its memory is used again for the next one.
     """
-    done = 0
+    position = 0
     for piece in tensor.pieces:
         size = math.prod(piece.shape)
-        own = min(size - begin, count - done)
-        if own > 0:
-            for at, values in _windows_of_one(piece, begin, own):
-                yield done + at, values
-            done += own
+        share = min(size - begin, count - position)
+        if share > 0:
+            for at, values in _windows_of_one(piece, begin, share):
+                yield position + at, values
+            position += share
         begin = max(begin - size, 0)
 
 
@@ -168,22 +168,22 @@ def _windows_of_one(tensor: StoredTensor, begin: int, count: int) -> Iterator[tu
     step = min(count, WINDOW_BYTES // dtype.itemsize)
     if not step:
         return
-    held = torch.empty(step, dtype=dtype)
-    view = held.view(torch.uint8).numpy().data
+    buffer = torch.empty(step, dtype=dtype)
+    view = buffer.view(torch.uint8).numpy().data
     with open(tensor.file, "rb", buffering=0) as file:
         file.seek(tensor.start + begin * dtype.itemsize)
         for at in range(0, count, step):
             number = min(step, count - at)
-            left = view[: number * dtype.itemsize]
-            while left.nbytes:
-                got = file.readinto(left)
-                if not got:
+            window = view[: number * dtype.itemsize]
+            while window.nbytes:
+                nbytes = file.readinto(window)
+                if not nbytes:
                     raise ValueError(
                         f"{tensor.file} ends within the tensor {tensor.name}. Set model.path to a "
                         "complete checkpoint."
                     )
-                left = left[got:]
-            yield at, held[:number]
+                window = window[nbytes:]
+            yield at, buffer[:number]
 
 
 def _header(file: Path) -> dict[str, StoredTensor]:
@@ -196,13 +196,13 @@ def _header(file: Path) -> dict[str, StoredTensor]:
                 raise ValueError(f"its header would be {length} bytes long")
             header: dict[str, Any] = json.loads(opened.read(length))
         header.pop("__metadata__", None)
-        found = {name: _entry(name, file, 8 + length, size, header[name]) for name in header}
+        tensors = {name: _entry(name, file, 8 + length, size, header[name]) for name in header}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{file} cannot be read as safetensors: {error}. Set model.path to a complete "
             "checkpoint."
         ) from error
-    return found
+    return tensors
 
 
 def _entry(name: str, file: Path, base: int, size: int, entry: dict[str, Any]) -> StoredTensor:
@@ -214,9 +214,9 @@ def _entry(name: str, file: Path, base: int, size: int, entry: dict[str, Any]) -
         shape=tuple(entry["shape"]),
         start=base + first,
     )
-    wanted = math.prod(tensor.shape) * DTYPES[tensor.dtype][0] if tensor.readable else last - first
-    if last - first != wanted:
-        raise ValueError(f"tensor {name} has {last - first} bytes, its shape {wanted}")
+    nbytes = math.prod(tensor.shape) * DTYPES[tensor.dtype][0] if tensor.readable else last - first
+    if last - first != nbytes:
+        raise ValueError(f"tensor {name} has {last - first} bytes, its shape {nbytes}")
     if base + last > size:
         raise ValueError(f"it ends within the tensor {name}")
     return tensor
@@ -262,9 +262,11 @@ class CheckpointNames:
         """A model's tensors by the files' names."""
         return {self.in_files.get(name, name): tensor for name, tensor in tensors.items()}
 
-    def untold(self, told: CheckpointNames) -> FileNames:
-        """What tensors that are named as `told` says are in the files."""
-        renamed = {own: name for own, name in self.in_files.items() if own not in told.in_files}
+    def untold(self, names: CheckpointNames) -> FileNames:
+        """What tensors that are named as `names` says are in the files."""
+        renamed = {
+            target: name for target, name in self.in_files.items() if target not in names.in_files
+        }
         return FileNames(renamed=renamed, stacks=self.stacks)
 
     def own(self, name: str) -> str | None:
@@ -273,11 +275,11 @@ class CheckpointNames:
 
     def in_model(self, names: Iterable[str]) -> dict[str, str]:
         """The same of several, those left out that the model lacks."""
-        return {name: own for name in names if (own := self.own(name)) is not None}
+        return {name: target for name in names if (target := self.own(name)) is not None}
 
     @cached_property
     def _own(self) -> dict[str, str]:
-        return {theirs: own for own, theirs in self.in_files.items()}
+        return {name: target for target, name in self.in_files.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -317,29 +319,29 @@ def match(
         rename_source_key,
     )
 
-    wanted = model.state_dict()
+    weights = model.state_dict()
     transforms = get_model_conversion_mapping(model)
-    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-    converters = [one for one in transforms if isinstance(one, WeightConverter)]
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     matched: dict[str, StoredTensor | StackedTensor] = {}
     unknown: dict[str, StoredTensor] = {}
     parts: dict[str, dict[str, list[StoredTensor]]] = {}  # by the model's name and the pattern
     for name, tensor in stored.items():
         prefix = model.base_model_prefix
-        target, converted = rename_source_key(name, renamings, converters, prefix, wanted)
-        if target not in wanted and name in wanted:  # as transformers does
+        target, converted = rename_source_key(name, renamings, converters, prefix, weights)
+        if target not in weights and name in weights:  # as transformers does
             target, converted = name, None
         if target in matched or not tensor.readable:
             return None
-        if target not in wanted:
+        if target not in weights:
             unknown[name] = tensor
         elif converted is None:
             matched[target] = tensor
         else:
             parts.setdefault(target, {}).setdefault(converted, []).append(tensor)
     for target, by_pattern in parts.items():
-        for found in by_pattern.values():  # as transformers does
-            found.sort(key=lambda one: dot_natural_key(one.name))
+        for pieces in by_pattern.values():  # as transformers does
+            pieces.sort(key=lambda piece: dot_natural_key(piece.name))
         stack = _stack(by_pattern, converters)
         if stack is None or target in matched:
             return None
@@ -347,20 +349,26 @@ def match(
     if not parts:  # a mixture's files may have layers that no list of transformers names
         _check_unknown(directory, model, unknown)
     renamed = {
-        own: one.name
-        for own, one in matched.items()
-        if own != one.name and isinstance(one, StoredTensor)
+        target: tensor.name
+        for target, tensor in matched.items()
+        if target != tensor.name and isinstance(tensor, StoredTensor)
     }
-    stacks = {own: one.parts for own, one in matched.items() if isinstance(one, StackedTensor)}
+    stacks = {
+        target: tensor.parts
+        for target, tensor in matched.items()
+        if isinstance(tensor, StackedTensor)
+    }
     bare = f"{model.base_model_prefix}."
-    if all(name == own.removeprefix(bare) for own, name in renamed.items()):
+    if all(name == target.removeprefix(bare) for target, name in renamed.items()):
         # Files of a model without its head: a version has one.
-        stacks = {own: _below(bare if renamed else "", parts) for own, parts in stacks.items()}
+        stacks = {
+            target: _below(bare if renamed else "", parts) for target, parts in stacks.items()
+        }
         renamed = {}
     names = CheckpointNames(
         in_files=renamed,
         stacks=stacks,
-        unused={name: one for name, one in unknown.items() if not _is_computed(name)},
+        unused={name: tensor for name, tensor in unknown.items() if not _is_computed(name)},
     )
     for tied, weight in distinct_weights(model):
         source = next((matched[name] for name in tied if name in matched), None)
@@ -387,24 +395,29 @@ def _stack(
     by_pattern: Mapping[str, Sequence[StoredTensor]], converters: Iterable[WeightConverter]
 ) -> StackedTensor | None:
     """What transformers makes of tensors, by their patterns; None: it has not theirs in order."""
-    converter = next(one for one in converters if set(by_pattern) <= set(one.source_patterns))
+    converter = next(
+        transform for transform in converters if set(by_pattern) <= set(transform.source_patterns)
+    )
     lists = [by_pattern.get(pattern, ()) for pattern in converter.source_patterns]
-    kinds = [(type(one).__name__, getattr(one, "dim", None)) for one in converter.operations]
-    if len({len(one) for one in lists}) != 1 or len(converter.target_patterns) != 1:
+    kinds = [
+        (type(operation).__name__, getattr(operation, "dim", None))
+        for operation in converter.operations
+    ]
+    if len({len(pieces) for pieces in lists}) != 1 or len(converter.target_patterns) != 1:
         return None
     # Each expert's tensors stand together: gate, up, gate, up.
     pieces = tuple(tensor for group in zip(*lists, strict=True) for tensor in group)
     shapes = {tensor.shape[1:] for tensor in pieces}
     if len(shapes) != 1:
         return None
-    rest, rows = shapes.pop(), sum(tensor.shape[0] for tensor in pieces if tensor.shape)
+    columns, rows = shapes.pop(), sum(tensor.shape[0] for tensor in pieces if tensor.shape)
     if kinds == [("Concatenate", 0)]:
-        return StackedTensor(pieces=pieces, shape=(rows, *rest))
+        return StackedTensor(pieces=pieces, shape=(rows, *columns))
     stacked = kinds == [("MergeModulelist", 0)] and len(lists) == 1
     if not (stacked or kinds == [("MergeModulelist", 0), ("Concatenate", 1)]):
         return None
     experts = len(lists[0])
-    return StackedTensor(pieces=pieces, shape=(experts, rows // experts, *rest))
+    return StackedTensor(pieces=pieces, shape=(experts, rows // experts, *columns))
 
 
 def distinct_weights(model: PreTrainedModel) -> list[tuple[list[str], Tensor]]:

@@ -66,9 +66,9 @@ class JudgeAnswers:
         """Where an endpoint's answer to a question lies."""
         return self.key_of([reward.url, rubric.digest, request_body(reward, text, seed)])
 
-    def key_of(self, asked: JsonValue) -> str:
+    def key_of(self, question: JsonValue) -> str:
         """Where the answer lies to all that was asked, and of whom."""
-        name = hashlib.sha256(canonical(asked)).hexdigest()
+        name = hashlib.sha256(canonical(question)).hexdigest()
         return f"{self.run}/judged/{name[:2]}/{name[2:]}.json"
 
     def read(self, key: str) -> str | None:
@@ -169,16 +169,16 @@ class Endpoint:
         seed: of its sampling. until: by time.monotonic, when a retry comes too late.
         """
         reward = self._reward
-        asked = 0
+        requests = 0
         while True:
-            pause = min(reward.retry_pause * 2**asked, _LONGEST_PAUSE)
-            asked += 1
+            pause = min(reward.retry_pause * 2**requests, _LONGEST_PAUSE)
+            requests += 1
             try:
                 return await self._once(text, seed)
             except _MayPass as error:
                 pause = max(pause, error.retry_after)
-                if asked > reward.retries:
-                    again = f", asked {asked} times" if asked > 1 else ""
+                if requests > reward.retries:
+                    again = f", asked {requests} times" if requests > 1 else ""
                     raise RequestFailed(f"{error}{again}") from None
                 if time.monotonic() + pause > until:
                     raise RequestFailed(
@@ -208,15 +208,15 @@ class Endpoint:
                 ) from None
             took = time.monotonic() - began
         if not answer.is_success:
-            said = f"{where} answered {answer.status_code} {answer.reason_phrase}".rstrip()
+            complaint = f"{where} answered {answer.status_code} {answer.reason_phrase}".rstrip()
             words = self._clean(" ".join(answer.text.split()))
-            said += f": {words[:_BODY_CHARACTERS]}" if words else ""
+            complaint += f": {words[:_BODY_CHARACTERS]}" if words else ""
             if answer.status_code not in _PASSING and answer.status_code < 500:
-                raise RequestFailed(said)
+                raise RequestFailed(complaint)
             wait = retry_after(answer.headers.get("Retry-After"))
             if wait:
                 self._pace.hold(wait)
-            raise _MayPass(said, wait)
+            raise _MayPass(complaint, wait)
         content = _content(answer)
         if content is None:
             words = self._clean(" ".join(answer.text.split()))[:_BODY_CHARACTERS]
@@ -227,8 +227,8 @@ class Endpoint:
 
     def _clean(self, text: str) -> str:
         """A text from outside that can be stored and shown: an endpoint may repeat the key."""
-        found = text.encode(errors="replace").decode()
-        return found if self._key is None else found.replace(self._key, _HIDDEN)
+        clean = text.encode(errors="replace").decode()
+        return clean if self._key is None else clean.replace(self._key, _HIDDEN)
 
     async def __aenter__(self) -> Self:
         return self
@@ -262,14 +262,14 @@ def request_body(reward: JudgeReward, text: str, seed: int) -> dict[str, Any]:
     }
 
 
-def retry_after(said: str | None) -> float:
+def retry_after(header: str | None) -> float:
     """Seconds that a Retry-After header asks to wait (RFC 9110, 10.2.3); 0 where it says nothing."""
-    if said is None:
+    if header is None:
         return 0.0
-    if said.strip().isdigit():
-        return float(said)
+    if header.strip().isdigit():
+        return float(header)
     try:
-        when = parsedate_to_datetime(said)
+        when = parsedate_to_datetime(header)
     except ValueError:
         return 0.0
     when = when if when.tzinfo else when.replace(tzinfo=UTC)
@@ -384,7 +384,8 @@ class JudgeScorer(BatchScorer):
         verdicts, counts = self._loop.run(self._judged(call))
         self._log(verdicts, counts, logs)
         return [
-            Unscored(reason=one.error or "") if one.score is None else one.score for one in verdicts
+            Unscored(reason=verdict.error or "") if verdict.score is None else verdict.score
+            for verdict in verdicts
         ]
 
     async def _judged(self, call: RewardCall) -> tuple[list[JudgeVerdict], EndpointCounts]:
@@ -458,11 +459,11 @@ class _Asking:
         results = await asyncio.gather(
             *(self._vote(text, vote) for vote in range(reward.votes)), return_exceptions=True
         )
-        failures = [one for one in results if isinstance(one, BaseException)]
-        for one in failures:
-            if not isinstance(one, RequestFailed):
-                raise one
-        votes = tuple(None if isinstance(one, BaseException) else one for one in results)
+        failures = [result for result in results if isinstance(result, BaseException)]
+        for failure in failures:
+            if not isinstance(failure, RequestFailed):
+                raise failure
+        votes = tuple(None if isinstance(result, BaseException) else result for result in results)
         if failures:
             return JudgeVerdict(votes=votes, score=None, error=str(failures[0]))
         return verdict_on(reward, votes)

@@ -53,10 +53,10 @@ def doctest_code(text: str) -> str:
         examples = doctest.DocTestParser().get_examples(text)
     except ValueError as error:
         raise ValueError(f"the row's examples of doctest cannot be read: {error}") from None
-    wanted = [example for example in examples if example.want]
-    if not wanted:
+    checks = [example for example in examples if example.want]
+    if not checks:
         raise ValueError("the row's examples of doctest do not say what they give")
-    for example in wanted:
+    for example in checks:
         if example.exc_msg is None and not _told_by_the_test(example):
             raise ValueError(
                 f"the row's example of doctest {example.source.strip()!r:.60} expects printed text, "
@@ -187,11 +187,11 @@ def _function_name(value: object) -> str | None:
     return value if isinstance(value, str) and value.strip() else None
 
 
-def _values_of(given: object) -> list[list[Any]]:
+def _values_of(values: object) -> list[list[Any]]:
     """The arguments of a call, as each way to read its input has them."""
-    if not isinstance(given, str):
-        return [given] if isinstance(given, list) else []
-    lines = [_json(line) for line in given.split("\n") if line.strip()]
+    if not isinstance(values, str):
+        return [values] if isinstance(values, list) else []
+    lines = [_json(line) for line in values.split("\n") if line.strip()]
     # A list by itself is the only argument, or the arguments.
     return [lines, *lines] if len(lines) == 1 and isinstance(lines[0], list) else [lines]
 
@@ -222,25 +222,25 @@ def _of_texts(texts: list[str], before: str, function: str | None) -> list[dict[
             tests.append(_calling(doctest_code(text), before, Collected(function=DOCTEST), None))
             continue
         tree = parsed(text, "tests")
-        found = collected(tree, parsed(before, "setup statements"), function is not None)
-        if not found and (examples := docstrings_with_examples(tree)):
-            one = Collected(function=DOCTEST)
-            tests += [_calling(doctest_code(text), before, one, None) for text in examples]
-        elif not found and has_statements(tree):
+        cases = collected(tree, parsed(before, "setup statements"), function is not None)
+        if not cases and (examples := docstrings_with_examples(tree)):
+            test = Collected(function=DOCTEST)
+            tests += [_calling(doctest_code(text), before, test, None) for text in examples]
+        elif not cases and has_statements(tree):
             before = f"{before}\n{text}"
-        tests += [_calling(text, before, one, function) for one in found]
+        tests += [_calling(text, before, test, function) for test in cases]
     return tests
 
 
-def _calling(code: str, setup: str, one: Collected, function: str | None) -> dict[str, Any]:
+def _calling(code: str, setup: str, test: Collected, function: str | None) -> dict[str, Any]:
     return {
         "kind": "calls",
         "code": code,
         "setup": setup,
-        "function": one.function,
-        "group": one.group,
-        "case": one.case,
-        "argument": function if one.takes_candidate else "",
+        "function": test.function,
+        "group": test.group,
+        "case": test.case,
+        "argument": function if test.takes_candidate else "",
     }
 
 
@@ -280,12 +280,12 @@ def _of_pairs(column: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [_call(name, *pair, wrapped) for pair in zip(inputs, outputs, strict=True)]
 
 
-def _call(name: object, given: object, expected: object, wrapped: bool) -> dict[str, Any]:
+def _call(name: object, arguments: object, expected: object, wrapped: bool) -> dict[str, Any]:
     identifier = isinstance(name, str) and name.removeprefix("Solution().").isidentifier()
-    ways = _values_of(given)
+    ways = _values_of(arguments)
     if not isinstance(name, str) or not identifier or not ways:
         raise ValueError(f"tests of the function {name!r} do not give it a list of arguments")
-    if isinstance(given, str) and isinstance(expected, str):
+    if isinstance(arguments, str) and isinstance(expected, str):
         expected = _json(expected)
     either = " or _found == _expected[0]" if wrapped else ""
     code = (
@@ -306,6 +306,6 @@ def _call(name: object, given: object, expected: object, wrapped: bool) -> dict[
     return _calling(code, "", Collected(function="check", takes_candidate=True), name)
 
 
-def _printing(given: object, expected: object) -> dict[str, Any]:
-    lines = ["\n".join(map(str, v)) if isinstance(v, list) else str(v) for v in (given, expected)]
+def _printing(text: object, expected: object) -> dict[str, Any]:
+    lines = ["\n".join(map(str, v)) if isinstance(v, list) else str(v) for v in (text, expected)]
     return {"kind": "output", "input": lines[0], "output": lines[1].strip() and lines[1]}

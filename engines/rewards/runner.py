@@ -112,11 +112,11 @@ class LoggedMetric:
 
 def pooled(logged: Iterable[Mapping[str, LoggedMetric]]) -> dict[str, LoggedMetric]:
     """The metrics of several functions, or shards, together."""
-    found: dict[str, LoggedMetric] = {}
+    pool: dict[str, LoggedMetric] = {}
     for metrics in logged:
         for name, metric in metrics.items():
-            found[name] = found[name] + metric if name in found else metric
-    return found
+            pool[name] = pool[name] + metric if name in pool else metric
+    return pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,7 +342,7 @@ class RewardCode:
 
 def code_digest(code: Sequence[RewardCode]) -> str:
     """Names all functions of a run together: 16 hex digits."""
-    return key_of([asdict(one) for one in code])
+    return key_of([asdict(function) for function in code])
 
 
 class RewardRunner:
@@ -363,7 +363,9 @@ class RewardRunner:
             sharers: runners of the run that share what a judge's endpoint allows.
         """
         self._rewards, self._data = rewards, data
-        self._called = [one for one in rewards.functions if not isinstance(one, EngineReward)]
+        self._called = [
+            function for function in rewards.functions if not isinstance(function, EngineReward)
+        ]
         self._processes = [
             RewardProcess(_start_message(reward, rewards, data, answers, sharers))
             for reward in self._called
@@ -386,8 +388,8 @@ class RewardRunner:
 
     def code(self, models: Sequence[RewardCode] = ()) -> tuple[RewardCode, ...]:
         """What the functions are, as they are loaded now; models: what the reward models are."""
-        found = {one.name: one for one in models} | self.called_code()
-        return tuple(found[name] for name in self.names)
+        functions = {function.name: function for function in models} | self.called_code()
+        return tuple(functions[name] for name in self.names)
 
     def called_code(self) -> dict[str, RewardCode]:
         """The same of those that are called, by name: of all but reward models and local judges."""
@@ -455,12 +457,14 @@ class RewardRunner:
             return column, time.perf_counter() - started
 
         results = self._threads.map(timed, self._processes, self._called)
-        done = {}
+        scored = {}
         for name, column in (given or {}).items():
             places = self._scored(name, rows)
-            done[name] = (column if places is None else only_at(column, places), 0.0)
-        done |= {one.label: found for one, found in zip(self._called, results, strict=True)}
-        ordered = [done[name] for name in self.names]
+            scored[name] = (column if places is None else only_at(column, places), 0.0)
+        scored |= {
+            function.label: result for function, result in zip(self._called, results, strict=True)
+        }
+        ordered = [scored[name] for name in self.names]
         columns, seconds = [column for column, _ in ordered], [took for _, took in ordered]
         return self._gather(columns, seconds, len(batch.completions))
 
@@ -468,14 +472,14 @@ class RewardRunner:
         """Places of the rows that a function scores, where there are several tasks; None: all."""
         if not (tasks := self._data.tasks):
             return None
-        own = {task: self._data.rewards_of(task) for task in tasks}
-        scored = {task for task, names in own.items() if names is None or name in names}
+        names_by_task = {task: self._data.rewards_of(task) for task in tasks}
+        scored = {task for task, names in names_by_task.items() if names is None or name in names}
         return [place for place, row in enumerate(rows) if row[TASK] in scored]
 
     def _filled(self, rows: Sequence[Row], source: Callable[[], PromptSource]) -> Sequence[Row]:
         """The rows, with None in needed columns that one of them lacks and another of theirs has."""
         needed = {column for columns in self.start() for column in columns}
-        lacking = sorted(one for one in needed if not all(one in row for row in rows))
+        lacking = sorted(column for column in needed if not all(column in row for row in rows))
         nothing = {
             column: None
             for column in lacking
