@@ -208,12 +208,19 @@ def _connect(address: str, certificates: Certificates | None, config: ClusterCon
         )
 
     client = bounded(connect, timeout, "dask-client")
-    # Every few seconds it asks what the scheduler is, for its own display, and says that it lives,
-    # which the scheduler only notes. There is no setting: the scheduler sets both intervals.
+    stop_timers(client)
+    return client
+
+
+def stop_timers(client: Client) -> None:
+    """Have Dask's client say nothing by itself.
+
+    Every few seconds it asks what the scheduler is, for its own display, and says that it lives,
+    which the scheduler only notes. There is no setting: the scheduler sets both intervals.
+    """
     timers: Mapping[str, PeriodicCallback] = vars(client).get("_periodic_callbacks", {})
     for timer in timers.values():
         cast("IOLoop", client.loop).add_callback(timer.stop)
-    return client
 
 
 def listening_address(host: str | None) -> str:

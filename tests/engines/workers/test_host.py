@@ -40,8 +40,8 @@ def host():
     return host
 
 
-def call(host, role, method, arguments, call_id=None):
-    return host.call(Call(role=role, method=method, arguments=arguments, id=call_id))
+def call(host, role, method, arguments, call_id=None, token=""):
+    return host.call(Call(role=role, method=method, arguments=arguments, id=call_id), token)
 
 
 def call_id(call="a", *, epoch=1, step=0, **kwargs):
@@ -80,7 +80,7 @@ def test_concurrent_builds_make_one_engine(host):
 
 
 def test_an_engine_in_use_is_not_closed(host):
-    thread = threading.Thread(target=host.call, args=("role", "nap", {"seconds": 0.3}))
+    thread = threading.Thread(target=call, args=(host, "role", "nap", {"seconds": 0.3}))
     thread.start()
     time.sleep(0.1)
     with pytest.raises(InfrastructureError, match="while it runs"):
@@ -176,7 +176,7 @@ def test_records_are_bounded(host):
 
 def test_status_lists_engines_and_running_calls(host):
     thread = threading.Thread(
-        target=host.call, args=("role", "nap", {"seconds": 0.3}, call_id(), "t")
+        target=call, args=(host, "role", "nap", {"seconds": 0.3}, call_id(), "t")
     )
     thread.start()
     time.sleep(0.1)
@@ -193,11 +193,11 @@ def test_all_calls_of_a_rank_are_made_in_one_thread_and_are_heard_from_there(hos
     """Else torch has a team of threads for each of Dask's threads, and DTensor works all out anew."""
     host.build("lone", lone())
     with ThreadPoolExecutor(2) as pool:
-        calls = [pool.submit(host.call, "lone", "thread", {}) for _ in range(2)]
-        while not any(call.phase == "in its thread" for call in host.status().running):
+        calls = [pool.submit(call, host, "lone", "thread", {}) for _ in range(2)]
+        while not any(each.phase == "in its thread" for each in host.status().running):
             time.sleep(0.01)
         host.engines["lone"].engine.go.set()
-        threads = {thread for call in calls for thread in call.result()}
+        threads = {thread for each in calls for thread in each.result()}
         callers = {pool.submit(threading.get_ident).result() for _ in range(2)}
     assert len(threads) == 1 and not threads & {*callers, threading.get_ident()}
 

@@ -91,7 +91,7 @@ def test_a_message_has_so_many_calls_and_no_more(
     calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transport, "GATHER", 0.5)
-    monkeypatch.setattr(transport, "MOST", 4)
+    monkeypatch.setattr(transport, "CALLS_TOGETHER", 4)
     assert calls.send("first", 0, 0)[1].wait(WAIT)
     sent = [calls.send(f"call-{number}", 0, number) for number in range(10)]
     assert all(settled.wait(WAIT) for _, settled in sent)
