@@ -1,6 +1,7 @@
 """Episodes: an environment that answers what the model writes, turn by turn."""
 
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Collection
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -117,7 +118,9 @@ class OpponentConfig(Settings):
 class EpisodesConfig(Settings):
     """Answers of several turns. rollout.max_new_tokens is then the limit of a whole conversation."""
 
-    later: ClassVar[frozenset[str]] = frozenset({"past_turns"})
+    later: ClassVar[frozenset[str]] = frozenset({"past_turns", "deadline"})
+    # What changes when episodes are played, and nothing of what they are: in no key.
+    of_driving: ClassVar[frozenset[str]] = frozenset({"drive", "fewest_at_once"})
 
     environment: Environment = Field(description="What answers the model.")
     players: int = Field(
@@ -169,6 +172,20 @@ class EpisodesConfig(Settings):
         "that takes it beyond, the episode ends, and has failed unless the environment then gives it "
         "a reward.",
     )
+    deadline: float | None = Field(
+        None,
+        gt=0,
+        description="Seconds of one episode in all, of sampling its turns and of the environment; with "
+        "the answer that takes it beyond, the episode ends, and has failed unless the environment "
+        "then gives it a reward. None: no limit but those of turns and of the environment.",
+    )
+    drive: Literal["together", "apart"] = Field(
+        "together",
+        description="How the episodes of a shard go on. together: all of them turn by turn, in few "
+        "calls, so that each turn waits for the slowest. apart: each by itself, in a call for each "
+        "of its turns, and stored by itself once it is over. The samples are the same. Unless set, "
+        "apart for agents and openenv, which take their time.",
+    )
     seed: int = Field(0, ge=0, description="Seed of the environments, with the row's number.")
     processes: int = Field(
         2, ge=1, description="Processes of environments of each worker that has them."
@@ -178,6 +195,12 @@ class EpisodesConfig(Settings):
         ge=1,
         description="Episodes that are played at once, of the whole run. None: no limit.",
     )
+    fewest_at_once: int = Field(
+        1,
+        ge=1,
+        description="With drive = apart, where vLLM's cache of keys and values is nearly full fewer "
+        "episodes than at_once are played at once, but not fewer than this.",
+    )
     memory_gib: float = Field(
         4.0, gt=0, description="Memory of one process of environments, in GiB; beyond it, it fails."
     )
@@ -186,6 +209,18 @@ class EpisodesConfig(Settings):
         description="Interpreter that the environments run with, where their libraries do not go "
         "with Refrain's. None: this one.",
     )
+
+    def in_keys(self, exclude: Collection[str] = ()) -> dict[str, Any]:
+        return super().in_keys({*exclude, *self.of_driving})
+
+    @model_validator(mode="after")
+    def _fewest_are_not_more(self) -> Self:
+        if self.at_once is not None and self.fewest_at_once > self.at_once:
+            raise ValueError(
+                f"episodes.fewest_at_once = {self.fewest_at_once} is more than episodes.at_once = "
+                f"{self.at_once}. Set it to {self.at_once} or less."
+            )
+        return self
 
     @model_validator(mode="after")
     def _the_kind_has_players(self) -> Self:

@@ -10,6 +10,7 @@ from configs.form import without
 from configs.resolving import (
     ANY_MACHINE,
     Decider,
+    driving,
     gpu_sampling,
     number_formats,
     resolve,
@@ -94,7 +95,7 @@ class GRPOConfig(RunConfig):
     unfit: ClassVar[tuple[str, ...]] = ("gae", "tree", "tree_segment", "tree_sibling")
     # What has to hold between the parts, in the order in which it is asked.
     rules: ClassVar[tuple[Rule[Any], ...]] = (*BATCHES, *ESTIMATOR, *OF_EVERY_FLOW)
-    deciders: ClassVar[tuple[Decider, ...]] = (number_formats, gpu_sampling, shards, slots)
+    deciders: ClassVar[tuple[Decider, ...]] = (number_formats, gpu_sampling, shards, driving, slots)
 
     @classmethod
     def __get_pydantic_json_schema__(

@@ -202,6 +202,25 @@ class RunConfig(Settings):
         return self.episodes is not None and self.episodes.sees == "frames"
 
     @property
+    def plays_apart(self) -> bool:
+        """Whether each episode goes on by itself."""
+        return self.episodes is not None and self.episodes.drive == "apart"
+
+    @property
+    def environment_deadline(self) -> float:
+        """Seconds after which a call of the workers that have environments counts as hung.
+
+        Of episodes that are played apart it is the answer to one, which waits in its process for
+        others, and where the episode was lost it is played again first.
+        """
+        if self.episodes is None or not self.plays_apart:
+            return self.rollout.deadline
+        slots = self.cluster.pools[self.cluster.roles.pool_of("environment")].slots
+        before = math.ceil(slots / self.episodes.processes)
+        waits = before * self.episodes.turn_timeout + self.episodes.timeout
+        return self.rollout.deadline + waits
+
+    @property
     def needs_images(self) -> tuple[str, str] | None:
         """The setting for which what episodes see has to be an image, and one without; None: none."""
         return ("episodes.sees = frames", "episodes.sees = text") if self.sees_frames else None

@@ -72,6 +72,7 @@ def sample_or_leave(
     if result is None:  # the step did not wait for it
         partial = PartialSamples(run.store, piece.out_key).take()
         return Unsampled(begun=partial or begun)
+    run.episodes.told(result.stats.cache_use)
     return sampled(prompts, weights, result, piece.out_key)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
@@ -45,8 +46,10 @@ from engines.data.frames import (
     unused_tokens,
     write_frames,
 )
+from engines.data.gathering import gathered
 from engines.data.players import dealt, players_prompts
 from engines.data.results import (
+    DEADLINE,
     DONE,
     ENVIRONMENT_FAILED,
     FAILED,
@@ -186,6 +189,7 @@ class EnvironmentEngine(EnvironmentHost):
         stage: str = "",
         source: Source | None = None,
         frames: bool = False,
+        sampled_seconds: float = 0.0,
     ) -> AnswerResult:
         """Step the environments of the episodes whose turn is over, and write what they said."""
         opened = self._source if source is None else open_source(source)
@@ -193,7 +197,8 @@ class EnvironmentEngine(EnvironmentHost):
         asked = [one for one in episodes if one.waits]
         self._read(asked)
         began = time.monotonic()
-        self._step([one for one in asked if not self._is_over(one)], form_of(samples))
+        stepped = [one for one in asked if not self._is_over(one)]
+        self._step(stepped, form_of(samples), sampled_seconds)
         for one in [each for each in asked if not each.ended and self._is_over(each)]:
             one.end(self._limit(one), SampleStatus.TRUNCATED)
         self._finish([one for one in asked if one.ended and not one.error])
@@ -222,6 +227,11 @@ class EnvironmentEngine(EnvironmentHost):
             failures=failures,
             seconds=seconds,
         )
+
+    def gather(
+        self, prompts: BatchRef, n: int, samples: Sequence[BatchRef | None], out_key: str
+    ) -> BatchRef:
+        return gathered(self._store, prompts, n, samples, out_key)
 
     def replay(self, samples: BatchRef) -> list[tuple[int, str]]:
         """Step episodes again that are over: samples whose environment says something else, and what.
@@ -254,13 +264,19 @@ class EnvironmentEngine(EnvironmentHost):
             if spans:  # of none at all a tokenizer makes one empty text
                 one.texts = list(self._tokenizer.batch_decode(spans, skip_special_tokens=True))
 
-    def _step(self, episodes: list[Episode], form: Form | None) -> None:
+    def _step(self, episodes: list[Episode], form: Form | None, sampled_seconds: float) -> None:
         """Have the environments answer the last turn; a call that is none is answered here."""
+        deadline = self._spec.episodes.deadline
+
+        def take(one: Episode, outcome: Outcome) -> None:
+            late = deadline is not None and one.seconds + sampled_seconds >= deadline
+            self._take(one, replace(outcome, limit=outcome.limit or (DEADLINE if late else "")))
+
         asked = []
         for one in episodes:
             called = self._called(one.texts[-1])
             if isinstance(called, Malformed):
-                self._take(one, Outcome(observation=f"Error: {called.mistake}"))
+                take(one, Outcome(observation=f"Error: {called.mistake}"))
             else:
                 asked.append(one)
         turns = [self._turn(one) for one in asked]
@@ -270,7 +286,7 @@ class EnvironmentEngine(EnvironmentHost):
             if outcome.failed is not None:
                 one.end(outcome.limit or FAILED, SampleStatus.FAILED, outcome.failed)
             else:
-                self._take(one, outcome)
+                take(one, outcome)
 
     def _finish(self, episodes: list[Episode]) -> None:
         """Ask the environments of ended episodes for a last reward, and let go of them."""
@@ -283,10 +299,14 @@ class EnvironmentEngine(EnvironmentHost):
             last = outcome.rewards if one.others else (outcome.reward,)
             for row, reward in zip(one.rows, last, strict=False):
                 row.earns(reward)
-            if one.ended == SECONDS and all(reward is None for reward in last):
+            if one.ended in (SECONDS, DEADLINE) and all(reward is None for reward in last):
                 # How far it came by then says how slow the environment was.
-                said = took_too_long(self._spec.episodes.timeout)
-                one.end(SECONDS, SampleStatus.FAILED, f"{said}, and gave no reward at its end")
+                limits = self._spec.episodes
+                said = took_too_long(limits.timeout)
+                if one.ended == DEADLINE:
+                    said = f"the environment played until episodes.deadline = {limits.deadline} s"
+                said += ", and gave no reward at its end"
+                one.end(one.ended, SampleStatus.FAILED, said)
 
     def _turn(self, episode: Episode) -> Turn:
         """The turns of an episode that are answered, and its next turn, if there is one.

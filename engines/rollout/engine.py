@@ -150,6 +150,8 @@ class RolloutEngine(Sampler):
         finally:
             self._cut.discard(request.out_key)
         result = write(completions, request.out_key)
+        stats = dataclasses.replace(result.stats, cache_use=self._cache_use())
+        result = dataclasses.replace(result, stats=stats)
         if request.marked:
             stands = finish_result(self._store, request.out_key, result.record())
             result = RolloutResult.of_record(stands)
@@ -313,6 +315,10 @@ class RolloutEngine(Sampler):
     @abstractmethod
     def _checksum(self) -> str:
         """Of the bits of all weights in the model."""
+
+    def _cache_use(self) -> float | None:
+        """Share of the cache of keys and values that sequences in flight have; None: not known."""
+        return None
 
     @property
     def _cause(self) -> str:

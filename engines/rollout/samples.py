@@ -63,9 +63,10 @@ class PromptTokens:
         None  # [P] longest completion of each, in tokens; None: the request's
     )
 
-    def sample_id(self, row: int, k: int, n: int) -> int:
-        """Number, in the run, of the k-th of n completions of prompt `row`."""
-        return self.numbers[row] * n + k
+    def sample_id(self, sampling: Sampling, number: int) -> int:
+        """Number in the run of a row of a request's samples."""
+        row, k = divmod(number, sampling.n)
+        return self.numbers[row] * (sampling.group or sampling.n) + sampling.first + k
 
     def sampling(self, request: RolloutRequest, number: int) -> Sampling:
         """How a row of a request's samples is drawn."""
@@ -77,9 +78,9 @@ class PromptTokens:
 
     def seed(self, request: RolloutRequest, number: int, begun: int) -> int | None:
         """Seed of a row of a request's samples, which has `begun` tokens already (`sample_seed`)."""
-        sampling, (row, k) = request.sampling, divmod(number, request.sampling.n)
-        branch = None if self.branches is None else self.branches[row]
-        sample = self.sample_id(row, k, sampling.n)
+        sampling = request.sampling
+        branch = None if self.branches is None else self.branches[number // sampling.n]
+        sample = self.sample_id(sampling, number)
         return sample_seed(sampling.seed, request.step, sample, begun, branch)
 
 
@@ -390,7 +391,7 @@ def write_samples(
                 policy_mask(each, end) for each, end in zip(authors, unused.tolist(), strict=True)
             ],
             "sample_id": np.array(
-                [prompts.sample_id(i // n, i % n, n) for i in range(rows)], np.int64
+                [prompts.sample_id(request.sampling, i) for i in range(rows)], np.int64
             ),
             "status": status,
             "finish_reason": [seen_by(request.frozen, c.finish_reason) for c in completions],

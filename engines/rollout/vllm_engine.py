@@ -54,6 +54,7 @@ _PAUSES: dict[SyncMode, tuple[Literal["wait", "keep"], bool]] = {
 }
 # Eager means without torch.compile too: vLLM uses it for a few lines of its sampler, which takes
 # seconds and a C++ compiler when the first shard comes. Not for this process, which may train.
+CACHE_USE = "vllm:kv_cache_usage_perc"  # vLLM's name of the metric, a share
 NOT_COMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 _FAILURES = {
     kind.__name__: kind for kind in (ObjectDamaged, ObjectMissing, StoreUnavailable, WeightMismatch)
@@ -165,6 +166,11 @@ class VllmEngine(RolloutEngine):
     def metrics(self) -> Sequence[Metric]:
         """vLLM's own, where the spec says so."""
         return self._process.metrics()
+
+    def _cache_use(self) -> float | None:
+        metrics = self._process.metrics()
+        shares = [one.value for each in metrics if each.name == CACHE_USE for one in each.samples]
+        return max(shares, default=None)
 
     def close(self) -> None:
         """End vLLM and its processes; shards in flight end with RolloutCancelled."""

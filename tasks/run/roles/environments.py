@@ -39,7 +39,8 @@ def environment_engine(run: Caller, episodes: EpisodesConfig) -> EngineSpec[Envi
 def _environments(run: Caller, cluster: Cluster) -> EnginePool[EnvironmentHost]:
     assert run.config.episodes is not None, "who needs environments plays episodes"
     engine = environment_engine(run, run.config.episodes)
-    return pool_of(run, cluster, "environment", "environment", engine)
+    deadline = run.config.environment_deadline
+    return pool_of(run, cluster, "environment", "environment", engine, deadline)
 
 
 ENVIRONMENT = EngineRole(
