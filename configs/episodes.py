@@ -175,9 +175,10 @@ class EpisodesConfig(Settings):
     deadline: float | None = Field(
         None,
         gt=0,
-        description="Seconds of one episode in all, of sampling its turns and of the environment; with "
-        "the answer that takes it beyond, the episode ends, and has failed unless the environment "
-        "then gives it a reward. None: no limit but those of turns and of the environment.",
+        description="Seconds of one episode in all, of sampling its turns and of the environment; "
+        "with the answer that takes it beyond, the episode ends, and has failed unless the "
+        "environment then gives it a reward. None: no limit but those of turns and of the "
+        "environment.",
     )
     drive: Literal["together", "apart"] = Field(
         "together",

@@ -175,21 +175,15 @@ def driving(config: RunConfig, _: Machine) -> Iterator[Decision]:
 
 
 def slots(config: RunConfig, _: Machine) -> Iterator[Decision]:
-    """Of pools that sample: for episodes by themselves; on GPUs, for a step's shards.
+    """Of GPU pools that sample, for a step's shards.
 
     As many as the engine can decode at once, and one more, so that there is always a next one.
     """
-    at_once, because = config.shards_at_once, "shards that an engine on GPUs decodes at once"
-    if config.plays_apart:  # a call is a turn of one episode
-        at_once = config.groups_at_once * config.group_size
-        because = "episodes whose turns an engine decodes at once"
+    at_once = config.shards_at_once
     each = -(-config.groups_at_once * config.samples_per_prompt // at_once)
-    usual = "pools" not in config.cluster.model_fields_set
     for name in dict.fromkeys(map(config.cluster.roles.pool_of, config.sampling_roles)):
         pool = config.cluster.pools.get(name)
-        if pool is None or not (pool.gpus or config.plays_apart):
-            continue
-        if "slots" in pool.model_fields_set and not (usual and config.plays_apart):
+        if pool is None or not pool.gpus or "slots" in pool.model_fields_set:
             continue
         decoded = -(-config.rollout.max_sequences // each)
         number = 1 + min(-(-at_once // pool.workers), decoded)
@@ -197,5 +191,5 @@ def slots(config: RunConfig, _: Machine) -> Iterator[Decision]:
             yield Decision(
                 path=("cluster", "pools", name, "slots"),
                 value=number,
-                because=f"{because}, and the next one",
+                because="shards that an engine on GPUs decodes at once, and the next one",
             )

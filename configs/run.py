@@ -207,6 +207,13 @@ class RunConfig(Settings):
         return self.episodes is not None and self.episodes.drive == "apart"
 
     @property
+    def episodes_at_once(self) -> int:
+        """Episodes that a step plays at once, at most."""
+        count = self.groups_at_once * self.group_size
+        limit = None if self.episodes is None else self.episodes.at_once
+        return count if limit is None else min(count, limit)
+
+    @property
     def environment_deadline(self) -> float:
         """Seconds after which a call of the workers that have environments counts as hung.
 
@@ -215,8 +222,7 @@ class RunConfig(Settings):
         """
         if self.episodes is None or not self.plays_apart:
             return self.rollout.deadline
-        slots = self.cluster.pools[self.cluster.roles.pool_of("environment")].slots
-        before = math.ceil(slots / self.episodes.processes)
+        before = math.ceil(self.episodes_at_once / self.episodes.processes)
         waits = before * self.episodes.turn_timeout + self.episodes.timeout
         return self.rollout.deadline + waits
 

@@ -39,8 +39,12 @@ def environment_engine(run: Caller, episodes: EpisodesConfig) -> EngineSpec[Envi
 def _environments(run: Caller, cluster: Cluster) -> EnginePool[EnvironmentHost]:
     assert run.config.episodes is not None, "who needs environments plays episodes"
     engine = environment_engine(run, run.config.episodes)
-    deadline = run.config.environment_deadline
-    return pool_of(run, cluster, "environment", "environment", engine, deadline)
+    config = run.config
+    return pool_of(
+        *(run, cluster, "environment", "environment", engine),
+        deadline=config.environment_deadline,
+        at_once=config.episodes_at_once if config.plays_apart else None,
+    )
 
 
 ENVIRONMENT = EngineRole(

@@ -55,6 +55,7 @@ def rollouts_of(run: Caller, cluster: Cluster, role: SamplingRole) -> RolloutPoo
         sleep_level=config.rollout.sleep_level,
         cancel=run.cancelled,
         role=role,
+        at_once=config.rollout.max_sequences if config.plays_apart else None,
     )
 
 
