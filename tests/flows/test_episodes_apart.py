@@ -103,7 +103,14 @@ KILLS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("who", KILLS)
 def test_killed_in_mid_episode(launch: Launch, whole: Launched, tmp_path: Path, who: str) -> None:
-    ends_alike(whole, launch, tmp_path, APART, KILLS[who])
+    run = ends_alike(whole, launch, tmp_path, APART, KILLS[who])
+    same_samples(whole, run)
+    if who == "flow after some episodes":
+        first = run.commits()[0]
+        turn_ids = first.refs["samples"].fetch_list(run.files.store, "turn_ids")
+        turns = sum(int(np.max(one)) + 1 for one in turn_ids)  # type: ignore[call-overload]
+        calls = [one for one in first.attempts if one["stage"] == "rollout"]
+        assert 0 < len(calls) <= turns - 4, "those that were over are not played again"
 
 
 @pytest.mark.slow
