@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from configs.rollout import RolloutConfig
 from engines.models import checkpoints
 from engines.models.routed_experts import RoutedExperts, checked
 from engines.rollout.contract import RolloutSpec, Sampling
+from engines.rollout.memory_plan import adapter_rank
 from engines.rollout.samples import NOTHING, Completion
 from engines.rollout.vllm_plugin import TRANSFER_BACKEND
 from storage.batches.columns import UNFINISHED
@@ -108,14 +109,12 @@ def speculation(config: RolloutConfig) -> dict[str, Any]:
 
 def adapter_arguments(lora: LoraConfig, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
     """With which vLLM takes a version's adapter; shapes: of the model's tensors by name."""
-    from vllm.config.lora import MaxLoRARanks
-
     tables = {name.split(".")[-2] for name, shape in shapes.items() if len(shape) == 2}
     layers = tables.difference(NOT_ADAPTED)
     return {
         "enable_lora": True,
         "max_loras": 1,
-        "max_lora_rank": min(rank for rank in get_args(MaxLoRARanks) if rank >= lora.rank),
+        "max_lora_rank": adapter_rank(lora.rank),
         "lora_target_modules": sorted(
             layers if lora.target_modules == "all-linear" else lora.target_modules
         ),
