@@ -42,8 +42,8 @@ from engines.train.model.master_weights import MasterWeights
 from engines.train.publication import Publication, publish_together
 from engines.workers import lanes
 from engines.workers.lanes import fill
+from storage.objects.node_cache import SyncBehind
 from storage.objects.store import Store
-from storage.objects.write_behind import SyncBehind
 from storage.runs import weights_reading
 
 BEFORE = ("small", "0.5b", "1.5b")  # shapes that are measured the way before too

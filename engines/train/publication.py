@@ -24,8 +24,8 @@ from engines.train.model.gathering import on_first, on_owners, together
 from engines.train.spec import TensorDifference, WeightsComparison
 from engines.workers.lanes import Lane, by_lanes, on_lanes
 from storage.batches.tensors import bytes_of, dtype_of
+from storage.objects.node_cache import Behind
 from storage.objects.store import Store
-from storage.objects.write_behind import Behind
 from storage.runs.run_store import RunStore
 from storage.runs.weight_changes import base_for, changes_name, write_changes
 from storage.runs.weights import (

@@ -38,8 +38,7 @@ from engines.train.publication import (
     publish_together,
 )
 from engines.train.spec import TrainSpec, WeightsComparison
-from storage.objects.node_cache import NodeCache
-from storage.objects.write_behind import open_behind
+from storage.objects.node_cache import NodeCache, open_behind
 from storage.runs.adapters import base_key, find_base
 from storage.runs.file_names import FILE_NAMES, FileNames
 from storage.runs.run_store import RunStore

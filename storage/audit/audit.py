@@ -26,7 +26,7 @@ from storage.batches.refs import BatchRef
 from storage.evaluations.files import NOTES
 from storage.evaluations.results import notes_of
 from storage.objects import documents
-from storage.objects.digests import digest
+from storage.objects.documents import digest
 from storage.objects.errors import ObjectMissing, StoreError
 from storage.runs.adapters import base_keys
 from storage.runs.commit_log import (

@@ -10,7 +10,7 @@ from pydantic import JsonValue
 
 from storage.batches.refs import BatchRef
 from storage.evaluations.results import ConfidenceInterval, EvaluationResult, newest_evaluations
-from storage.objects.digests import Digester
+from storage.objects.documents import Digester
 from storage.objects.errors import ObjectMissing
 from storage.objects.store import Store
 from storage.runs.commit_log import Outline, head, read_commit, read_outline

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, cast
 from pydantic import BaseModel, ConfigDict
 
 from storage.objects import documents
-from storage.objects.digests import PREFIX, digest
+from storage.objects.backends import StoredKey
+from storage.objects.documents import PREFIX, digest
 from storage.objects.errors import ObjectDamaged
-from storage.objects.keys import StoredKey
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, m
 
 from storage.batches.refs import BatchRef
 from storage.objects import documents
-from storage.objects.digests import digest
+from storage.objects.documents import digest
 from storage.objects.errors import Conflict, ObjectDamaged, ObjectMissing, StoreError
 from storage.runs import commit_lists
 from storage.runs.commit_lists import ListsRef

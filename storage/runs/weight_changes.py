@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from storage.batches import tensors as torch_bytes
 from storage.batches.format import DTYPES
-from storage.objects.digests import Digester, digest
+from storage.objects.documents import Digester, digest
 from storage.runs.run_store import RunStore
 from storage.runs.tensor_changes import encode
 from storage.runs.weights import (

@@ -22,10 +22,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from storage.batches import tensors as torch_bytes
 from storage.batches.format import DTYPES
 from storage.objects import documents
-from storage.objects.digests import digest, digest_lines
+from storage.objects.backends import StoredKey
+from storage.objects.documents import digest, digest_lines
 from storage.objects.errors import ObjectDamaged, ObjectMissing
-from storage.objects.keys import StoredKey
-from storage.objects.write_behind import announced
+from storage.objects.node_cache import announced
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ import numpy as np
 from storage.batches import tensors as torch_bytes
 from storage.batches.format import DTYPES
 from storage.objects.backends import Range
-from storage.objects.digests import digest
+from storage.objects.documents import digest
 from storage.objects.errors import ObjectDamaged, ObjectMissing
 from storage.runs.tensor_changes import decode
 from storage.runs.weights import (

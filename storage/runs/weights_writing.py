@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from storage.batches import tensors as torch_bytes
 from storage.objects import documents
-from storage.objects.digests import Digester, digest
+from storage.objects.documents import Digester, digest
 from storage.objects.errors import StoreError
-from storage.objects.write_behind import announced
+from storage.objects.node_cache import announced
 from storage.runs.file_names import FILE_NAMES, read_file_names
 from storage.runs.run_store import RunStore
 from storage.runs.weight_changes import changes_name, write_changes
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Buffer
 
+    from storage.objects.node_cache import Behind
     from storage.objects.store import Store
-    from storage.objects.write_behind import Behind
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 512 * 2**20

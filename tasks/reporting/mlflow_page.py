@@ -11,7 +11,7 @@ from pathlib import Path
 from configs.storage import TrackingConfig
 from storage.audit.transcripts import WROTE, ending
 from storage.evaluations.results import EvaluationResult, evaluations_of
-from storage.objects.digests import digest
+from storage.objects.documents import digest
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit, read_commit
 from storage.runs.origins import Origin

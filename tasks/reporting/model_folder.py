@@ -21,7 +21,7 @@ import yaml
 
 from configs.optional_packages import installed
 from engines.models.adapters import stream_whole
-from storage.objects.json_values import JsonValue
+from storage.objects.documents import JsonValue
 from storage.objects.store import Store
 from storage.runs.file_names import FILE_NAMES
 from storage.runs.weights import MANIFEST, WeightsRef, open_chain, open_manifest_at

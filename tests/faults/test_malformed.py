@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from storage.audit.audit_objects import Read, check_snapshot
 from storage.batches.refs import BatchRef
 from storage.batches.writing import Jagged, write_batch
-from storage.objects.digests import canonical, digest
+from storage.objects.documents import canonical, digest
 from storage.objects.errors import StoreError
 from storage.objects.store import Store
 from storage.runs import snapshots

@@ -20,7 +20,7 @@ import torch
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects import documents
-from storage.objects.digests import digest
+from storage.objects.documents import digest
 from storage.objects.errors import ObjectDamaged, StoreError
 from storage.objects.node_cache import NodeCache
 from storage.objects.store import Store

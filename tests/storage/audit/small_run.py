@@ -11,7 +11,7 @@ import torch
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects import documents
-from storage.objects.digests import digest
+from storage.objects.documents import digest
 from storage.runs.commit_log import Commit, Ledger, commit
 from storage.runs.origins import FIELD, Origin
 from storage.runs.run_store import RunStore
