@@ -35,8 +35,7 @@ from storage.objects.documents import Row, key_of
 from storage.objects.errors import ObjectMissing
 from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import Commit, head, read_commit
-from storage.runs.origins import committer, numbered, start_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, committer, numbered, start_of
 from tasks.commands.command import Answer, Request, heading, table, text
 from tasks.reward import state_at
 from tasks.run.recorded_flow import settings_of

@@ -22,7 +22,7 @@ from storage.objects.store import Store
 from storage.runs import snapshots
 from storage.runs.commit_log import FORMAT, Commit, Ledger, commit, head, history, read_commit
 from storage.runs.run_store import RunStore
-from storage.runs.weights_reading import stream
+from storage.runs.weights import stream
 from storage.runs.weights_writing import publish
 
 STEPS = 3

@@ -24,8 +24,14 @@ from storage.objects.node_cache import (
 )
 from storage.objects.store import Store
 from storage.objects.usage import COUNTER
-from storage.runs.weights import MANIFEST, WeightsRef, find_manifest, open_manifest
-from storage.runs.weights_reading import stream, wait_until_readable
+from storage.runs.weights import (
+    MANIFEST,
+    WeightsRef,
+    find_manifest,
+    open_manifest,
+    stream,
+    wait_until_readable,
+)
 from storage.runs.weights_writing import (
     Contents,
     announce,
