@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.encoder import FramesSettings, ProjectionEncoder
-from storage.objects.digests import digest
+from storage.objects.documents import digest
 
 Frames = Sequence[NDArray[np.generic]]  # of one form, uint8 or float32
 Seen = TypeVar("Seen")  # a frame, or what stands for one

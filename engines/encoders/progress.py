@@ -20,7 +20,7 @@ from storage.batches.columns import EXTRA, SCORE, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
-from storage.runs.stage_store import DATA_SUFFIX
+from storage.runs.run_store import DATA_SUFFIX
 
 NAME = "progress"  # of the score, as reward functions have names
 MEASURED = f"{EXTRA}{NAME}/measured"  # task, encoder, cluster and distance, as JSON

@@ -20,7 +20,7 @@ from engines.models import checkpoints
 from engines.models.file_digests import WEIGHTS, digest_of
 from engines.processes.user_code import installed
 from engines.start_progress import report
-from storage.objects.digests import key_of
+from storage.objects.documents import key_of
 
 # ImageNet's, with which such models are trained where their files say nothing else.
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

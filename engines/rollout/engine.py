@@ -46,7 +46,7 @@ from engines.workers.engine import Memory
 from engines.workers.messages import Moved
 from storage.objects.node_cache import open_node_cache
 from storage.objects.store import Store
-from storage.runs.stage_store import finish_result
+from storage.runs.run_store import finish_result
 from storage.runs.weights import WeightsRef
 
 if TYPE_CHECKING:

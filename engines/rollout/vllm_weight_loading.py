@@ -30,9 +30,7 @@ from engines.rollout.weight_reader import LoadedWeights
 from storage.objects.node_cache import open_node_cache
 from storage.objects.store import Store
 from storage.objects.usage import COUNTER
-from storage.runs.file_names import FileNames
-from storage.runs.weights import WeightsRef
-from storage.runs.weights_reading import ALL, Share
+from storage.runs.weights import ALL, FileNames, Share, WeightsRef
 
 if TYPE_CHECKING:
     import torch

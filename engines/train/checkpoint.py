@@ -41,7 +41,7 @@ from torch.futures import Future
 from storage.batches.format import DTYPES
 from storage.batches.tensors import bytes_of, code_of, dtype_of, tensor_of
 from storage.objects import documents
-from storage.objects.digests import digest
+from storage.objects.documents import digest
 from storage.objects.errors import ObjectDamaged
 from storage.runs.run_store import RunStore
 from storage.runs.snapshots import INDEX, STATE_FORMAT, Piece, mark, read_state
@@ -149,7 +149,7 @@ class _LoadPlanner(DefaultLoadPlanner):
             self.end()
             self._made = {index.fqn: tensor.place()}
         value = self._made[index.fqn] if isinstance(tensor, Computed) else tensor
-        return cast(Tensor, find_state_dict_object({index.fqn: value}, index))
+        return cast("Tensor", find_state_dict_object({index.fqn: value}, index))
 
     def end(self) -> None:
         """All of the last one has been filled."""
@@ -202,7 +202,7 @@ class _Writer(StorageWriter):
             out.write(len(text).to_bytes(8, "little") + text)
             place = 8 + len(text)
             for item in plan.items:
-                tensor = cast(Tensor, planner.resolve_data(item)).detach()
+                tensor = cast("Tensor", planner.resolve_data(item)).detach()
                 data = bytes_of(tensor).data
                 if data.nbytes:
                     out.write(data)

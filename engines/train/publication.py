@@ -24,12 +24,12 @@ from engines.train.model.gathering import on_first, on_owners, together
 from engines.train.spec import TensorDifference, WeightsComparison
 from engines.workers.lanes import Lane, by_lanes, on_lanes
 from storage.batches.tensors import bytes_of, dtype_of
+from storage.objects.node_cache import Behind
 from storage.objects.store import Store
-from storage.objects.write_behind import Behind
 from storage.runs.run_store import RunStore
-from storage.runs.weight_changes import base_for, changes_name, write_changes
 from storage.runs.weights import (
     Adapter,
+    BaseTensors,
     BaseVersion,
     TensorOutline,
     WeightFile,
@@ -37,14 +37,16 @@ from storage.runs.weights import (
     adapter_digest,
     find_manifest,
     open_manifest,
+    stream,
     tensor_digest,
     weights_digest,
 )
-from storage.runs.weights_reading import BaseTensors, stream
 from storage.runs.weights_writing import (
     SHARD_BYTES,
     Contents,
     announce,
+    base_for,
+    changes_name,
     contents,
     cut,
     finish,
@@ -52,6 +54,7 @@ from storage.runs.weights_writing import (
     outline_of,
     same,
     shard_name,
+    write_changes,
     write_shard,
 )
 

@@ -29,8 +29,7 @@ from engines.workers.gang import Gang
 from engines.workers.messages import CallId
 from storage.batches.refs import BatchRef
 from storage.runs.commit_log import head, read_commit
-from storage.runs.origins import origin_of, start_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, origin_of, start_of
 from storage.runs.snapshots import ReplayStart, base_of
 from storage.runs.weights import WeightsRef
 

@@ -38,12 +38,18 @@ from engines.train.publication import (
     publish_together,
 )
 from engines.train.spec import TrainSpec, WeightsComparison
-from storage.objects.node_cache import NodeCache
-from storage.objects.write_behind import open_behind
+from storage.objects.node_cache import NodeCache, open_behind
 from storage.runs.adapters import base_key, find_base
-from storage.runs.file_names import FILE_NAMES, FileNames
 from storage.runs.run_store import RunStore
-from storage.runs.weights import Adapter, BaseVersion, WeightsRef, adapter_digest, open_manifest
+from storage.runs.weights import (
+    FILE_NAMES,
+    Adapter,
+    BaseVersion,
+    FileNames,
+    WeightsRef,
+    adapter_digest,
+    open_manifest,
+)
 
 
 class Versions:
