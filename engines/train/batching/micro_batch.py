@@ -20,6 +20,7 @@ from engines.models.routed_experts import OF_PROMPT, OF_RESPONSE, extended
 from engines.train.batching.image_turns import SeenRow, pack_turns, turns_of
 from engines.train.batching.packed_batch import Ints, PackedBatch, pack, put
 from engines.train.model.row_needs import PLAIN, RowNeeds
+from storage.batches.forest import LENGTHS, PARENTS, forest_of
 from storage.batches.refs import BatchRef
 from storage.batches.sampling_mask import COUNTS, WORDS, SamplingMask
 from storage.objects.store import Store
@@ -98,6 +99,8 @@ def read_micro_batch(
     cut = needs.sampling_mask and COUNTS in batch.names
     names += [COUNTS, WORDS] if cut else []
     names += [OF_PROMPT, OF_RESPONSE] if needs.routed_experts else []
+    branched = LENGTHS in batch.names
+    names += [LENGTHS, PARENTS] if branched else []
     if needs.routed_experts and OF_RESPONSE not in batch.names:
         raise ValueError(
             "train.router_replay = true, and the samples do not have the experts that they were "
@@ -125,7 +128,16 @@ def read_micro_batch(
                 for counts, words in zip(*columns_of, strict=True)
             ]
         prompts = _rows_of(data["prompt_ids"])
-        packed = pack(prompts, responses, device, tree_training, needs, experts, masks)
+        forests = None
+        if branched:
+            nodes = (_rows_of(data[name]) for name in (LENGTHS, PARENTS))
+            forests = [
+                forest_of(len(prompt), len(response), lengths, parents)
+                for prompt, response, lengths, parents in zip(
+                    prompts, responses, *nodes, strict=True
+                )
+            ]
+        packed = pack(prompts, responses, device, tree_training, needs, experts, masks, forests)
     return MicroBatch(
         packed=packed,
         mask=put(torch.ones(total, dtype=torch.bool) if mask is None else mask, device),
