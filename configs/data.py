@@ -97,6 +97,8 @@ class TaskConfig(Settings):
     What is none is as data has it.
     """
 
+    later: ClassVar[frozenset[str]] = frozenset({"group_size"})
+
     source: Source | None = Field(
         None, description="Its rows; none: those of data.source.source that name it."
     )
@@ -107,6 +109,9 @@ class TaskConfig(Settings):
         default_factory=dict,
         description="Other weights from some steps on, as {100: 0.5, 200: 0}; before the first of "
         "them it is weight.",
+    )
+    group_size: int | None = Field(
+        None, ge=1, description="Completions of each prompt; none: group_size, the largest of all."
     )
     max_new_tokens: int | None = Field(
         None,
@@ -344,6 +349,11 @@ class DataConfig(Settings):
         """The longest completion of each of several tasks, in tokens; most: of those without one."""
         tasks = self.source.tasks if isinstance(self.source, TasksSource) else {}
         return {name: task.max_new_tokens or most for name, task in tasks.items()}
+
+    def group_sizes(self, most: int) -> dict[str, int]:
+        """Completions of a prompt of each of several tasks; most: of those without a number."""
+        tasks = self.source.tasks if isinstance(self.source, TasksSource) else {}
+        return {name: task.group_size or most for name, task in tasks.items()}
 
     def rewards_of(self, task: str) -> tuple[str, ...] | None:
         """Names of the reward functions that score one of several tasks; None: all."""

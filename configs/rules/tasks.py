@@ -99,6 +99,14 @@ TASKS: tuple[Rule[RunConfig], ...] = where(
         ),
     ),
     of_each(
+        _tasks,
+        needs=lambda config, task: (task[1].group_size or 0) <= config.group_size,
+        says=lambda config, task: (
+            f"data.source.tasks.{task[0]}.group_size = {task[1].group_size} is above group_size = "
+            f"{config.group_size}, the largest of all. Set the latter higher."
+        ),
+    ),
+    of_each(
         _limited,
         needs=lambda config, name: config.episodes is None,
         says=lambda config, name: (

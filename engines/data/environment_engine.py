@@ -69,7 +69,7 @@ from engines.environments.sessions import (
     digest_of,
     took_too_long,
 )
-from storage.batches.columns import OPPONENTS_TURN, TASK, Author, SampleStatus
+from storage.batches.columns import OPPONENTS_TURN, Author, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.json_values import Row
@@ -142,8 +142,8 @@ class EnvironmentEngine(EnvironmentHost):
             "state_id": np.asarray([state_number(one) for one in digests], dtype=np.int64),
             **({"players": players} if players else {}),
         }
-        if source is None and self._spec.data.tasks:
-            columns[TASK] = [str(found[number][TASK]) for number in kept]
+        if source is None:
+            columns |= self._spec.task_columns([found[number] for number in kept])
         if self._spec.frames:
             columns[FIRST] = stacked([opened[number].frame for number in kept])
         if self._spec.episodes.sees == "frames":
