@@ -130,6 +130,17 @@ class RunConfig(Settings):
         return self.samples_per_step if self.opponent is None else alone
 
     @property
+    def played(self) -> dict[str, EpisodesConfig]:
+        """The episodes of each task, by name, or of all under no name; nothing of one turn."""
+        return {} if self.episodes is None else self.data.played(self.episodes)
+
+    @property
+    def longest_turn(self) -> int:
+        """The longest turn of an episode, in tokens; 0: no limit."""
+        limits = [one.max_turn_tokens for one in self.played.values()]
+        return max((limit or 0 for limit in limits), default=0) if all(limits) else 0
+
+    @property
     def opponent(self) -> OpponentConfig | None:
         """Who plays the seats of episodes that the policy does not; None where it plays all."""
         return None if self.episodes is None else self.episodes.opponent

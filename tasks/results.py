@@ -47,10 +47,12 @@ class Carried:
     @functools.cached_property
     def _begun_before(self) -> list[int]:
         """How many samples of begun groups are before each group, and last, how many of all."""
-        groups = sum(group.begun for group in self.groups)
-        each = 0 if self.begun is None else len(self.begun) // groups
-        sizes = ((group.samples or each) if group.begun else 0 for group in self.groups)
-        return list(itertools.accumulate(sizes, initial=0))
+        samples = [group.samples if group.begun else 0 for group in self.groups]
+        unknown = samples.count(None)  # then all have as many
+        each = len(self.begun or ()) // unknown if unknown else 0
+        return list(
+            itertools.accumulate((each if one is None else one for one in samples), initial=0)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
