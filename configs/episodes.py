@@ -87,13 +87,20 @@ class AgentEnvironment(Settings):
     params: Params = Field(default_factory=dict, description="Keyword arguments of each call.")
 
 
+class NoEnvironment(Settings):
+    """None: an answer of one turn, as of one of several tasks beside others with environments."""
+
+    kind: Literal["none"] = "none"
+
+
 Environment = Annotated[
     ClassEnvironment
     | ToolsEnvironment
     | GymnasiumEnvironment
     | TextArenaEnvironment
     | OpenEnvEnvironment
-    | AgentEnvironment,
+    | AgentEnvironment
+    | NoEnvironment,
     Field(discriminator="kind"),
 ]
 
@@ -119,7 +126,9 @@ class EpisodesConfig(Settings):
 
     later: ClassVar[frozenset[str]] = frozenset({"past_turns"})
 
-    environment: Environment = Field(description="What answers the model.")
+    environment: Environment = Field(
+        description="What answers the model; of several tasks, those that have none of their own."
+    )
     players: int = Field(
         1,
         ge=1,

@@ -75,7 +75,7 @@ def play(
     if done is not None and str(done["weights"]) in digests:
         known = sampled(prompts, digests[str(done["weights"])], RolloutResult.of_record(done))
         return dataclasses.replace(known, frames=frames_of(done))
-    with run.episodes.held(len(prompts) * stage.sampling.n):
+    with run.episodes.held(sum(prompts.group_sizes(run.store, stage.sampling.n))):
         asked, first = prompts, begun
         if played(run).players > 1:
             asked, unplayed = dealt(run, step, prompts, stage, shard)

@@ -259,7 +259,6 @@ class VllmEngine(RolloutEngine):
         salt = f"v{self._holding().version}"
         if request.out_key in self._cut:
             return begun
-        n = request.sampling.n
         experts = self._experts if request.sampling.routed_experts else None
         rows = self._rows[request.out_key] = [
             _Row(completion, request.sampling, experts) for completion in begun
@@ -268,7 +267,7 @@ class VllmEngine(RolloutEngine):
             asyncio.create_task(
                 self._sample_row(
                     row,
-                    prompts.tokens[i // n],
+                    prompts.tokens_of(i),
                     salt,
                     prompts.sampling(request, i),
                     prompts.seed(request, i, len(row.begun.tokens)),

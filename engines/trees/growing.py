@@ -268,9 +268,9 @@ def write_leaves(
                 for (tree, *_), path in zip(found, paths, strict=True)
             ],
         },
-        n,
+        places := np.repeat(np.arange(len(prompts)), n),
     )
-    samples = of_prompts(prompts, np.repeat(np.arange(len(prompts)), n)).with_columns(written)
+    samples = of_prompts(prompts, places).with_columns(written)
     return samples, sum(cut)
 
 
