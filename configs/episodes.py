@@ -88,13 +88,20 @@ class AgentEnvironment(Settings):
     params: Params = Field(default_factory=dict, description="Keyword arguments of each call.")
 
 
+class NoEnvironment(Settings):
+    """None: an answer of one turn, as of one of several tasks beside others with environments."""
+
+    kind: Literal["none"] = "none"
+
+
 Environment = Annotated[
     ClassEnvironment
     | ToolsEnvironment
     | GymnasiumEnvironment
     | TextArenaEnvironment
     | OpenEnvEnvironment
-    | AgentEnvironment,
+    | AgentEnvironment
+    | NoEnvironment,
     Field(discriminator="kind"),
 ]
 
@@ -118,11 +125,15 @@ class OpponentConfig(Settings):
 class EpisodesConfig(Settings):
     """Answers of several turns. rollout.max_new_tokens is then the limit of a whole conversation."""
 
-    later: ClassVar[frozenset[str]] = frozenset({"past_turns", "deadline"})
+    later: ClassVar[frozenset[str]] = frozenset(
+        {"past_turns", "deadline", "drive", "fewest_at_once"}
+    )
     # What changes when episodes are played, and nothing of what they are: in no key.
     of_driving: ClassVar[frozenset[str]] = frozenset({"drive", "fewest_at_once"})
 
-    environment: Environment = Field(description="What answers the model.")
+    environment: Environment = Field(
+        description="What answers the model; of several tasks, those that have none of their own."
+    )
     players: int = Field(
         1,
         ge=1,

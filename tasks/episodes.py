@@ -26,7 +26,7 @@ from engines.data.results import AnswerResult, OpponentSeats, SampleFailure
 from engines.rollout.contract import ShardStats
 from storage.batches.columns import OPPONENTS_TURN, UNFINISHED
 from storage.batches.refs import BatchRef
-from storage.objects.digests import key_of
+from storage.objects.documents import key_of
 from tasks.episodes_apart import discard, frames_of, fullest, played_apart, record_of, recorded
 from tasks.results import Sampled, Unsampled
 from tasks.reward import by_cause
@@ -90,7 +90,7 @@ def play(
             play=played_out,
         )
     else:
-        with run.episodes.held(len(prompts) * stage.sampling.n):
+        with run.episodes.held(sum(prompts.group_sizes(run.store, stage.sampling.n))):
             found, turns = played_out(run, step, asked, stage, shard, first)
     if isinstance(found, Sampled):
         if run.config.sees_frames:

@@ -8,13 +8,15 @@ those that were over, and of the others their last turns. At last all are gather
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from engines.data.contract import EnvironmentHost
 from engines.rollout.contract import RolloutResult, ShardStats
+from storage.batches.columns import GROUP_SIZE
 from storage.batches.refs import BatchRef
-from storage.objects.digests import key_of
+from storage.objects.documents import key_of
 from storage.runs.weights import WeightsRef
 from tasks.results import Sampled, Unsampled
 from tasks.run.roles.environments import ENVIRONMENT
@@ -46,21 +48,27 @@ def played_apart(
         run: whose they are.
         step: of the run.
         prompts: [P]; of several players a row each, one behind the other.
-        stage: what they are for, with n of each prompt.
+        stage: what they are for.
         shard: counted from 1.
-        begun: [P n] samples to go on with; None: none is begun.
+        begun: [N] samples to go on with; None: none is begun.
         players: of an episode.
         settings: what a key has to have of the episodes' settings.
         play: for one episode.
     """
     n = stage.sampling.n
-    count = len(prompts) // players * n
+    sizes = prompts.group_sizes(run.store, n)
+    starts = [0, *itertools.accumulate(sizes)]  # of the samples of each row of prompts
+    asked = prompts.drop([name for name in (GROUP_SIZE,) if name in prompts.names])
+    episodes = [
+        (range(first, first + players), k)
+        for first in range(0, len(prompts), players)
+        for k in range(sizes[first])
+    ]
 
     def one(number: int) -> tuple[Sampled | Unsampled, str]:
-        place, k = divmod(number - 1, n)
-        rows = range(place * players, (place + 1) * players)
-        own = prompts.rows(rows.start, rows.stop)
-        first = None if begun is None else begun.take([row * n + k for row in rows])
+        rows, k = episodes[number - 1]
+        own = asked.rows(rows.start, rows.stop)
+        first = None if begun is None else begun.take([starts[row] + k for row in rows])
         only = dataclasses.replace(stage, sampling=stage.sampling.only(k))
         before = [] if first is None else [first.to_json()]
         key = key_of("episode", own.to_json(), only.sampling.identity, *settings, *before)
@@ -69,25 +77,26 @@ def played_apart(
         if done is not None and (found := recorded(run, step, own, done)) is not None:
             return found, piece.out_key
         with run.episodes.held(players):
-            played, turns = play(run, step, own, only, shard, first)
-        if isinstance(played, Sampled):
-            piece.finish(record_of(played))
-        discard(run, turns, played, prompts, begun)
-        return played, piece.out_key
+            episode, turns = play(run, step, own, only, shard, first)
+        if isinstance(episode, Sampled):
+            piece.finish(record_of(episode))
+        discard(run, turns, episode, prompts, begun)
+        return episode, piece.out_key
 
-    episodes = run.episodes.drive(step, f"{stage.name} {shard}", count, one)
-    order = [
-        (place * n + k, player)
-        for place in range(len(prompts) // players)
-        for player in range(players)
-        for k in range(n)
+    played = run.episodes.drive(step, f"{stage.name} {shard}", len(episodes), one)
+    found = [episode for episode, _ in played]
+    places = [
+        (starts[row] + k, number, player)
+        for number, (rows, k) in enumerate(episodes)
+        for player, row in enumerate(rows)
     ]
-    found = [episode for episode, _ in episodes]
-    rows = [_samples_of(found[number], player) for number, player in order]
-    made = {key: ref for each, key in episodes if (ref := _ref_of(each)) is not None}
+    samples = [_samples_of(found[number], player) for _, number, player in sorted(places)]
+    made = {key: ref for each, key in played if (ref := _ref_of(each)) is not None}
     if not made:
         return Unsampled(begun=None), {}
-    key = key_of("gather", prompts.to_json(), [None if r is None else r.to_json() for r in rows])
+    key = key_of(
+        "gather", prompts.to_json(), [None if ref is None else ref.to_json() for ref in samples]
+    )
     piece = Stage(run=run, step=step, name="gather", key=key, shard=shard)
     if (done := piece.finished()) is None:
         ref = piece.call(
@@ -95,7 +104,7 @@ def played_apart(
             EnvironmentHost.gather,
             prompts=prompts,
             n=n,
-            samples=rows,
+            samples=samples,
             out_key=piece.out_key,
         )
         done = piece.finish({"ref": ref.to_json()})
@@ -105,12 +114,14 @@ def played_apart(
     if len(over) < len(found):
         return Unsampled(begun=ref), made
     newest = max(over, key=lambda episode: episode.weights.version)
+    each = zip(over, episodes, strict=True)
+    read = sum(episode.stats.prompt_tokens for episode, (_, k) in each if k == 0)
     seen = [episode.frames for episode in over if episode.frames is not None]
     whole = dataclasses.replace(
         newest,
         prompts=prompts,
         ref=ref,
-        stats=together([episode.stats for episode in over], n),
+        stats=together([episode.stats for episode in over], read),
         frames=BatchRef.concat(seen) if seen else None,
     )
     return whole, made
@@ -164,13 +175,13 @@ def _samples_of(episode: Sampled | Unsampled, player: int) -> BatchRef | None:
     return None if ref is None else ref.rows(player, player + 1)
 
 
-def together(episodes: Sequence[ShardStats], n: int) -> ShardStats:
-    """What a shard cost whose episodes, n of each prompt, were played apart."""
+def together(episodes: Sequence[ShardStats], prompt_tokens: int) -> ShardStats:
+    """What a shard cost whose episodes were played apart; the tokens of each prompt count once."""
     newest = max(episodes, key=lambda one: one.version)
     return dataclasses.replace(
         newest,
         rows=sum(one.rows for one in episodes),
-        prompt_tokens=sum(one.prompt_tokens for one in episodes) // n,
+        prompt_tokens=prompt_tokens,
         tokens=sum(one.tokens for one in episodes),
         truncated=sum(one.truncated for one in episodes),
         seconds=max(one.seconds for one in episodes),

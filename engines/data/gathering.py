@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from engines.rollout.samples import PROMPT_COLUMNS, write_by_prompt
-from storage.batches.columns import UNFINISHED, SampleStatus
+from engines.models.routed_experts import write_by_prompt
+from storage.batches.columns import PROMPT_COLUMNS, UNFINISHED, SampleStatus
 from storage.batches.format import DTYPES
 from storage.batches.reading import read_columns
 from storage.batches.ref_columns import ColumnRef
@@ -23,14 +23,16 @@ def gathered(
 
     Args:
         store: of the batches.
-        prompts: [P]; sample i is one of the n of prompt i // n.
-        n: N / P.
+        prompts: [P], with n samples each, or as many as their column says, one prompt after another.
+        n: that are asked of a prompt.
         samples: [N] of a row each, all with the same columns; None: nothing of it was sampled.
         out_key: of the batch.
     """
     there = BatchRef.concat([one for one in samples if one is not None])
     own = [name for name in there.names if name not in PROMPT_COLUMNS]
-    numbers = np.repeat(prompts.own_groups(store), n) * n + np.tile(np.arange(n), len(prompts))
+    sizes = prompts.group_sizes(store, n)
+    places = np.repeat(np.arange(len(prompts)), sizes)
+    numbers = prompts.own_groups(store)[places] * n + np.concatenate([*map(np.arange, sizes)])
     unbegun: dict[str, Sequence[object]] = {
         "sample_id": list(numbers),
         "status": [np.int64(SampleStatus.UNFINISHED)] * len(samples),
@@ -46,18 +48,13 @@ def gathered(
             for one, instead in zip(samples, nothing, strict=True)
         ]
         columns[name] = np.stack(cast("Any", rows)) if column.kind == "dense" else rows
-    places = np.array([one is not None for one in samples])
-    written = write_by_prompt(store, out_key, columns, n)
+    written = write_by_prompt(store, out_key, columns, places)
+    # Referred to: of the samples that there are, which may see others by now, else of their prompts.
     shared = [name for name in there.names if name in PROMPT_COLUMNS]
-    return _of_prompts(prompts, there[shared], n, places).with_columns(written)
-
-
-def _of_prompts(prompts: BatchRef, there: BatchRef, n: int, places: np.ndarray) -> BatchRef:
-    """The columns [N] that are referred to: of the samples that there are, else of their prompts."""
-    drawn = prompts[list(there.names)].take(np.repeat(np.arange(len(prompts)), n))
-    every = BatchRef.concat([there, drawn])
-    rows = np.where(places, np.cumsum(places) - 1, len(there) + np.arange(len(places)))
-    return every.take(rows)
+    every = BatchRef.concat([there[shared], prompts[shared].take(places)])
+    begun = np.array([one is not None for one in samples])
+    rows = np.where(begun, np.cumsum(begun) - 1, len(there) + np.arange(len(samples)))
+    return every.take(rows).with_columns(written)
 
 
 def _nothing(column: ColumnRef) -> object:

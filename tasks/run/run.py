@@ -214,10 +214,9 @@ class Run:
     @property
     def sampling(self) -> Sampling:
         """How the samples that train are drawn."""
-        episodes = self.config.episodes
-        most = 0 if episodes is None else episodes.max_turn_tokens or 0
-        asked = Sampling.of(self.config.rollout, self.config.group_size, most)
-        return replace(asked, routed_experts=self.config.train.router_replay)
+        config = self.config
+        asked = Sampling.of(config.rollout, config.group_size, config.longest_turn)
+        return replace(asked, routed_experts=config.train.router_replay)
 
     def attempts_of(self, step: int) -> list[Attempt]:
         """What was tried for a step, in the order in which it ended."""

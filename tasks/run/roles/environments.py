@@ -26,6 +26,7 @@ def environment_spec(config: GRPOConfig, episodes: EpisodesConfig, store: Store)
         episodes=episodes,
         frames=config.keeps_frames,
         max_new_tokens=config.rollout.max_new_tokens,
+        group_size=config.group_size,
         **common(config, store),
     )
 

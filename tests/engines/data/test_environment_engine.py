@@ -201,7 +201,9 @@ def make(tmp_path: Path) -> Iterator[Make]:
     (tmp_path / "games.py").write_text(GAMES)
     made = []
 
-    def build(name: str = "Echo", template: str = "plain", **settings: Any) -> EnvironmentEngine:
+    def build(
+        name: str = "Echo", template: str = "plain", most: int = 60, **settings: Any
+    ) -> EnvironmentEngine:
         params = settings.pop("params", {})
         kind = ClassEnvironment if name[0].isupper() else AgentEnvironment
         environment = kind(path=f"{tmp_path}/games.py:{name}", params=params)
@@ -214,7 +216,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
                         source=FunctionSource(path=f"{tmp_path}/games.py:rows"), template=template
                     ),
                     episodes=EpisodesConfig(environment=environment, processes=1, **settings),
-                    max_new_tokens=60,
+                    max_new_tokens=most,
                     store_uri=f"file://{tmp_path}/store",
                     store_options={},
                 )
@@ -327,7 +329,9 @@ def test_an_episode_has_a_deadline_of_its_own(
     result = play.says("wait", "bye", sampled_seconds=7.0)
     assert play.column("episode") == ["deadline", "done"]
     if reward is None:
-        said = "the environment played until episodes.deadline = 9.0 s, and gave no reward at its end"
+        said = (
+            "the environment played until episodes.deadline = 9.0 s, and gave no reward at its end"
+        )
         assert play.column("episode_error") == [said, ""]
         assert play.column("status")[0] == SampleStatus.FAILED
         assert [one.sample for one in result.failures] == [70]
@@ -422,11 +426,10 @@ def test_limits_of_tokens(make: Make, tmp_path: Path) -> None:
 
 
 def test_tools(make: Make, tmp_path: Path) -> None:
-    play = Play(make("Adder", template="chat"), tmp_path, 4)
+    play = Play(make("Adder", template="chat", most=1000), tmp_path, 4)
     asked = play.tokenizer.decode(play.prompts.fetch_list(play.store, "prompt_ids")[0])
     assert '"name": "add"' in asked
     call = '<tool_call>{"name": "add", "arguments": {"number": %s}}</tool_call>'
-    play.engine._spec = play.engine._spec.model_copy(update={"max_new_tokens": 1000})
     play.says(call % 3, call % '"x"', "<tool_call>{add}</tool_call>", "nothing to add")
     assert play.column("episode") == ["", "", "", "done"]
     told = [play.tokenizer.decode(ids) for ids in play.column("response_ids")]
@@ -491,8 +494,8 @@ def test_each_protocol_trains_the_tokens_that_it_was_sent(
     make: Make, tmp_path: Path, route: str
 ) -> None:
     log = tmp_path / "log"
-    play = Play(make("speaks", "chat", params={"route": route, "log": str(log)}), tmp_path, 1)
-    play.engine._spec = play.engine._spec.model_copy(update={"max_new_tokens": 1000})
+    params = {"route": route, "log": str(log)}
+    play = Play(make("speaks", "chat", most=1000, params=params), tmp_path, 1)
     call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     texts = [f"<think>so</think>I add.{call}{call}", call, "<think>hm</think>10"]
     for text in texts:
@@ -531,7 +534,7 @@ def test_prompts_of_token_ids_are_checked(make: Make) -> None:
     with pytest.raises(EnvironmentFailed, match="the token id 1000000"):
         make("unknown_first").prompts([1], 5, "none.safetensors")
     long = make("by_ids")
-    agents = long._agents
+    agents = long._played[""].agents
     agents._data = agents._data.model_copy(update={"max_prompt_tokens": 2})
     made = long.prompts([1], 5, "none.safetensors")
     assert made.ref is None and made.dropped == ((1, "prompt_too_long"),)
