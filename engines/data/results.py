@@ -20,7 +20,7 @@ from engines.rewards.runner import RewardCode
 from engines.workers.store_spec import StoreSpec
 from storage.batches.columns import GROUP_SIZE, LIMIT, TASK
 from storage.batches.refs import BatchRef
-from storage.objects.json_values import Row
+from storage.objects.documents import Row
 
 
 class RowsSpec(StoreSpec):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from configs.episodes import EpisodesConfig, NoEnvironment
 from engines.environments.protocol import EnvironmentReady, Outcome
 from engines.environments.sessions import Environments, Turn
-from storage.objects.json_values import Row
+from storage.objects.documents import Row
 
 
 class OneTurn:

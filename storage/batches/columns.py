@@ -149,6 +149,12 @@ COLUMNS: dict[str, Declared] = {
     "tree_parent": Declared("dense", "I64", "number of the segment before it; 0: the prompt, [N]"),
     "tree_depth": Declared("dense", "I64", "segments from the prompt to the end of this one, [N]"),
     "tree_share": Declared("dense", "I64", "leaves that the segment stands for, [N]"),
+    "node_lengths": Declared(
+        "jagged", "I64", "response tokens of each node of an episode's forest (forest.py)"
+    ),
+    "node_parents": Declared(
+        "jagged", "I64", "number of the token after which each of those nodes goes on, from 1"
+    ),
     "tree_path": Declared("jagged", "I64", "numbers of the nodes of the sample's segments"),
     "tree_lengths": Declared("jagged", "I64", "response tokens of each of those segments"),
     "baseline_reward": Declared("dense", "F32", "reward of the prompt's greedy completion, [N]"),
