@@ -117,7 +117,7 @@ class OpponentConfig(Settings):
 class EpisodesConfig(Settings):
     """Answers of several turns. rollout.max_new_tokens is then the limit of a whole conversation."""
 
-    later: ClassVar[frozenset[str]] = frozenset({"past_turns"})
+    later: ClassVar[frozenset[str]] = frozenset({"past_turns", "max_tokens"})
 
     environment: Environment = Field(description="What answers the model.")
     players: int = Field(
@@ -144,6 +144,12 @@ class EpisodesConfig(Settings):
         None,
         ge=1,
         description="Tokens of one turn; a longer turn ends the episode. None: no limit.",
+    )
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Response tokens of an episode that branches, over all branches, each once; one "
+        "branch has up to rollout.max_new_tokens. None: so has the episode.",
     )
     past_turns: Literal["as_sampled", "as_rendered"] = Field(
         "as_sampled",
@@ -186,6 +192,11 @@ class EpisodesConfig(Settings):
         description="Interpreter that the environments run with, where their libraries do not go "
         "with Refrain's. None: this one.",
     )
+
+    @property
+    def may_branch(self) -> bool:
+        """Whether an episode may be a forest of requests, not one path."""
+        return self.environment.kind == "agent" or self.past_turns == "as_rendered"
 
     @model_validator(mode="after")
     def _the_kind_has_players(self) -> Self:
