@@ -126,7 +126,7 @@ class EpisodesConfig(Settings):
     """Answers of several turns. rollout.max_new_tokens is then the limit of a whole conversation."""
 
     later: ClassVar[frozenset[str]] = frozenset(
-        {"past_turns", "deadline", "drive", "fewest_at_once"}
+        {"past_turns", "max_tokens", "deadline", "drive", "fewest_at_once"}
     )
     # What changes when episodes are played, and nothing of what they are: in no key.
     of_driving: ClassVar[frozenset[str]] = frozenset({"drive", "fewest_at_once"})
@@ -158,6 +158,12 @@ class EpisodesConfig(Settings):
         None,
         ge=1,
         description="Tokens of one turn; a longer turn ends the episode. None: no limit.",
+    )
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Response tokens of an episode that branches, over all branches, each once; one "
+        "branch has up to rollout.max_new_tokens. None: so has the episode.",
     )
     past_turns: Literal["as_sampled", "as_rendered"] = Field(
         "as_sampled",
@@ -221,6 +227,11 @@ class EpisodesConfig(Settings):
         description="Interpreter that the environments run with, where their libraries do not go "
         "with Refrain's. None: this one.",
     )
+
+    @property
+    def may_branch(self) -> bool:
+        """Whether an episode may be a forest of requests, not one path."""
+        return self.environment.kind == "agent" or self.past_turns == "as_rendered"
 
     def in_keys(self, exclude: Collection[str] = ()) -> dict[str, Any]:
         return super().in_keys({*exclude, *self.of_driving})

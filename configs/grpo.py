@@ -18,6 +18,7 @@ from configs.resolving import (
     slots,
 )
 from configs.rules.batches import BATCHES
+from configs.rules.branches import BRANCHES
 from configs.rules.clusters import CLUSTERS
 from configs.rules.elastic import ELASTIC
 from configs.rules.episodes import EPISODES
@@ -68,6 +69,7 @@ OF_EVERY_FLOW: tuple[Rule[RunConfig], ...] = (
     *OVER_SAMPLING,
     *SAMPLING,
     *EPISODES,
+    *BRANCHES,
     *LOGPROBS,
     *SAMPLING_MASK,
     *THINKING,

@@ -318,6 +318,12 @@ class RunConfig(Settings):
         return max(own, *self.longest_of_suites.values(), 0)
 
     @property
+    def longest_response(self) -> int:
+        """Response tokens of the longest sample that trains, over all branches of an episode."""
+        most = None if self.episodes is None else self.episodes.max_tokens
+        return most or self.rollout.max_new_tokens
+
+    @property
     def longest_of_suites(self) -> dict[str, int]:
         """The same of each suite, by its name."""
         data, longest = self.data.max_prompt_tokens, self.rollout.max_new_tokens
