@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
 from configs.base import FileAddress, FunctionPath, Settings
+from configs.coding import CodingSource
 
 
 class MultipleChoice(Settings):
@@ -84,7 +85,8 @@ class FunctionSource(Settings):
 
 
 Source = Annotated[
-    FileSource | HubSource | ReasoningGymSource | FunctionSource, Field(discriminator="kind")
+    FileSource | HubSource | ReasoningGymSource | FunctionSource | CodingSource,
+    Field(discriminator="kind"),
 ]
 
 
@@ -201,7 +203,7 @@ class TasksSource(Settings):
 
 
 DataSource = Annotated[
-    FileSource | HubSource | ReasoningGymSource | FunctionSource | TasksSource,
+    FileSource | HubSource | ReasoningGymSource | FunctionSource | CodingSource | TasksSource,
     Field(discriminator="kind"),
 ]
 # Settings of data that a task may have of its own.

@@ -1,10 +1,12 @@
 """Episodes: an environment that answers what the model writes, turn by turn."""
 
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from configs.base import FunctionPath, ProgramPath, Settings
+from configs.coding import WorkspaceConfig
 from configs.retraining import CONTINUE_FROM
 
 Param = int | float | bool | str
@@ -87,13 +89,23 @@ class AgentEnvironment(Settings):
     params: Params = Field(default_factory=dict, description="Keyword arguments of each call.")
 
 
+class WorkspaceEnvironment(Settings):
+    """A row's repository in a sandbox, with a shell and files as tools (data.source.kind = coding).
+
+    An episode has ended once a turn calls no tool; its reward is what the row's tests come to.
+    """
+
+    kind: Literal["workspace"] = "workspace"
+
+
 Environment = Annotated[
     ClassEnvironment
     | ToolsEnvironment
     | GymnasiumEnvironment
     | TextArenaEnvironment
     | OpenEnvEnvironment
-    | AgentEnvironment,
+    | AgentEnvironment
+    | WorkspaceEnvironment,
     Field(discriminator="kind"),
 ]
 
@@ -117,9 +129,14 @@ class OpponentConfig(Settings):
 class EpisodesConfig(Settings):
     """Answers of several turns. rollout.max_new_tokens is then the limit of a whole conversation."""
 
-    later: ClassVar[frozenset[str]] = frozenset({"past_turns"})
+    later: ClassVar[frozenset[str]] = frozenset({"past_turns", "workspace"})
 
     environment: Environment = Field(description="What answers the model.")
+    workspace: WorkspaceConfig | None = Field(
+        None,
+        description="How repositories are worked on and tested: of kind workspace, or of an agent "
+        "that takes a workspace. None: kind workspace has the defaults, others have none.",
+    )
     players: int = Field(
         1,
         ge=1,
@@ -186,6 +203,16 @@ class EpisodesConfig(Settings):
         description="Interpreter that the environments run with, where their libraries do not go "
         "with Refrain's. None: this one.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_workspace_has_settings(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("workspace") is None:
+            played = given.get("environment")
+            mapping = isinstance(played, Mapping) and played.get("kind") == "workspace"
+            if mapping or isinstance(played, WorkspaceEnvironment):
+                return {**given, "workspace": {}}
+        return given
 
     @model_validator(mode="after")
     def _the_kind_has_players(self) -> Self:

@@ -18,6 +18,7 @@ from configs.resolving import (
 )
 from configs.rules.batches import BATCHES
 from configs.rules.clusters import CLUSTERS
+from configs.rules.coding import CODING
 from configs.rules.elastic import ELASTIC
 from configs.rules.episodes import EPISODES
 from configs.rules.evaluation import EVALUATION
@@ -67,6 +68,7 @@ OF_EVERY_FLOW: tuple[Rule[RunConfig], ...] = (
     *OVER_SAMPLING,
     *SAMPLING,
     *EPISODES,
+    *CODING,
     *LOGPROBS,
     *SAMPLING_MASK,
     *THINKING,
