@@ -31,7 +31,7 @@ class Task:
     fixed: tuple[str, str, str]  # file, a text in it, and what comes in its place
 
 
-def tests_of(imports: str, *methods: tuple[str, str], group: str = "Fixed") -> str:
+def suite_of(imports: str, *methods: tuple[str, str], group: str = "Fixed") -> str:
     """A class of unittest with methods of names and bodies of one line."""
     lines = ["import unittest", "", f"from {imports}", "", "", f"class {group}(unittest.TestCase):"]
     for name, body in methods:
@@ -56,14 +56,14 @@ TASKS = {
                 "            number -= value\n"
                 "    return text\n"
             ),
-            "tests/test_small.py": tests_of(
+            "tests/test_small.py": suite_of(
                 "roman import to_roman",
                 ("four", 'self.assertEqual(to_roman(4), "IV")'),
                 ("year", 'self.assertEqual(to_roman(2024), "MMXXIV")'),
                 group="Small",
             ),
         },
-        tests=tests_of(
+        tests=suite_of(
             "roman import to_roman",
             ("nine_hundred", 'self.assertEqual(to_roman(900), "CM")'),
             ("year", 'self.assertEqual(to_roman(1999), "MCMXCIX")'),
@@ -78,14 +78,14 @@ TASKS = {
                 '    kept = [c if c.isalnum() else "-" for c in title.lower()]\n'
                 '    return "".join(kept).strip("-")\n'
             ),
-            "tests/test_small.py": tests_of(
+            "tests/test_small.py": suite_of(
                 "slug import slugify",
                 ("words", 'self.assertEqual(slugify("Two words"), "two-words")'),
                 ("edges", 'self.assertEqual(slugify("!a!"), "a")'),
                 group="Small",
             ),
         },
-        tests=tests_of(
+        tests=suite_of(
             "slug import slugify",
             ("one_dash", 'self.assertEqual(slugify("a - b"), "a-b")'),
             ("many", 'self.assertEqual(slugify("a...b  c"), "a-b-c")'),
@@ -109,14 +109,14 @@ TASKS = {
                 "            found.append((start, end))\n"
                 "    return found\n"
             ),
-            "tests/test_small.py": tests_of(
+            "tests/test_small.py": suite_of(
                 "intervals import merged",
                 ("apart", "self.assertEqual(merged([(4, 5), (1, 2)]), [(1, 2), (4, 5)])"),
                 ("overlap", "self.assertEqual(merged([(1, 3), (2, 5)]), [(1, 5)])"),
                 group="Small",
             ),
         },
-        tests=tests_of(
+        tests=suite_of(
             "intervals import merged",
             ("touch", "self.assertEqual(merged([(1, 2), (2, 3)]), [(1, 3)])"),
             ("chain", "self.assertEqual(merged([(3, 4), (1, 2), (2, 3)]), [(1, 4)])"),
@@ -139,14 +139,14 @@ TASKS = {
                 "            text += character\n"
                 "    return [*found, text]\n"
             ),
-            "tests/test_small.py": tests_of(
+            "tests/test_small.py": suite_of(
                 "quotes import fields",
                 ("plain", "self.assertEqual(fields('a,b'), ['a', 'b'])"),
                 ("comma", "self.assertEqual(fields('\"a,b\",c'), ['a,b', 'c'])"),
                 group="Small",
             ),
         },
-        tests=tests_of(
+        tests=suite_of(
             "quotes import fields",
             ("doubled", "self.assertEqual(fields('\"a\"\"b\",c'), ['a\"b', 'c'])"),
         ),
@@ -173,14 +173,14 @@ TASKS = {
                 "        if len(self._items) > self._size:\n"
                 "            del self._items[next(iter(self._items))]\n"
             ),
-            "tests/test_small.py": tests_of(
+            "tests/test_small.py": suite_of(
                 "cache import Cache",
                 ("missing", "self.assertIsNone(Cache(1).get('a'))"),
                 ("full", "c = Cache(1); c.put(1, 1); c.put(2, 2); self.assertIsNone(c.get(1))"),
                 group="Small",
             ),
         },
-        tests=tests_of(
+        tests=suite_of(
             "cache import Cache",
             (
                 "read_is_use",
@@ -209,13 +209,13 @@ TASKS = {
                 '        line = f"{line} {word}".strip()\n'
                 "    return lines\n"
             ),
-            "tests/test_small.py": tests_of(
+            "tests/test_small.py": suite_of(
                 "wrapping import wrapped",
                 ("empty", "self.assertEqual(wrapped('', 5), [])"),
                 group="Small",
             ),
         },
-        tests=tests_of(
+        tests=suite_of(
             "wrapping import wrapped",
             ("last", "self.assertEqual(wrapped('one two three', 7), ['one two', 'three'])"),
             ("single", "self.assertEqual(wrapped('one', 7), ['one'])"),
@@ -231,14 +231,14 @@ TASKS = {
                 "def newer(one, other):\n"
                 "    return parts(one) > parts(other)\n"
             ),
-            "tests/test_small.py": tests_of(
+            "tests/test_small.py": suite_of(
                 "versions import newer",
                 ("higher", "self.assertTrue(newer('2.0', '1.9'))"),
                 ("same", "self.assertFalse(newer('1.0', '1.0'))"),
                 group="Small",
             ),
         },
-        tests=tests_of(
+        tests=suite_of(
             "versions import newer",
             ("ten", "self.assertTrue(newer('1.10', '1.9'))"),
             ("nine", "self.assertFalse(newer('1.9.0', '1.10.0'))"),
@@ -258,14 +258,14 @@ TASKS = {
                 "def bill(prices, people):\n"
                 "    return split(sum(prices), people)\n"
             ),
-            "tests/test_small.py": tests_of(
+            "tests/test_small.py": suite_of(
                 "bill import bill",
                 ("even", "self.assertEqual(bill([50, 50], 2), [50, 50])"),
                 ("alone", "self.assertEqual(bill([7], 1), [7])"),
                 group="Small",
             ),
         },
-        tests=tests_of(
+        tests=suite_of(
             "bill import bill",
             ("thirds", "self.assertEqual(bill([60, 40], 3), [34, 33, 33])"),
             ("sum", "self.assertEqual(sum(bill([101], 7)), 101)"),
@@ -292,14 +292,14 @@ TASKS = {
                 "        visit(name)\n"
                 "    return found\n"
             ),
-            "tests/test_small.py": tests_of(
+            "tests/test_small.py": suite_of(
                 "order import ordered",
                 ("chain", "self.assertEqual(ordered({'a': ['b'], 'b': ['c']}), ['c', 'b', 'a'])"),
                 ("diamond", "self.assertEqual(ordered({'a': 'bc', 'b': 'd', 'c': 'd'})[0], 'd')"),
                 group="Small",
             ),
         },
-        tests=tests_of(
+        tests=suite_of(
             "order import ordered",
             ("circle", "self.assertRaises(ValueError, ordered, {'a': ['b'], 'b': ['a']})"),
             ("itself", "self.assertRaises(ValueError, ordered, {'a': ['a']})"),
@@ -330,14 +330,14 @@ TASKS = {
                 "def names(lines):\n"
                 '    return sorted(one["name"] for one in map(item, lines))\n'
             ),
-            "tests/test_small.py": tests_of(
+            "tests/test_small.py": suite_of(
                 "inventory.report import names, total",
                 ("names", "self.assertEqual(names(['b;1;2', 'a;1;1']), ['a', 'b'])"),
                 ("one_each", "self.assertEqual(total(['a;1;5']), 5)"),
                 group="Small",
             ),
         },
-        tests=tests_of(
+        tests=suite_of(
             "inventory.report import total",
             ("counts", "self.assertEqual(total(['a;3;5', 'b;1;2']), 17)"),
             ("none", "self.assertEqual(total(['a;0;5']), 0)"),
@@ -371,7 +371,7 @@ def write(folder: Path) -> None:
                 "problem": task.problem,
                 "repository": _packed(folder, name),
                 "tests": {file: task.tests},
-                "fail_to_pass": names_of(task.tests, file)[:1],
+                "fail_to_pass": names_of(task.tests, file),
                 "pass_to_pass": names_of(task.files[small], small),
             }
         )
