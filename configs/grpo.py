@@ -20,6 +20,7 @@ from configs.resolving import (
 from configs.rules.batches import BATCHES
 from configs.rules.branches import BRANCHES
 from configs.rules.clusters import CLUSTERS
+from configs.rules.coding import CODING
 from configs.rules.elastic import ELASTIC
 from configs.rules.episodes import EPISODES
 from configs.rules.evaluation import EVALUATION
@@ -70,6 +71,7 @@ OF_EVERY_FLOW: tuple[Rule[RunConfig], ...] = (
     *SAMPLING,
     *EPISODES,
     *BRANCHES,
+    *CODING,
     *LOGPROBS,
     *SAMPLING_MASK,
     *THINKING,
