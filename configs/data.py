@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
 from configs.base import FileAddress, FunctionPath, Settings
+from configs.coding import CodingSource
 from configs.episodes import Environment, EpisodesConfig
 
 
@@ -85,7 +86,8 @@ class FunctionSource(Settings):
 
 
 Source = Annotated[
-    FileSource | HubSource | ReasoningGymSource | FunctionSource, Field(discriminator="kind")
+    FileSource | HubSource | ReasoningGymSource | FunctionSource | CodingSource,
+    Field(discriminator="kind"),
 ]
 
 
@@ -235,7 +237,7 @@ class TasksSource(Settings):
 
 
 DataSource = Annotated[
-    FileSource | HubSource | ReasoningGymSource | FunctionSource | TasksSource,
+    FileSource | HubSource | ReasoningGymSource | FunctionSource | CodingSource | TasksSource,
     Field(discriminator="kind"),
 ]
 

@@ -1,11 +1,12 @@
 """Episodes: an environment that answers what the model writes, turn by turn."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from configs.base import FunctionPath, ProgramPath, Settings
+from configs.coding import WorkspaceConfig
 from configs.retraining import CONTINUE_FROM
 
 Param = int | float | bool | str
@@ -94,6 +95,15 @@ class NoEnvironment(Settings):
     kind: Literal["none"] = "none"
 
 
+class WorkspaceEnvironment(Settings):
+    """A row's repository in a sandbox, with a shell and files as tools (data.source.kind = coding).
+
+    An episode has ended once a turn calls no tool; its reward is what the row's tests come to.
+    """
+
+    kind: Literal["workspace"] = "workspace"
+
+
 Environment = Annotated[
     ClassEnvironment
     | ToolsEnvironment
@@ -101,7 +111,8 @@ Environment = Annotated[
     | TextArenaEnvironment
     | OpenEnvEnvironment
     | AgentEnvironment
-    | NoEnvironment,
+    | NoEnvironment
+    | WorkspaceEnvironment,
     Field(discriminator="kind"),
 ]
 
@@ -126,13 +137,18 @@ class EpisodesConfig(Settings):
     """Answers of several turns. rollout.max_new_tokens is then the limit of a whole conversation."""
 
     later: ClassVar[frozenset[str]] = frozenset(
-        {"past_turns", "deadline", "drive", "fewest_at_once"}
+        {"past_turns", "max_tokens", "workspace", "deadline", "drive", "fewest_at_once"}
     )
     # What changes when episodes are played, and nothing of what they are: in no key.
     of_driving: ClassVar[frozenset[str]] = frozenset({"drive", "fewest_at_once"})
 
     environment: Environment = Field(
         description="What answers the model; of several tasks, those that have none of their own."
+    )
+    workspace: WorkspaceConfig | None = Field(
+        None,
+        description="How repositories are worked on and tested: of kind workspace, or of an agent "
+        "that takes a workspace. None: kind workspace has the defaults, others have none.",
     )
     players: int = Field(
         1,
@@ -158,6 +174,12 @@ class EpisodesConfig(Settings):
         None,
         ge=1,
         description="Tokens of one turn; a longer turn ends the episode. None: no limit.",
+    )
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Response tokens of an episode that branches, over all branches, each once; one "
+        "branch has up to rollout.max_new_tokens. None: so has the episode.",
     )
     past_turns: Literal["as_sampled", "as_rendered"] = Field(
         "as_sampled",
@@ -222,6 +244,11 @@ class EpisodesConfig(Settings):
         "with Refrain's. None: this one.",
     )
 
+    @property
+    def may_branch(self) -> bool:
+        """Whether an episode may be a forest of requests, not one path."""
+        return self.environment.kind == "agent" or self.past_turns == "as_rendered"
+
     def in_keys(self, exclude: Collection[str] = ()) -> dict[str, Any]:
         return super().in_keys({*exclude, *self.of_driving})
 
@@ -233,6 +260,16 @@ class EpisodesConfig(Settings):
                 f"{self.at_once}. Set it to {self.at_once} or less."
             )
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_workspace_has_settings(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("workspace") is None:
+            played = given.get("environment")
+            mapping = isinstance(played, Mapping) and played.get("kind") == "workspace"
+            if mapping or isinstance(played, WorkspaceEnvironment):
+                return {**given, "workspace": {}}
+        return given
 
     @model_validator(mode="after")
     def _the_kind_has_players(self) -> Self:

@@ -18,7 +18,9 @@ from configs.resolving import (
     slots,
 )
 from configs.rules.batches import BATCHES
+from configs.rules.branches import BRANCHES
 from configs.rules.clusters import CLUSTERS
+from configs.rules.coding import CODING
 from configs.rules.elastic import ELASTIC
 from configs.rules.episodes import EPISODES
 from configs.rules.evaluation import EVALUATION
@@ -68,6 +70,8 @@ OF_EVERY_FLOW: tuple[Rule[RunConfig], ...] = (
     *OVER_SAMPLING,
     *SAMPLING,
     *EPISODES,
+    *BRANCHES,
+    *CODING,
     *LOGPROBS,
     *SAMPLING_MASK,
     *THINKING,

@@ -261,6 +261,7 @@ class RunConfig(Settings):
             "elastic": self.train.engine == "elastic",
             "over_sampling": self.over_samples,
             "tasks": bool(self.data.tasks),
+            "coding": self.episodes is not None and self.episodes.workspace is not None,
             "quarantine": self.data.keeps_history,
             "guards": bool(self.guards),
             "promotion": self.promotion is not None,
@@ -316,6 +317,12 @@ class RunConfig(Settings):
         """The longest that an engine samples, prompt and completion together, in tokens."""
         own = self.data.max_prompt_tokens + self.rollout.max_new_tokens
         return max(own, *self.longest_of_suites.values(), 0)
+
+    @property
+    def longest_response(self) -> int:
+        """Response tokens of the longest sample that trains, over all branches of an episode."""
+        most = None if self.episodes is None else self.episodes.max_tokens
+        return most or self.rollout.max_new_tokens
 
     @property
     def longest_of_suites(self) -> dict[str, int]:

@@ -125,9 +125,11 @@ def prompts_of(
     """`prompt_of` each row; ValueError naming the position of a row that holds no prompt."""
     prompts = []
     shown = [None] * len(rows) if observations is None else observations
+    tasks = config.tasks
     for position, (row, observation) in enumerate(zip(rows, shown, strict=True)):
+        own = tasks[str(row[TASK])] if tasks else config
         try:
-            prompts.append(prompt_of(row, config, observation))
+            prompts.append(prompt_of(row, own, observation))
         except ValueError as error:
             raise ValueError(f"Prompt {position} of the batch: {error}") from None
     return prompts

@@ -41,7 +41,7 @@ class ScoreRequest:
     """A shard's completions."""
 
     prompts: BatchRef  # [P]
-    samples: BatchRef  # [N]; row i belongs to row i // n of prompts
+    samples: BatchRef  # [N], of these prompts
     trainer_state: TrainerState
     source: Source | None = None  # of the prompts' rows; None: the data set
     models: ModelScores | None = None  # what the reward models among the functions gave

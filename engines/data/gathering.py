@@ -43,11 +43,11 @@ def gathered(
     for name in own:
         column, values = there.column(name), iter(found[name].rows())
         nothing = unbegun.get(name, [_nothing(column)] * len(samples))
-        rows = [
+        cells = [
             next(values) if one is not None else instead
             for one, instead in zip(samples, nothing, strict=True)
         ]
-        columns[name] = np.stack(cast("Any", rows)) if column.kind == "dense" else rows
+        columns[name] = np.stack(cast("Any", cells)) if column.kind == "dense" else cells
     written = write_by_prompt(store, out_key, columns, places)
     # Referred to: of the samples that there are, which may see others by now, else of their prompts.
     shared = [name for name in there.names if name in PROMPT_COLUMNS]

@@ -162,12 +162,9 @@ def read_forests(store: Store, batch: BatchRef) -> list[Forest] | None:
     """[N] of stored samples; None where they do not have the columns: each is one path."""
     if LENGTHS not in batch.names:
         return None
-    columns = [
-        cast("list[NDArray[np.generic]]", batch.fetch_list(store, name))
-        for name in (LENGTHS, PARENTS)
-    ]
+    columns = (cast("list[Ints]", batch.fetch_list(store, name)) for name in (LENGTHS, PARENTS))
     sizes = (batch.lengths(store, name).tolist() for name in ("prompt_ids", "response_ids"))
     return [
-        forest_of(prompt, response, lengths.astype(np.int64), parents.astype(np.int64))
+        forest_of(prompt, response, lengths, parents)
         for prompt, response, lengths, parents in zip(*sizes, *columns, strict=True)
     ]

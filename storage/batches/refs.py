@@ -248,6 +248,12 @@ class BatchRef:
         own = self.fetch_numpy(store, GROUP_SIZE)[0]
         return [int(size) for size in np.minimum(own, n)]
 
+    def prompts_in(self, store: Store, prompts: BatchRef) -> NDArray[np.int64]:
+        """[N]: the row of `prompts`, one for each group, that is the prompt of each sample."""
+        own, known = (ref.fetch_numpy(store, "group_id")[0] for ref in (self, prompts))
+        order = np.argsort(known, kind="stable")
+        return order[np.searchsorted(known, own, sorter=order)]
+
     def of_policy(self, store: Store) -> BatchRef:
         """Without the samples of opponents: a frozen version's never train, and count nowhere."""
         if "frozen" not in self.columns:
