@@ -1,7 +1,7 @@
 """Which functions score completions, and what becomes of a sample whose scoring fails."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -199,6 +199,11 @@ class RewardsConfig(Settings):
         description="What becomes of a group in which a sample's scoring failed: drop leaves the "
         "whole group out, complete trains on its other samples, abort ends the step.",
     )
+
+    def named(self, labels: Collection[str] | None) -> "RewardsConfig":
+        """Those of these names alone; None: all."""
+        own = (one for one in self.functions if labels is None or one.label in labels)
+        return self.model_copy(update={"functions": tuple(own)})
 
     @property
     def on_engines(self) -> tuple[EngineReward, ...]:
