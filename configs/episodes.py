@@ -245,8 +245,8 @@ class EpisodesConfig(Settings):
     )
 
     @property
-    def may_branch(self) -> bool:
-        """Whether an episode may be a forest of requests, not one path."""
+    def are_forests(self) -> bool:
+        """Whether its samples are stored as forests (storage/batches/forest.py)."""
         return self.environment.kind == "agent" or self.past_turns == "as_rendered"
 
     def in_keys(self, exclude: Collection[str] = ()) -> dict[str, Any]:
