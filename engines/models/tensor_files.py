@@ -26,8 +26,8 @@ from engines.models.checkpoints import build_empty, unfit
 from engines.start_progress import report
 from storage.batches.format import DTYPES
 from storage.batches.tensors import NAMES, dtype_of
-from storage.objects.digests import Digester
-from storage.runs.file_names import FileNames, Part
+from storage.objects.documents import Digester
+from storage.runs.weights import FileNames, Part
 
 if TYPE_CHECKING:
     from torch import Tensor

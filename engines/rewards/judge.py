@@ -38,9 +38,8 @@ from configs.judge import JudgeReward, Judging
 from engines.rewards.judge_rubric import Rubric, read_rubric, score_of
 from engines.rewards.protocol import BatchScorer, Logs, RewardCall, Unscored
 from storage.objects import documents
-from storage.objects.digests import canonical
+from storage.objects.documents import JsonValue, canonical
 from storage.objects.errors import ObjectMissing, StoreError
-from storage.objects.json_values import JsonValue
 from storage.objects.store import Store
 
 KEPT_CHARACTERS = 2000  # of an answer, beside the sample: its end, where the score stands

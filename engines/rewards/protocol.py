@@ -16,7 +16,7 @@ from engines.processes import user_code
 from engines.processes.user_code import Broken, Packed, by_name
 
 if TYPE_CHECKING:
-    from storage.objects.json_values import JsonValue, Row
+    from storage.objects.documents import JsonValue, Row
 
 Prompt: TypeAlias = "str | list[dict[str, str]]"
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from configs.rewards import UnitTestsReward
 from engines.rewards.collection import Collected, collected, has_statements, parsed
-from storage.objects.json_values import Row
+from storage.objects.documents import Row
 
 _FENCED = re.compile(r"\s*```\w*[ \t]*\n(.*?)\n?[ \t]*```\s*", re.DOTALL)
 _LITERAL = ("[", "{", "(", '"', "'")  # how JSON, or Python's text of a value, begins

@@ -48,6 +48,7 @@ from configs.rewards import (
     RewardsConfig,
     UnitTestsReward,
 )
+from configs.sandbox import SandboxConfig
 from engines.meanings import meaning_of
 from engines.processes.child_process import CallTimedOut, ChildProcess, ProcessDied, Program
 from engines.rewards.judge import JudgeAnswers
@@ -60,8 +61,7 @@ from engines.rewards.protocol import (
     TrainerState,
     unpacked,
 )
-from storage.objects.digests import key_of
-from storage.objects.json_values import JsonValue, Row
+from storage.objects.documents import JsonValue, Row, key_of
 from storage.prompts.datasets import open_source
 from storage.prompts.source import TASK, PromptSource
 
@@ -396,7 +396,7 @@ class RewardRunner:
         return {
             reward.label: RewardCode(
                 name=reward.label,
-                settings=_definition(reward),
+                settings=_definition(reward, self._data),
                 source=ready.source,
                 module=ready.module,
                 packages=dict(ready.packages),
@@ -449,7 +449,8 @@ class RewardRunner:
 
         def timed(process: RewardProcess, reward: Reward) -> tuple[Column, float]:
             started = time.perf_counter()
-            seconds = deadline(reward, self._rewards.timeout, len(batch.completions))
+            others = self._data.sandboxes(reward.label).values()
+            seconds = deadline(reward, self._rewards.timeout, len(batch.completions), others)
             if (places := self._scored(reward.label, rows)) is None:
                 column = score_column(process, batch, seconds)
             else:
@@ -540,24 +541,31 @@ class RewardRunner:
         self.close()
 
 
-def _definition(reward: Reward) -> dict[str, Any]:
+def _definition(reward: Reward, data: DataConfig) -> dict[str, Any]:
     """The settings that a score depends on."""
     left_out = set(HOW_ASKED) if isinstance(reward, JudgeReward) else set()
     settings = reward.model_dump(mode="json", exclude=left_out)
+    if isinstance(reward, UnitTestsReward) and (sandboxes := data.sandboxes(reward.label)):
+        settings["sandboxes"] = {
+            task: sandbox.model_dump(mode="json") for task, sandbox in sandboxes.items()
+        }
     meaning = meaning_of(reward)
     return settings if meaning == 1 else settings | {"meaning": meaning}
 
 
-def deadline(reward: Reward, timeout: float, samples: int) -> float:
+def deadline(
+    reward: Reward, timeout: float, samples: int, sandboxes: Iterable[SandboxConfig] = ()
+) -> float:
     """Seconds that a call for so many samples may take, after which its process is killed.
 
+    sandboxes: of unit tests, those of tasks that have one of their own.
     A program that hangs in its sandbox is a result, so there is time for every sample to do that.
     """
     if isinstance(reward, JudgeReward):
         return reward.deadline + _GRACE
     if not isinstance(reward, UnitTestsReward):
         return timeout
-    return timeout + reward.seconds(samples)
+    return timeout + reward.seconds(samples, sandboxes)
 
 
 def _start_message(
@@ -589,7 +597,8 @@ def _start_message(
             packages = ("refrain-rl", "httpx")
         case UnitTestsReward():
             path = "engines.rewards.unit_tests:unit_test_scorer"
-            params, packages = {"reward": reward}, ("refrain-rl",)
+            params = {"reward": reward, "sandboxes": data.sandboxes(reward.label)}
+            packages = ("refrain-rl",)
         case ReasoningGymReward():
             path = "engines.rewards.builtin:reasoning_gym_scorer"
             packages = ("refrain-rl", "reasoning-gym")

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from operator import methodcaller
 from typing import Any, NamedTuple, TypeVar
 
-from distributed import Worker, WorkerPlugin, get_worker
+from distributed import Worker, WorkerPlugin, get_worker, secede
 from distributed.threadpoolexecutor import ThreadPoolExecutor as DaemonThreads
 
 from configs.imports import imported_class
@@ -437,9 +437,16 @@ def build(role: str, spec: EngineSpec[Engine], token: str) -> CallResult[BuildRe
     return _recorded(lambda: host.build(role, spec, token))
 
 
-def call(request: Call[R], token: str, limit: float, topic: str) -> CallResult[R] | None:
-    """Dask task: `EngineHost.call`; its CallResult is pushed, or returned where it is large."""
+def call(
+    request: Call[R], token: str, limit: float, topic: str, aside: bool = False
+) -> CallResult[R] | None:
+    """Dask task: `EngineHost.call`; its CallResult is pushed, or returned where it is large.
+
+    aside: whether it leaves the worker's threads to others, for one of its own.
+    """
     worker = get_worker()
+    if aside:
+        secede()
     host = host_of(worker)
     ended = _recorded(lambda: host.call(request, token, limit))
     return push(worker, topic, token, ended)

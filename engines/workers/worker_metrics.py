@@ -23,8 +23,7 @@ import psutil
 from prometheus_client import Metric
 
 from configs.environment import visible_gpus
-from storage.objects.latency import LATENCIES, Latency
-from storage.objects.usage import COUNTER, Usage
+from storage.objects.usage import COUNTER, LATENCIES, Latency, Usage
 from storage.tracking.machine_samples import MachineSample
 
 MILLI = 1e-3
