@@ -346,14 +346,6 @@ def aggregate(
     Raises:
         ValueError: for another mode.
     """
-    if mode in ("seq-mean-token-mean", "row-mean-token-mean"):
-        total = rows.masked_mean(losses, mask).sum()
-    else:
-        total = torch.where(mask, losses, 0.0).sum()
-    return total * (normaliser.ranks / max(_divisor(normaliser, mode), 1e-8))
-
-
-def _divisor(normaliser: Normaliser, mode: str) -> float:
     divisors = {
         "token-mean": normaliser.tokens,
         "token-sum": 1.0,
@@ -365,7 +357,11 @@ def _divisor(normaliser: Normaliser, mode: str) -> float:
     }
     if mode not in divisors:
         raise ValueError(f"aggregation '{mode}' is not known. Choose one of {', '.join(divisors)}.")
-    return divisors[mode]
+    if mode in ("seq-mean-token-mean", "row-mean-token-mean"):
+        total = rows.masked_mean(losses, mask).sum()
+    else:
+        total = torch.where(mask, losses, 0.0).sum()
+    return total * (normaliser.ranks / max(divisors[mode], 1e-8))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -130,7 +130,7 @@ class AdvantageBatch:
         return tokens.put(self.dense_kept(tokens))
 
     def dense_kept(self, tokens: Kept) -> Tensor:
-        """As dense, of the tokens with mask 1 only: [kept]; kept: rows.kept(mask)."""
+        """As dense, of the tokens with mask 1 only: [kept]; tokens: rows.kept(mask)."""
         if self.token_rewards is not None:
             return tokens.take(self.token_rewards)
         dense = self.rewards.new_zeros(tokens.rows.ids.numel())

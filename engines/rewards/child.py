@@ -156,10 +156,17 @@ class FunctionScorer:
         return _answered([_checked(value) for value in values], logged)
 
     def _arguments(self, call: RewardCall, logged: Logged) -> dict[str, Any]:
+        names = dict.fromkeys(name for row in call.rows for name in row)
+        columns = [name for name in names if name not in TRL_HIDDEN_COLUMNS]
         arguments = {
-            **_columns(call),
+            # None where a row lacks a column.
+            **{name: [row.get(name) for row in call.rows] for name in columns},
             "prompts": list(call.prompts),
-            "completions": _completions(call),
+            # Text for a prompt that is text, a list with one message for a prompt of messages.
+            "completions": [
+                text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+                for prompt, text in zip(call.prompts, call.completions, strict=True)
+            ],
             "completion_ids": [list(ids) for ids in call.completion_ids],
             "trainer_state": TrainerState(
                 global_step=call.global_step, max_steps=call.max_steps, epoch=call.epoch
@@ -286,24 +293,6 @@ class _Sample:
 
 async def _finish(result: Awaitable[Any]) -> Any:
     return await result
-
-
-def _columns(call: RewardCall) -> dict[str, list[Any]]:
-    """The data set's columns, one list entry per sample; None where a row lacks a column."""
-    names = dict.fromkeys(name for row in call.rows for name in row)
-    return {
-        name: [row.get(name) for row in call.rows]
-        for name in names
-        if name not in TRL_HIDDEN_COLUMNS
-    }
-
-
-def _completions(call: RewardCall) -> list[Any]:
-    """Text for a prompt that is text, a list with one message for a prompt of messages."""
-    return [
-        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-        for prompt, text in zip(call.prompts, call.completions, strict=True)
-    ]
 
 
 def _checked(value: Any) -> float | str | None:

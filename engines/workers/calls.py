@@ -65,7 +65,7 @@ class PendingCall(Generic[R]):
         pool = cluster.pool_of(address)
         self.cluster, self.pool = cluster, pool or ""
         self.address = address
-        self.worker = cluster.name_of(address)
+        self.worker = cluster.table.name_of(address)
         self.label = label
         self.token = token
         self._starts, self._pushed = starts, pushed
@@ -329,13 +329,13 @@ def start(
 def control(cluster: Cluster, address: str, call: Call[R], *, timeout: float = 30.0) -> R:
     """Make a short call (how it is, end these shards) past the calls that fill the worker."""
     result: CallResult[R] = _run_on(cluster, address, host.aside, call, "", None, timeout=timeout)
-    return value_of(result, f"by {call.label} on worker {cluster.name_of(address)}")
+    return value_of(result, f"by {call.label} on worker {cluster.table.name_of(address)}")
 
 
 def stop(cluster: Cluster, address: str, role: str) -> bool:
     """Close the engine of a role on a worker; False when there was none."""
     result: CallResult[bool] = _run_on(cluster, address, host.stop, role, timeout=STOP)
-    return value_of(result, f"stopping {role} on worker {cluster.name_of(address)}")
+    return value_of(result, f"stopping {role} on worker {cluster.table.name_of(address)}")
 
 
 def status_of(cluster: Cluster, address: str, *, timeout: float = STATUS) -> HostStatus:
@@ -347,7 +347,7 @@ def status_of(cluster: Cluster, address: str, *, timeout: float = STATUS) -> Hos
 def _run_on(
     cluster: Cluster, address: str, function: Callable[..., object], *args: object, timeout: float
 ) -> Any:
-    lost = WorkerLost(cluster.name_of(address), f"there is no worker at {address}")
+    lost = WorkerLost(cluster.table.name_of(address), f"there is no worker at {address}")
     if cluster.pool_of(address) is None:
         raise lost  # Dask would try to connect to it for half a minute
     try:

@@ -462,10 +462,6 @@ class Cluster:
         if pool not in self.config.pools:
             raise ValueError(f"{pool!r} is no pool. The pools are {sorted(self.config.pools)}.")
 
-    def name_of(self, address: str) -> str:
-        """Name of the worker that has or had an address."""
-        return self.table.name_of(address)
-
     def count(self, pool: str, result: CallResult) -> None:
         """Take what a pool's worker process says with a call: what it has used since it began."""
         process, usage, spent = result.process, result.usage, result.spent

@@ -32,7 +32,6 @@ from engines.workers.engine import (
     BuildReport,
     Call,
     CallId,
-    CallResult,
     EngineSpec,
     Moved,
     Ranked,
@@ -131,7 +130,21 @@ class Gang(Generic[E]):
     def _join(self, members: Sequence[Member], cancel: threading.Event | None) -> None:
         """Have the ranks meet at a free port of rank 0's host."""
         meeting = members[0].host
-        port = self._on_rank_0(members, "free-port", host.free_port, meeting, cancel=cancel)
+        port = self._all(
+            members[:1],
+            lambda rank, wake: PendingCall(
+                self.cluster,
+                members[rank].address,
+                f"{self.role}.free-port",
+                host.free_port,
+                meeting,
+                slot=False,
+                wake=wake,
+            ),
+            ASIDE_TIMEOUT,
+            cancel,
+            of=members,
+        )[0]
         limit = self.start_timeout
 
         def joins(rank: int, wake: threading.Event) -> PendingCall[object]:
@@ -218,31 +231,6 @@ class Gang(Generic[E]):
             self.deadline,
             cancel,
         )
-
-    def _on_rank_0(
-        self,
-        members: Sequence[Member],
-        label: str,
-        function: Callable[..., CallResult[R]],
-        *args: object,
-        cancel: threading.Event | None,
-    ) -> R:
-        """Run something small in the thread that rank 0 keeps beside its slots."""
-        return self._all(
-            members[:1],
-            lambda rank, wake: PendingCall(
-                self.cluster,
-                members[rank].address,
-                f"{self.role}.{label}",
-                function,
-                *args,
-                slot=False,
-                wake=wake,
-            ),
-            ASIDE_TIMEOUT,
-            cancel,
-            of=members,
-        )[0]
 
     def _all(
         self,
