@@ -35,7 +35,7 @@ from engines.clusters.pods import (
 )
 from engines.processes.dask_settings import Certificates
 from engines.processes.process_setup import C_LIBRARIES
-from engines.workers.cluster import Cluster
+from engines.workers.cluster import RemoteWorkers
 
 API = "kubernetes.dask.org/v1"
 PORT = 8786  # of the scheduler
@@ -72,8 +72,12 @@ def start(
     return StartedCluster(address=scheduler_address(config, name), remote=pods)
 
 
-class Pods:
-    """What was created in Kubernetes; the RemoteWorkers of a cluster there."""
+class Pods(RemoteWorkers):
+    """What was created in Kubernetes.
+
+    A pod that is evicted is replaced by its deployment, the operator keeps the groups at their size,
+    and pods have the certificates from a secret.
+    """
 
     def __init__(self) -> None:
         self._created: list[Any] = []  # kr8s' objects
@@ -97,20 +101,6 @@ class Pods:
                 "create it (refrain kubernetes render)?"
             ) from error
         self._created.append(item)
-
-    def leaving(self) -> frozenset[str]:
-        """None: a pod that is evicted is replaced by its deployment."""
-        return frozenset()
-
-    def failure(self) -> str | None:
-        """None: pods may still come."""
-        return None
-
-    def certificate_files(self) -> None:
-        """None: pods have them from a secret."""
-
-    def watch(self, cluster: Cluster) -> None:
-        """Nothing: the operator keeps the groups at their size."""
 
     def close(self) -> None:
         """Remove what was created, workers first."""

@@ -28,7 +28,7 @@ from engines.failures import ClusterLost
 from engines.processes.dask_settings import Certificates
 from engines.processes.node import NodePlan, NodeProcess, python_path
 from engines.workers.calls import status_of
-from engines.workers.cluster import Cluster
+from engines.workers.cluster import Cluster, RemoteWorkers
 
 log = logging.getLogger(__name__)
 
@@ -169,8 +169,8 @@ def check(config: ClusterConfig) -> None:
             raise ValueError(f"Jobs of cluster.pools.{pool}: {error}") from None
 
 
-class JobArrays:
-    """The job arrays of all pools; the RemoteWorkers of a cluster on Slurm.
+class JobArrays(RemoteWorkers):
+    """The job arrays of all pools.
 
     Task N of the array PREFIX-POOL is worker POOL-N; with k workers in a job, workers POOL-(k N) to
     POOL-(k N + k - 1), which are replaced together. A replacement gets a new number.

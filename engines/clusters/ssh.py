@@ -23,7 +23,7 @@ from engines.failures import ClusterLost
 from engines.processes.dask_settings import Certificates
 from engines.processes.node import NodePlan, NodeProcess, WorkerPlan
 from engines.processes.process_setup import C_LIBRARIES
-from engines.workers.cluster import Cluster
+from engines.workers.cluster import Cluster, RemoteWorkers
 from engines.workers.placement import NodeResources, place
 
 CONNECT_TIMEOUT = 60.0  # seconds to log in and start Python
@@ -146,8 +146,8 @@ def workers_of(
     return plans
 
 
-class RemoteNodes:
-    """The node processes on other machines; the RemoteWorkers of a cluster by SSH."""
+class RemoteNodes(RemoteWorkers):
+    """The node processes on other machines, which have no time limit and may come back."""
 
     def __init__(self, config: ClusterConfig, plans: Mapping[str, NodePlan]) -> None:
         self._config = config
@@ -168,17 +168,6 @@ class RemoteNodes:
             self._nodes[host] = NodeProcess(self._plans[host], CONNECT_TIMEOUT, words)
         except ClusterLost as error:
             raise ClusterLost(f"{host}: {error}. Try: ssh {host}") from None
-
-    def leaving(self) -> frozenset[str]:
-        """None: machines have no time limit."""
-        return frozenset()
-
-    def failure(self) -> str | None:
-        """None: a machine may come back."""
-        return None
-
-    def certificate_files(self) -> None:
-        """None: the machines get them with their plans."""
 
     def watch(self, cluster: Cluster) -> None:
         """Connect again, in a thread, to machines whose connection broke."""

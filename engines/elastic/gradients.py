@@ -13,7 +13,6 @@ from __future__ import annotations
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -159,12 +158,7 @@ class Summed:
     def __enter__(self) -> Summed:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._scratch.close()
 
     def first(self, name: str) -> Tensor | None:

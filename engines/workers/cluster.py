@@ -14,11 +14,11 @@ import logging
 import re
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from distributed import Client, Nanny, NannyPlugin, Scheduler, SchedulerPlugin
 
@@ -318,21 +318,25 @@ AFTERMATH = 2.0  # seconds in which the end of a process becomes known once its 
 Worker = TypeVar("Worker", Member, str)
 
 
-class RemoteWorkers(Protocol):
+class RemoteWorkers(ABC):
     """Workers that run elsewhere on our behalf: Slurm jobs, pods, processes behind SSH."""
 
     def leaving(self) -> frozenset[str]:
         """Names of workers that will end soon and are being replaced."""
+        return frozenset()
 
     def failure(self) -> str | None:
-        """Why no more workers will come; None while all is well."""
-
-    def watch(self, cluster: Cluster) -> None:
-        """Begin to replace workers that end."""
+        """Why no more workers will come; None while all is well, or some may still come."""
+        return None
 
     def certificate_files(self) -> Certificates | None:
         """The cluster's certificates as files, where they were put for the workers."""
+        return None
 
+    def watch(self, cluster: Cluster) -> None:  # noqa: B027 - others may see to it
+        """Begin to replace workers that end."""
+
+    @abstractmethod
     def close(self) -> None:
         """End every worker."""
 
@@ -373,12 +377,7 @@ class Cluster:
     def __enter__(self) -> Cluster:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property
