@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from configs.grpo import GRPOConfig
-from engines.workers.host import size_of
+from engines.workers.engine import size_of
 from tasks.memory.holders import HoldersOf, MemoryDemand, Ranks, Vllm, plan_of, sizes_of
 from tasks.memory.places import Place, gpu_limit, places
 from tasks.memory.remedies import too_large

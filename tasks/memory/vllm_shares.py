@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from engines.workers.host import size_of
+from engines.workers.engine import size_of
 from tasks.memory.holders import MemoryDemand, Vllm
 from tasks.memory.places import Place, gpu_limit, places
 
