@@ -20,7 +20,7 @@ from engines.models.routed_experts import OF_PROMPT, OF_RESPONSE, extended
 from engines.train.batching.image_turns import SeenRow, pack_turns, turns_of
 from engines.train.batching.packed_batch import Ints, PackedBatch, pack, put
 from engines.train.model.row_needs import PLAIN, RowNeeds
-from storage.batches.forest import LENGTHS, PARENTS, forest_of
+from storage.batches.forest import LENGTHS, PARENTS, Forest, forest_of
 from storage.batches.refs import BatchRef
 from storage.batches.sampling_mask import COUNTS, WORDS, SamplingMask
 from storage.objects.store import Store
@@ -128,21 +128,28 @@ def read_micro_batch(
                 for counts, words in zip(*columns_of, strict=True)
             ]
         prompts = _rows_of(data["prompt_ids"])
-        forests = None
-        if branched:
-            nodes = (_rows_of(data[name]) for name in (LENGTHS, PARENTS))
-            forests = [
-                forest_of(len(prompt), len(response), lengths, parents)
-                for prompt, response, lengths, parents in zip(
-                    prompts, responses, *nodes, strict=True
-                )
-            ]
+        forests = _forests(data, prompts, responses) if branched else None
         packed = pack(prompts, responses, device, tree_training, needs, experts, masks, forests)
     return MicroBatch(
         packed=packed,
         mask=put(torch.ones(total, dtype=torch.bool) if mask is None else mask, device),
         columns={name: put(_as_read(name, data[name].values()), device) for name in wanted},
     )
+
+
+def _forests(data: TensorDict, prompts: list[Ints], responses: list[Ints]) -> list[Forest]:
+    """Which tokens go on after which. ValueError where one is trained that nothing predicts."""
+    nodes = (_rows_of(data[name]) for name in (LENGTHS, PARENTS))
+    found = [
+        forest_of(len(prompt), len(response), lengths, parents)
+        for prompt, response, lengths, parents in zip(prompts, responses, *nodes, strict=True)
+    ]
+    if "response_mask" in data.keys():  # noqa: SIM118
+        for forest, response, mask in zip(
+            found, responses, _rows_of(data["response_mask"]), strict=True
+        ):
+            forest.check_row(len(response), mask)
+    return found
 
 
 def _seen(

@@ -46,7 +46,7 @@ class Lengths:
     # [N] sum of the squared lengths of each row's sequences, where it is several. None: it is one.
     squares: Ints | None = None
     # [N] sum of those lengths, where sequences are paths that share tokens (forest.py). None beside
-    # squares: they share none (image_turns.py), `prompts` is all that they read besides the responses.
+    # squares: they share none (image_turns.py), `prompts` is all that is read besides the responses.
     slots: Ints | None = None
 
     def __post_init__(self) -> None:
