@@ -169,3 +169,21 @@ class EnvironmentHost(PromptMaker):
         answers are written. An environment that fails makes its sample FAILED; one that ends, or a
         limit, ends the episode, for all its players.
         """
+
+    @abstractmethod
+    def go_on(
+        self,
+        prompts: BatchRef,
+        n: int,
+        out_key: str,
+        begun: BatchRef | None = None,
+        turns: BatchRef | None = None,
+        stage: str = "",
+        source: Source | None = None,
+    ) -> AnswerResult:
+        """Give the turns that requests waited for, and write what is asked for next, in `pending`.
+
+        For episodes of requests (EpisodesConfig.of_requests), n of each prompt. begun: as this call
+        wrote them; None: they are opened. turns: as the rollout engine wrote them, one for each row
+        of `pending`; None: it is written again. stage, source: as in `answer`.
+        """

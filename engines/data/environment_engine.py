@@ -9,7 +9,10 @@ turn that was answered once is never stepped again.
 from __future__ import annotations
 
 import itertools
+import json
+import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
@@ -24,14 +27,11 @@ from engines.data.agent_prompts import AgentPrompts
 from engines.data.chat_template import (
     Role,
     TokenizedPrompts,
-    chat_of,
     ids_of,
-    said_by,
     state_number,
-    with_variables,
 )
 from engines.data.contract import EnvironmentHost
-from engines.data.conversation import Conversation, Delta
+from engines.data.conversation import Conversation
 from engines.data.episode_rows import Episode, episode_columns, read_episodes, seed_of
 from engines.data.frames import (
     FIRST,
@@ -46,6 +46,7 @@ from engines.data.frames import (
     write_frames,
 )
 from engines.data.players import dealt, players_prompts
+from engines.data.request_episodes import RequestEpisode, RequestEpisodes
 from engines.data.results import (
     DONE,
     ENVIRONMENT_FAILED,
@@ -63,7 +64,9 @@ from engines.data.results import (
 from engines.data.tool_calls import Malformed, tool_calls
 from engines.environments.protocol import SECONDS, Outcome, PlayersTurn, Tokens, ToolCall
 from engines.environments.sessions import (
+    Asked,
     Environments,
+    GivenTurns,
     PastTurn,
     Turn,
     digest_of,
@@ -97,11 +100,18 @@ class EnvironmentEngine(EnvironmentHost):
         self._code = self._environments.start()
         self._answers_as: Role = "tool" if self._code.tools else "user"
         tools = [dict(tool) for tool in self._code.tools]
-        self._conversation = Conversation(
-            self._tokenizer, spec.data, tools, spec.episodes.past_turns
-        )
+        self._conversation = Conversation(self._tokenizer, spec.data, tools)
         self._conversation.check([self._answers_as])
         self._agents = AgentPrompts(self._conversation, spec.data)
+        self._requests = RequestEpisodes(
+            self._store,
+            spec.episodes,
+            spec.data,
+            spec.max_new_tokens,
+            self._conversation,
+            self._agents,
+            len(self._tokenizer),
+        )
 
     def prompts(
         self, rows: list[int], first_group: int | None, out_key: str, source: Source | None = None
@@ -116,7 +126,9 @@ class EnvironmentEngine(EnvironmentHost):
         found = opened_source.rows(rows)
         other = "" if source is None else opened_source.digest
         seeds = [seed_of(self._spec.episodes.seed, row, other) for row in rows]
-        opened = [self._known(one) for one in self._environments.opening(found, seeds)]
+        opened = self._environments.opening(found, seeds)
+        if self._code.chats:
+            opened = [self._first_request(one) for one in opened]
         if self._spec.frames:
             opened = alike(opened)
         good = [number for number, one in enumerate(opened) if one.failed is None]
@@ -168,16 +180,17 @@ class EnvironmentEngine(EnvironmentHost):
             return self._conversation.prompts(rows, observations), []
         return self._agents.made(rows, observations), []
 
-    def _known(self, outcome: Outcome) -> Outcome:
-        """An outcome of an environment, failed where it gives token ids that there are not."""
-        if not self._code.chats or outcome.failed is not None or not outcome.observation:
+    def _first_request(self, outcome: Outcome) -> Outcome:
+        """The opening of an agent as its first request, failed where that is of token ids that there
+        are not; of several at once the one whose name is first."""
+        if outcome.failed is not None:
             return outcome
-        known = len(self._tokenizer)
-        other = next((id for id in ids_of(outcome.observation) or () if id >= known), None)
-        if other is None:
-            return outcome
-        text = f"the agent gave the token id {other}; the model's tokenizer has {known} tokens"
-        return replace(outcome, failed=text)
+        request = json.dumps(json.loads(outcome.observation)["requests"][0], ensure_ascii=False)
+        try:
+            self._requests.check_known(ids_of(request) or ())
+        except ValueError as error:
+            return replace(outcome, failed=str(error))
+        return replace(outcome, observation=request)
 
     def answer(
         self,
@@ -223,6 +236,84 @@ class EnvironmentEngine(EnvironmentHost):
             seconds=seconds,
         )
 
+    def go_on(
+        self,
+        prompts: BatchRef,
+        n: int,
+        out_key: str,
+        begun: BatchRef | None = None,
+        turns: BatchRef | None = None,
+        stage: str = "",
+        source: Source | None = None,
+    ) -> AnswerResult:
+        """Give the turns that requests waited for, and write what is asked for next."""
+        opened = self._source if source is None else open_source(source)
+        episodes = self._requests.read(prompts, n, begun, opened, stage)
+        answered = 0 if turns is None else self._requests.fold(episodes, turns)
+        began = time.monotonic()
+        asked = []
+        if begun is None or turns is not None:
+            asked = [one for one in episodes if not one.ended and not one.forest.waiting]
+        self._requests.lay_out(asked)
+        self._read(asked)
+        for one in asked:
+            if limit := self._requests.limit(one):
+                one.end(limit, SampleStatus.TRUNCATED)
+        going = [one for one in asked if not one.ended]
+        if self._code.chats:
+            self._ask_agents(going)
+        elif begun is None:
+            for one in going:
+                self._requests.ask_first(one)
+        else:
+            self._step(going, None)
+        self._finish([one for one in asked if one.ended and not one.error])
+        for one in asked:
+            if one.ended and self._code.chats:
+                one.forest = one.forest.in_order()
+        ref, pending = self._requests.write(episodes, prompts, n, out_key, self._code.in_part)
+        return AnswerResult(
+            ref=ref,
+            pending=pending,
+            unfinished=sum(not one.ended for one in episodes),
+            turns=answered,
+            failures=tuple(
+                SampleFailure(sample=one.sample, function="environment", error=one.error)
+                for one in asked
+                if one.error
+            ),
+            seconds=time.monotonic() - began,
+        )
+
+    def _ask_agents(self, episodes: list[RequestEpisode]) -> None:
+        """Give agents their turns, until each waits for others, or its episode is over.
+
+        One whose requests were all refused goes on at once.
+        """
+        while episodes:
+            outcomes = self._environments.act([self._turn(one) for one in episodes])
+            for one, outcome in zip(episodes, outcomes, strict=True):
+                one.took(outcome.seconds)
+                if outcome.failed is not None:
+                    one.end(outcome.limit or FAILED, SampleStatus.FAILED, outcome.failed)
+                    continue
+                one.observations = [node.name for node in one.forest.nodes]
+                one.rewards = [math.nan] * len(one.observations)
+                one.order = list(range(len(one.observations)))
+                one.earns(outcome.reward)
+                if outcome.done:
+                    limit = self._requests.met_limit(one)
+                    cut = limit not in ("", TURNS)
+                    one.end(limit or DONE, SampleStatus.TRUNCATED if cut else SampleStatus.OK)
+                elif outcome.limit:
+                    one.end(outcome.limit, SampleStatus.OK)
+                else:
+                    try:
+                        self._requests.ask(one, outcome.observation)
+                    except ValueError as error:
+                        one.end(FAILED, SampleStatus.FAILED, str(error))
+            episodes = [one for one in episodes if not one.ended and not one.forest.waiting]
+
     def replay(self, samples: BatchRef) -> list[tuple[int, str]]:
         """Step episodes again that are over: samples whose environment says something else, and what.
 
@@ -246,7 +337,7 @@ class EnvironmentEngine(EnvironmentHost):
         """End the environments' processes."""
         self._environments.close()
 
-    def _read(self, episodes: list[Episode]) -> None:
+    def _read(self, episodes: Sequence[Episode]) -> None:
         """Decode the turns of episodes."""
         for one in [row for episode in episodes for row in episode.rows]:
             spans = [one.tokens[start:stop] for start, stop in one.turns]
@@ -254,7 +345,7 @@ class EnvironmentEngine(EnvironmentHost):
             if spans:  # of none at all a tokenizer makes one empty text
                 one.texts = list(self._tokenizer.batch_decode(spans, skip_special_tokens=True))
 
-    def _step(self, episodes: list[Episode], form: Form | None) -> None:
+    def _step(self, episodes: Sequence[Episode], form: Form | None) -> None:
         """Have the environments answer the last turn; a call that is none is answered here."""
         asked = []
         for one in episodes:
@@ -265,14 +356,14 @@ class EnvironmentEngine(EnvironmentHost):
                 asked.append(one)
         turns = [self._turn(one) for one in asked]
         for one, answered in zip(asked, self._environments.act(turns), strict=True):
-            outcome = fitting(self._known(answered), form)
+            outcome = fitting(answered, form)
             one.took(outcome.seconds)
             if outcome.failed is not None:
                 one.end(outcome.limit or FAILED, SampleStatus.FAILED, outcome.failed)
             else:
                 self._take(one, outcome)
 
-    def _finish(self, episodes: list[Episode]) -> None:
+    def _finish(self, episodes: Sequence[Episode]) -> None:
         """Ask the environments of ended episodes for a last reward, and let go of them."""
         turns = [self._turn(one) for one in episodes]
         for one, outcome in zip(episodes, self._environments.finish(turns), strict=True):
@@ -288,11 +379,18 @@ class EnvironmentEngine(EnvironmentHost):
                 said = took_too_long(self._spec.episodes.timeout)
                 one.end(SECONDS, SampleStatus.FAILED, f"{said}, and gave no reward at its end")
 
-    def _turn(self, episode: Episode) -> Turn:
+    def _turn(self, episode: Episode) -> Asked:
         """The turns of an episode that are answered, and its next turn, if there is one.
 
         The environment has not seen those that held a malformed call.
         """
+        if isinstance(episode, RequestEpisode) and self._code.chats:
+            return GivenTurns(
+                episode=episode.name,
+                row=episode.row,
+                seed=episode.seed,
+                turns=self._requests.given(episode, self._called),
+            )
         answered = [
             turn
             for row in episode.rows
@@ -319,12 +417,10 @@ class EnvironmentEngine(EnvironmentHost):
 
     def _tokens(self, episode: Episode) -> list[Tokens | None]:
         """The tokens of each turn of the policy; None for environments that are not told them."""
-        if not (self._code.chats or self._code.tokens):
-            return [None] * len(episode.turns)
-        end, most = self._tokenizer.eos_token_id, self._spec.episodes.max_turn_tokens
+        told = self._code.tokens
         return [
-            {**one, "cut": len(one["written"]) == most and one["written"][-1] != end}
-            for one in episode.told
+            {"written": episode.tokens[start:stop]} if told else None
+            for start, stop in episode.turns
         ]
 
     def _called(self, text: str) -> tuple[ToolCall, ...] | Malformed | None:
@@ -353,7 +449,7 @@ class EnvironmentEngine(EnvironmentHost):
         if outcome.limit:
             episode.end(outcome.limit, SampleStatus.OK)
             return
-        text, role = outcome.observation, self._answers_as
+        text = outcome.observation
         if episode.others:
             told = PlayersTurn.of(text)
             episode.waits_for(episode.rows[told.player])
@@ -361,22 +457,14 @@ class EnvironmentEngine(EnvironmentHost):
         if len(episode.texts) >= self._spec.episodes.max_turns:
             episode.end(TURNS, SampleStatus.OK)
             return
-        asks, given = episode.row, ids_of(text) if self._code.chats else None
-        if self._code.chats and given is None:
-            try:
-                chat = chat_of(text)
-                asks = with_variables(asks, chat.variables)
-                text, role = said_by(chat.messages)
-            except ValueError as error:
-                episode.end(FAILED, SampleStatus.FAILED, str(error))
-                return
-        if given is not None:
-            delta = Delta(given, [Author.ENVIRONMENT] * len(given))
-        elif episode.texts:
+        if isinstance(episode, RequestEpisode):
+            self._requests.ask_again(episode, text, self._answers_as)
+            return
+        if episode.texts:
             last = episode.tokens[-1]
             ended = episode.finish != "length"
-            talk = self._conversation.for_row(asks)
-            delta = talk.delta(text, ended=ended, last=last, role=role)
+            talk = self._conversation.for_row(episode.row)
+            delta = talk.delta(text, ended=ended, last=last, role=self._answers_as)
         else:
             delta = self._conversation.first(episode.row, text)
         if len(episode.tokens) + len(delta.ids) >= self._spec.max_new_tokens:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from engines.data.chat_template import state_number
-from engines.environments.protocol import Frame, Tokens
+from engines.environments.protocol import Frame
 from engines.models.routed_experts import OF_RESPONSE, RoutedExperts, extended
 from storage.batches.columns import (
     OPPONENTS_TURN,
@@ -84,19 +84,6 @@ class Episode:
                 found.append((place, stop))
             place = stop
         return found
-
-    @property
-    def told(self) -> Iterator[Tokens]:
-        """The tokens of each turn of the policy, and what it had read since the one before."""
-        read = 0
-        for start, stop in self.turns:
-            given = self.tokens[read:start]
-            yield {
-                "given": [*self.prompt, *given] if read == 0 else given,
-                "written": self.tokens[start:stop],
-                "logprobs": self.logprobs[start:stop],
-            }
-            read = stop
 
     @property
     def waits(self) -> bool:

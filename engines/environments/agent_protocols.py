@@ -102,8 +102,9 @@ class ModelTurn:
             Call(id=f"call_{id[:8]}_{place}", name=one["name"], arguments=one["arguments"])
             for place, one in enumerate(calls or ())
         )
-        parts = {"thought": thought, "content": content, "calls": made, "stop": stop}
-        return cls(id=id, text=text, **parts, **more)
+        return cls(
+            id=id, text=text, thought=thought, content=content, calls=made, stop=stop, **more
+        )
 
     @property
     def message(self) -> Message:

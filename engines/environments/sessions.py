@@ -13,7 +13,7 @@ import json
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -82,7 +82,9 @@ class GivenTurns:
     episode: str  # a name that no other episode has
     row: Row
     seed: int
-    turns: tuple[Mapping[str, Any], ...]  # as in protocol.Turns; each has a name of its own
+    turns: Mapping[
+        str, Callable[[], Mapping[str, Any]]
+    ]  # by name, what makes one of protocol.Turns
 
 
 Asked: TypeAlias = "Turn | GivenTurns"
@@ -296,12 +298,13 @@ class _Player:
     def _answer(self, session: _Session, turn: Asked, finish: bool) -> Outcome | None:
         """The answer to the turns that were not answered, or at the end; None as `_step`."""
         if isinstance(turn, GivenTurns):
-            new = tuple(one for one in turn.turns if one["name"] not in session.given)
+            names = turn.turns.keys() - session.given
+            new = tuple(turn.turns[name]() for name in sorted(names))
             if new or not finish:
                 reply = self._call(session, Turns(session=turn.episode, turns=new))
                 if not isinstance(reply, Outcome):
                     return None
-                session.given |= {one["name"] for one in new}
+                session.given |= names
                 if not finish or reply.failed is not None:
                     return reply
             return self._step(session, turn.episode, None)
@@ -379,7 +382,7 @@ class _Player:
 def _played(turn: Asked) -> tuple[list[_Played], tuple[str, str]]:
     """What was played before a turn, and the turn, as they are compared."""
     if isinstance(turn, GivenTurns):
-        return [], _action(json.dumps(sorted(one["name"] for one in turn.turns)), None)
+        return [], _action(json.dumps(sorted(turn.turns)), None)
     past = [(*_action(one.text, one.calls), one.digest) for one in turn.past]
     return past, _action(turn.text, turn.calls)
 
