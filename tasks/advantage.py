@@ -18,7 +18,7 @@ from engines.data.results import (
     joined,
 )
 from storage.batches.refs import BatchRef
-from storage.objects.digests import key_of
+from storage.objects.documents import key_of
 from tasks.parts import Part, discard, slices, spread
 from tasks.results import LeftOver, Scored, TrainBatch
 from tasks.reward import samples_of

@@ -24,7 +24,7 @@ from engines.data.results import AnswerResult, OpponentSeats, SampleFailure
 from engines.rollout.contract import RolloutResult, ShardStats
 from storage.batches.columns import OPPONENTS_TURN, UNFINISHED
 from storage.batches.refs import BatchRef
-from storage.objects.digests import key_of
+from storage.objects.documents import key_of
 from tasks.results import Sampled, Unsampled
 from tasks.reward import by_cause
 from tasks.run.roles.environments import ENVIRONMENT

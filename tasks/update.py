@@ -19,7 +19,7 @@ from engines.train.trainer import Trainer
 from engines.workers.pool import Assignment
 from storage.batches.forest import LENGTHS, PARENTS
 from storage.batches.refs import BatchRef
-from storage.objects.digests import key_of
+from storage.objects.documents import key_of
 from tasks.parts import Part, discard, spread
 from tasks.results import TrainBatch, Updated
 from tasks.run.attempts import Attempt

@@ -15,7 +15,7 @@ from engines.data.chat_template import (
     with_variables,
 )
 from engines.data.conversation import Conversation
-from storage.objects.json_values import Row
+from storage.objects.documents import Row
 
 
 class AgentPrompts:

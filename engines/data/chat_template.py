@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from configs.data import DataConfig, refuse_own_variables
 from storage.batches.columns import TASK
-from storage.objects.json_values import Row
+from storage.objects.documents import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -106,7 +106,7 @@ def _text(text: str) -> str:
 def _messages(value: object, column: str) -> list[Message]:
     """A copy of a list of chat messages; ValueError when `value` is none."""
     if isinstance(value, list) and value and all(map(_is_message, value)):
-        return [dict(cast(Message, message)) for message in value]
+        return [dict(cast("Message", message)) for message in value]
     raise ValueError(
         f"Column '{column}' holds {str(value)[:80]!r}: a prompt is a string, or a list of messages "
         "that each have a role and a content in text. Set data.prompt_column to another column."
@@ -280,7 +280,7 @@ def _encode_chats(
                 f"Prompt {len(encoded)} of the batch: the model's chat template refuses it: {said}"
             ) from None
         ids = tokenizer(f"{text}{config.prefill}", add_special_tokens=False)["input_ids"]
-        encoded.append(cast(list[int], ids))
+        encoded.append(cast("list[int]", ids))
     return encoded
 
 

@@ -34,7 +34,7 @@ from engines.data.chat_template import (
     tools_in_words,
 )
 from storage.batches.columns import TASK, Author
-from storage.objects.json_values import Row
+from storage.objects.documents import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

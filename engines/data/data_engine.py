@@ -48,7 +48,7 @@ from engines.rewards.runner import RewardCode, RewardRunner, Scores, code_digest
 from storage.batches.columns import EXTRA, LIMIT, SCORE, TASK, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
-from storage.objects.json_values import Row
+from storage.objects.documents import Row
 from storage.objects.store import Store
 from storage.prompts.datasets import open_source
 

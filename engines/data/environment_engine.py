@@ -75,7 +75,7 @@ from engines.environments.sessions import (
 from storage.batches.columns import OPPONENTS_TURN, TASK, Author, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
-from storage.objects.json_values import Row
+from storage.objects.documents import Row
 from storage.prompts.datasets import open_source
 
 

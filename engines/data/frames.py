@@ -20,7 +20,7 @@ from storage.batches.format import DTYPES
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
-from storage.runs.stage_store import DATA_SUFFIX
+from storage.runs.run_store import DATA_SUFFIX
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 from configs.data import DataConfig
 from engines.data.chat_template import prompts_of
 from storage.batches.refs import BatchRef
-from storage.objects.json_values import Row
+from storage.objects.documents import Row
 from storage.objects.store import Store
 
 if TYPE_CHECKING:

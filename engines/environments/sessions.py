@@ -36,8 +36,7 @@ from engines.environments.protocol import (
     Turns,
 )
 from engines.processes.child_process import CallLost, CallTimedOut, ProcessDied
-from storage.objects.digests import digest
-from storage.objects.json_values import Row
+from storage.objects.documents import Row, digest
 
 logger = logging.getLogger(__name__)
 

@@ -43,8 +43,7 @@ from engines.rewards.failing_samples import (
 from engines.rewards.judge_answers import JudgeAnswers
 from engines.rewards.process import RewardProcess
 from engines.rewards.protocol import Prompt, RewardCall, RewardStart, TrainerState
-from storage.objects.digests import key_of
-from storage.objects.json_values import JsonValue, Row
+from storage.objects.documents import JsonValue, Row, key_of
 from storage.prompts.datasets import open_source
 from storage.prompts.source import TASK, PromptSource
 

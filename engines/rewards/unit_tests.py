@@ -17,8 +17,7 @@ from engines.rewards.protocol import SampleScore
 from engines.rewards.row_tests import tests_of
 from engines.sandboxes.opening import open_sandbox, prove, python_of
 from engines.sandboxes.protocol import Executed, Sandbox, SandboxFailed
-from storage.objects.digests import digest
-from storage.objects.json_values import JsonValue, Row
+from storage.objects.documents import JsonValue, Row, digest
 
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _PYTHON = ("", "python", "py", "python3")

@@ -112,12 +112,12 @@ class Sampling:
 
         begun: tokens that it has already. turn: where its turn began.
         """
-        found = self.max_new_tokens
+        limit = self.max_new_tokens
         if self.max_turn_tokens:
-            found = min(found, turn + self.max_turn_tokens)
+            limit = min(limit, turn + self.max_turn_tokens)
         if self.segment_tokens and (full := begun // self.segment_tokens) < self.segments - 1:
-            found = min(found, (full + 1) * self.segment_tokens)
-        return found
+            limit = min(limit, (full + 1) * self.segment_tokens)
+        return limit
 
     def limit(self, tokens: int) -> str:
         """The finish reason at a limit of tokens: the end, or that of a segment."""
@@ -177,13 +177,13 @@ LATER = (
 
 @functools.lru_cache(maxsize=64)
 def _identity(sampling: Sampling) -> dict[str, object]:
-    found = asdict(sampling)
+    fields = asdict(sampling)
     for name in LATER:
-        if not found[name]:
-            del found[name]
+        if not fields[name]:
+            del fields[name]
     if sampling.greedy:
-        found["greedy"] = GREEDY
-    return found
+        fields["greedy"] = GREEDY
+    return fields
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -69,11 +69,11 @@ class PromptTokens:
 
     def sampling(self, request: RolloutRequest, number: int) -> Sampling:
         """How a row of a request's samples is drawn."""
-        asked = request.sampling
+        sampling = request.sampling
         if self.limits is None:
-            return asked
-        limit = min(asked.max_new_tokens, self.limits[number // asked.n])
-        return replace(asked, max_new_tokens=limit)
+            return sampling
+        limit = min(sampling.max_new_tokens, self.limits[number // sampling.n])
+        return replace(sampling, max_new_tokens=limit)
 
     def seed(self, request: RolloutRequest, number: int, begun: int) -> int | None:
         """Seed of a row of a request's samples, which has `begun` tokens already (`sample_seed`)."""
@@ -306,12 +306,12 @@ def token_columns(completions: Sequence[Completion]) -> dict[str, object]:
 def _expert_columns(completions: Sequence[Completion]) -> dict[str, object]:
     """The experts of prompts and responses; empty where they are not wanted."""
     prompts, responses = [], []
-    for one in completions:
-        if one.routed_experts is None:
+    for completion in completions:
+        if completion.routed_experts is None:
             return {}
-        first = max(len(one.routed_experts) - len(one.tokens), 0)
-        prompts.append(one.routed_experts[:first])
-        responses.append(extended(one.routed_experts[first:], len(one.tokens)))
+        first = max(len(completion.routed_experts) - len(completion.tokens), 0)
+        prompts.append(completion.routed_experts[:first])
+        responses.append(extended(completion.routed_experts[first:], len(completion.tokens)))
     return {OF_PROMPT: prompts, OF_RESPONSE: responses}
 
 
@@ -319,12 +319,12 @@ def write_by_prompt(store: Store, out_key: str, columns: Mapping[str, object], n
     """Store columns of samples, n of each prompt, of whose tokens the experts are stored once."""
     if OF_PROMPT not in columns:
         return write_batch(store, out_key, columns)
-    held = cast("list[RoutedExperts]", columns[OF_PROMPT])
-    firsts = [max(held[i : i + n], key=len) for i in range(0, len(held), n)]
-    once = [held[i][:0] if i % n else firsts[i // n] for i in range(len(held))]
-    written = write_batch(store, out_key, {**columns, OF_PROMPT: once})
-    rows = np.arange(len(written))
-    return written.with_columns(written[[OF_PROMPT]].take(rows - rows % n))
+    experts = cast("list[RoutedExperts]", columns[OF_PROMPT])
+    firsts = [max(experts[i : i + n], key=len) for i in range(0, len(experts), n)]
+    once = [experts[i][:0] if i % n else firsts[i // n] for i in range(len(experts))]
+    ref = write_batch(store, out_key, {**columns, OF_PROMPT: once})
+    rows = np.arange(len(ref))
+    return ref.with_columns(ref[[OF_PROMPT]].take(rows - rows % n))
 
 
 def write_samples(
@@ -352,13 +352,15 @@ def write_samples(
     lengths = np.array([len(c.tokens) for c in completions], np.int64)
     last = [c.spans[-1][0] if c.spans else held for c in completions]
     truncated = [c.finish_reason == "length" for c in completions]
-    own = np.ones(rows, bool)
+    of_policy = np.ones(rows, bool)
     if "frozen" in request.prompts.names:
         frozen = request.prompts.fetch_numpy(store, "frozen")[0].astype(bool)
-        own = np.repeat(frozen, n) == request.frozen
-    played = np.flatnonzero(own).tolist()
+        of_policy = np.repeat(frozen, n) == request.frozen
+    played = np.flatnonzero(of_policy).tolist()
     unfinished = [c.finish_reason in (UNFINISHED, SEGMENT) for c in completions]
-    known = {last[i]: completions[i].digest for i in played if completions[i].digest} | {**digests}
+    digest_of = {last[i]: completions[i].digest for i in played if completions[i].digest} | {
+        **digests
+    }
     status = np.where(truncated, SampleStatus.TRUNCATED, SampleStatus.OK).astype(np.int64)
     status[unfinished] = SampleStatus.UNFINISHED
     workers, attempts = [worker] * rows, np.full(rows, request.attempt, np.int64)
@@ -371,20 +373,20 @@ def write_samples(
             workers = [str(drew[i]) if stands[i] else worker for i in range(rows)]
             attempts[stands] = request.begun.fetch_numpy(store, "attempt")[0][stands]
     authors = [np.frombuffer(c.authors.ljust(len(c.tokens), POLICY), np.uint8) for c in completions]
-    kept: list[str] = []
-    seen: list[str] = []
+    reasons: list[str] = []
+    states: list[str] = []
     unused = np.zeros(rows, np.int64)  # of episodes that have ended
     if request.begun is not None:
         names = (*EPISODE, *OF_PLAYERS, *IN_PART, *REWRITTEN)
-        kept = [name for name in names if name in request.begun.names]
-        seen = [name for name in ("frame",) if name in request.begun.names]  # not the first ones
-        if "unused_tokens" in kept:
+        reasons = [name for name in names if name in request.begun.names]
+        states = [name for name in ("frame",) if name in request.begun.names]  # not the first ones
+        if "unused_tokens" in reasons:
             unused = request.begun.fetch_numpy(store, "unused_tokens")[0].astype(np.int64)
-    written = write_by_prompt(
+    ref = write_by_prompt(
         store,
         request.out_key,
         {
-            **({"author": authors} if kept or request.sampling.thinking_budget else {}),
+            **({"author": authors} if reasons or request.sampling.thinking_budget else {}),
             **token_columns(completions),
             "response_mask": [
                 policy_mask(each, end) for each, end in zip(authors, unused.tolist(), strict=True)
@@ -395,8 +397,8 @@ def write_samples(
             "status": status,
             "finish_reason": [seen_by(request.frozen, c.finish_reason) for c in completions],
             "weights_digest": [
-                c.digest or (known[version] if mine else "")
-                for c, version, mine in zip(completions, last, own, strict=True)
+                c.digest or (digest_of[version] if plays else "")
+                for c, version, plays in zip(completions, last, of_policy, strict=True)
             ],
             "worker": workers,
             "attempt": attempts,
@@ -415,7 +417,7 @@ def write_samples(
         worker=worker,
         attempt=request.attempt,
         version=version,
-        digest=known[version],
+        digest=digest_of[version],
         unfinished=sum(unfinished),
         oldest=min(
             (completions[i].spans[0][0] for i in played if completions[i].spans), default=None
@@ -423,6 +425,6 @@ def write_samples(
         read=sum(c.read for c in completions if c.cached is not None),
         cached=sum(c.cached for c in completions if c.cached is not None),
     )
-    if request.begun is not None and (held_on := [*kept, *seen]):
+    if request.begun is not None and (held_on := [*reasons, *states]):
         repeated = repeated.with_columns(request.begun[held_on])
-    return RolloutResult(ref=repeated.with_columns(written), stats=stats)
+    return RolloutResult(ref=repeated.with_columns(ref), stats=stats)

@@ -14,7 +14,13 @@ from dataclasses import dataclass, replace
 from configs.lora import LoraConfig
 from configs.train import TrainConfig
 from engines.models.facts import ModelShape
-from engines.models.traced_shape import Kept, Shape, TracedShape
+from engines.models.traced_shape import (
+    Kept,
+    Shape,
+    TracedShape,
+    adapted_sizes,
+    adapter_parameters,
+)
 from engines.models.vla.shapes import TowerShape
 from engines.train.batching.packing import WHOLE
 from engines.train.optimizer_pieces import CODED, FEWEST, JOINED, PIECE, SLOTS, block_of
@@ -293,30 +299,6 @@ def _stages(
         "backward": max(first + busy + passing["head"], last),
         "optimizer": held + passing["gradients"] + pieces,
     }
-
-
-def adapted_sizes(shape: ModelShape, lora: LoraConfig) -> list[int]:
-    """Inputs and outputs, added, of each linear layer of a decoder layer that is adapted."""
-    queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
-    sizes = {
-        "q_proj": shape.hidden + queries,
-        "k_proj": shape.hidden + keys,
-        "v_proj": shape.hidden + keys,
-        "o_proj": queries + shape.hidden,
-        "gate_proj": shape.hidden + shape.intermediate,
-        "up_proj": shape.hidden + shape.intermediate,
-        "down_proj": shape.intermediate + shape.hidden,
-    }
-    return [size for name, size in sizes.items() if lora.adapts_layer(name)]
-
-
-def adapter_parameters(shape: Shape, lora: LoraConfig) -> int:
-    """Numbers in the factors of all adapted layers."""
-    if isinstance(shape, TracedShape):
-        sizes = [size for name, size in shape.linear if lora.adapts_layer(name)]
-        sizes += [size for name, size in shape.experts if lora.adapts_experts(name)]
-        return lora.rank * sum(sizes)
-    return shape.layers * lora.rank * sum(adapted_sizes(shape, lora))
 
 
 def gathered_bytes(shape: Shape, train: TrainConfig, shards: int, c: int, adapter: int = 0) -> int:

@@ -10,12 +10,11 @@ from pydantic import JsonValue
 
 from storage.batches.refs import BatchRef
 from storage.evaluations.results import ConfidenceInterval, EvaluationResult, newest_evaluations
-from storage.objects.digests import Digester
+from storage.objects.documents import Digester
 from storage.objects.errors import ObjectMissing
 from storage.objects.store import Store
 from storage.runs.commit_log import Outline, head, read_commit, read_outline
-from storage.runs.origins import committer, origin_of, start_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, committer, origin_of, start_of
 from storage.runs.working_tree import FIELD as GIT
 
 # What a step is made of, in the order in which it comes about: name, ref of the commit, columns.

@@ -20,7 +20,7 @@ from storage.batches.columns import Kind
 from storage.batches.format import DTYPES
 from storage.batches.ref_columns import ColumnRef, Source
 from storage.batches.rows import MOST, PACKED, RowIndex
-from storage.objects.keys import clean_key
+from storage.objects.backends import clean_key
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

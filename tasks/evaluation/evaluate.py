@@ -25,7 +25,7 @@ from engines.workers.messages import CallId
 from storage.batches.refs import BatchRef
 from storage.evaluations.files import EvaluationFiles, prompts_key
 from storage.evaluations.results import EvaluationResult, find_result, note, write_result
-from storage.objects.digests import key_of
+from storage.objects.documents import key_of
 from storage.runs.weights import WeightsRef
 from storage.tracking.cost import calls_cost
 from tasks.episodes import complete

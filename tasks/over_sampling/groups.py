@@ -21,7 +21,7 @@ from configs.grpo import GRPOConfig
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
-from storage.objects.digests import key_of
+from storage.objects.documents import key_of
 from storage.runs.commit_log import CarriedGroup
 from tasks.results import (
     Carried,

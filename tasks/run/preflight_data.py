@@ -36,7 +36,7 @@ from engines.rewards.checks import (
 )
 from engines.rewards.judge_rubric import read_rubric
 from engines.rewards.protocol import EPISODE_COLUMNS
-from storage.objects.json_values import JsonValue, Row
+from storage.objects.documents import JsonValue, Row
 from storage.prompts.datasets import open_source
 from storage.prompts.source import PromptSource
 from tasks.run.features import features_of

@@ -7,7 +7,7 @@ from typing import Protocol
 from configs.grpo import GRPOConfig
 from engines.workers.messages import CallId
 from storage.objects.store import Store
-from storage.runs.stage_store import StageStore
+from storage.runs.run_store import StageStore
 from storage.runs.weights import WeightsRef
 from tasks.run.clock import Clock
 from tasks.run.roles.role import ByRole

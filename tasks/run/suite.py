@@ -9,7 +9,7 @@ from configs.grpo import GRPOConfig
 from engines.meanings import suite_meanings
 from engines.rollout.contract import Sampling
 from storage.batches.columns import TOKENS
-from storage.objects.digests import key_of
+from storage.objects.documents import key_of
 from storage.prompts.datasets import open_source
 from storage.prompts.source import PromptSource
 

@@ -16,7 +16,7 @@ from engines.teachers.client import TeacherClient
 from storage.batches.forest import LENGTHS, PARENTS
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
-from storage.objects.digests import key_of
+from storage.objects.documents import key_of
 from tasks.results import WholeShards, samples_of_shards
 from tasks.run.retries import OPTIONS
 from tasks.run.run import Run
