@@ -25,6 +25,7 @@ from engines.rollout.contract import RolloutResult, ShardStats
 from storage.batches.columns import OPPONENTS_TURN, UNFINISHED
 from storage.batches.refs import BatchRef
 from storage.objects.documents import key_of
+from tasks import request_rounds
 from tasks.results import Sampled, Unsampled
 from tasks.reward import by_cause
 from tasks.run.roles.environments import ENVIRONMENT
@@ -36,6 +37,7 @@ from tasks.sampling import (
     opponents_turn,
     sample_or_leave,
     sampled,
+    together,
 )
 
 
@@ -132,6 +134,8 @@ def played_out(
 
     Of a round of turns the policy's come first, then the opponent's; nobody is asked who has none.
     """
+    if played(run).of_requests:
+        return request_rounds.played_out(run, step, prompts, stage, shard, begun, played(run))
     own: Sampled | None = None  # the policy's last turn
     stats: ShardStats | None = None
     engine = other = environment = ""  # that had the last turn: they hold what the next one can use
@@ -218,18 +222,3 @@ def frames_of(record: dict[str, Any]) -> BatchRef | None:
     """The frames that a record names; None where none are kept, as by an older Refrain."""
     found = record.get("frames")
     return None if found is None else BatchRef.from_json(found)
-
-
-def together(before: ShardStats | None, turn: ShardStats) -> ShardStats:
-    """What a shard's turns cost, up to one of them."""
-    if before is None:
-        return turn
-    known = [version for version in (before.oldest, turn.oldest) if version is not None]
-    return dataclasses.replace(
-        turn,
-        tokens=before.tokens + turn.tokens,
-        seconds=before.seconds + turn.seconds,
-        oldest=min(known, default=None),
-        read=before.read + turn.read,
-        cached=before.cached + turn.cached,
-    )

@@ -78,6 +78,11 @@ from storage.batches.writing import write_batch
 from storage.objects.documents import Row
 from storage.prompts.datasets import open_source
 
+_MORE = (
+    "the environment is not deterministic: when the episode was played again, the agent asked for "
+    "more turns"
+)
+
 
 class EnvironmentSpec(RowsSpec):
     """From what the engine is built; max_new_tokens are those of a whole conversation."""
@@ -319,19 +324,25 @@ class EnvironmentEngine(EnvironmentHost):
 
         Those that failed are left out: it is not known what their environments would have said.
         """
-        episodes = [
-            one
-            for one in read_episodes(self._store, samples, self._source, "replay")
-            if one.ended and not one.error and one.player == 0
-        ]
+        if not self._spec.episodes.of_requests:
+            every: Sequence[Episode] = read_episodes(self._store, samples, self._source, "replay")
+        elif "requests" in samples.names:
+            every = self._requests.read(samples, 1, samples, self._source, "replay")
+            self._requests.lay_out(every)
+        else:
+            raise ValueError(
+                "The requests of these episodes are not stored: an older Refrain played them. They "
+                "cannot be played again."
+            )
+        episodes = [one for one in every if one.ended and not one.error and one.player == 0]
         self._read(episodes)
-        outcomes = self._environments.finish([self._turn(one) for one in episodes])
-        return [
-            (row.sample, outcome.failed)
-            for one, outcome in zip(episodes, outcomes, strict=True)
-            for row in one.rows
-            if outcome.failed is not None
-        ]
+        turns, more = [self._turn(one) for one in episodes], {}
+        if self._code.chats:
+            acted = zip(episodes, self._environments.act(turns), strict=True)
+            more = {one.sample: _MORE for one, o in acted if one.ended == DONE and not o.done}
+        outcomes = zip(episodes, self._environments.finish(turns), strict=True)
+        found = [(one, outcome.failed or more.get(one.sample)) for one, outcome in outcomes]
+        return [(row.sample, said) for one, said in found if said for row in one.rows]
 
     def close(self) -> None:
         """End the environments' processes."""

@@ -32,15 +32,15 @@ from storage.batches.sampling_mask import COUNTS, read_masks
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
 from storage.prompts.source import PromptSource
-from storage.runs.stage_store import DATA_SUFFIX
+from storage.runs.run_store import DATA_SUFFIX
 
 # Columns of prompts that their samples have too.
 OF_PROMPT = ("prompt_ids", "group_id", "prompt_row", "state_id", "env_seed", "opening", "task")
 OF_TURN = ("weights_digest", "worker", "attempt")  # of a sample: those of the turn that came last
 
 NOT_ONE = (
-    "the agent asks for two turns at once, or for another conversation than the one that it has begun, "
-    "and episodes.branches = false. Set it to true"
+    "the agent asks for two turns at once, or for another conversation than the one that it has "
+    "begun, and episodes.branches = false. Set it to true"
 )
 
 
@@ -97,12 +97,14 @@ class RequestEpisodes:
         """The episodes of P prompts, n of each; `begun`: as `write` wrote them."""
         store, count = self._store, len(prompts) * n
         repeated = prompts.take(np.repeat(np.arange(len(prompts)), n))
-        numbers = prompts.own_groups(store)[:, None] * n + np.arange(n)
+        numbers = (prompts.own_groups(store)[:, None] * n + np.arange(n)).reshape(-1)
+        if begun is not None:
+            numbers = begun.fetch_numpy(store, "sample_id")[0]
         most = [self._most] * count
         if LIMIT in prompts.names:
             most = [min(self._most, one) for one in _dense(store, repeated, LIMIT)]
         values: dict[str, Sequence[Any]] = {
-            "sample": numbers.reshape(-1).tolist(),
+            "sample": numbers.tolist(),
             "row": source.rows(_dense(store, repeated, "prompt_row")),
             "seed": _dense(store, repeated, "env_seed"),
             "opening": list(repeated.fetch_list(store, "opening")),
