@@ -42,7 +42,9 @@ class Episode:
 class AgentEpisode:
     """An agent's episode as its driver keeps it: the turns that it was given, by their names."""
 
-    def __init__(self, environments: Environments, name: str, row: dict[str, Any], seed: int) -> None:
+    def __init__(
+        self, environments: Environments, name: str, row: dict[str, Any], seed: int
+    ) -> None:
         self.environments, self.name, self.row, self.seed = environments, name, row, seed
         self.turns: dict[str, Mapping[str, Any]] = {}
         [self.outcome] = environments.act([self.given])
