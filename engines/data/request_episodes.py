@@ -20,10 +20,17 @@ import numpy as np
 from configs.data import DataConfig
 from configs.episodes import EpisodesConfig
 from engines.data.agent_prompts import AgentPrompts
-from engines.data.chat_template import Role, chat_of, ids_of, said_by, with_variables
+from engines.data.chat_template import (
+    Role,
+    chat_of,
+    ids_of,
+    said_by,
+    state_number,
+    with_variables,
+)
 from engines.data.conversation import Conversation
 from engines.data.episode_rows import POLICY, Episode, episode_columns
-from engines.data.request_forest import Node, RequestForest, state_of, turn_before
+from engines.data.request_forest import Node, RequestForest, turn_before
 from engines.data.results import TOKENS, TURN_TOKENS, TURNS
 from storage.batches.columns import LIMIT, UNFINISHED, SampleStatus
 from storage.batches.forest import LENGTHS, PARENTS
@@ -214,9 +221,7 @@ class RequestEpisodes:
         if not waiting:
             return None
         read = [one.forest.read(node) for _, one, node in waiting]
-        seeds = [
-            state_of([node.state % 2**31, node.state >> 31, node.again]) for *_, node in waiting
-        ]
+        seeds = [state_number([node.state, node.again]) for *_, node in waiting]
         columns: dict[str, object] = {
             "prompt_ids": [np.array(ids, np.int32) for ids in read],
             "group_id": np.array([one.sample for _, one, _ in waiting], np.int64),
