@@ -307,7 +307,7 @@ class EnvironmentEngine(EnvironmentHost):
                 one.order = list(range(len(one.observations)))
                 one.earns(outcome.reward)
                 if outcome.done:
-                    limit = self._requests.met_limit(one)
+                    limit = self._requests.met_limit(one, outcome.reward is not None)
                     cut = limit not in ("", TURNS)
                     one.end(limit or DONE, SampleStatus.TRUNCATED if cut else SampleStatus.OK)
                 elif outcome.limit:

@@ -406,11 +406,15 @@ class RequestEpisodes:
             return
         forest.refused[name] = (why, len(forest.nodes))
 
-    def met_limit(self, episode: RequestEpisode) -> str:
-        """The limit that an agent met last, and after which it got no turn; empty: none."""
+    def met_limit(self, episode: RequestEpisode, rewarded: bool) -> str:
+        """The limit that made an agent end; empty: none. After one it got no turn, or gave no reward."""
         forest = episode.forest
-        last = [why for why, number in forest.refused.values() if number == len(forest.nodes)]
-        return last[0] if last else ""
+        last = [
+            why
+            for why, number in forest.refused.values()
+            if number == len(forest.nodes) or not rewarded
+        ]
+        return last[-1] if last else ""
 
     # -- limits ------------------------------------------------------------------------------------
 

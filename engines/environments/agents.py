@@ -41,7 +41,7 @@ from engines.environments.contract import Given, Loaded, NotAllowed, digest_of
 from engines.environments.protocol import EnvironmentReady, EnvironmentStart, ToolCall
 
 BLOCKED_SECONDS = 5.0  # in which the event loop of agents takes up another, or is blocked
-PAUSE_SECONDS = 0.05  # without a request, after which those that wait are all that come together
+PAUSE_SECONDS = 0.1  # without a request, after which those that wait are all that come together
 AGAIN_SECONDS = 5.0  # the same while an agent that was begun again has turns that it will ask for
 _STACK = 2**21  # bytes of the stack of a thread, of which each episode has two
 

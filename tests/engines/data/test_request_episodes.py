@@ -27,6 +27,9 @@ from storage.objects.store import Store
 P, E = Author.POLICY, Author.ENVIRONMENT
 AGENTS = '''
 import asyncio, os, threading
+from engines.environments import agents
+
+agents.PAUSE_SECONDS = 0.5  # however busy the machine is
 
 
 def by_ids(base_url, api_key, start, more, route="completions", **row):
@@ -125,12 +128,13 @@ async def parallel(base_url, api_key, log, **row):
     return 1.0
 
 
-async def sub_agents(base_url, api_key, log, **row):
+async def sub_agents(base_url, api_key, log, late="", **row):
     """Two others with prompts of their own, at once and each over two turns, then itself again."""
     main = [system("Lead."), user("go")]
     main.append(await asyncio.to_thread(chat, base_url, api_key, log, main))
 
     async def sub(name):
+        await asyncio.sleep(2.0 if name == late else 0.0)
         own = [system(f"You are {name}."), user("work")]
         for more in ("on", "end"):
             own.append(await asyncio.to_thread(chat, base_url, api_key, log, own))
@@ -291,7 +295,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
                 EnvironmentSpec(
                     model=RandomModel(),
                     model_cache=str(tmp_path / "models"),
-                    data=DataConfig(source=source, template=template, max_prompt_tokens=200),
+                    data=DataConfig(source=source, template=template, max_prompt_tokens=600),
                     episodes=EpisodesConfig(environment=environment, processes=1, **settings),
                     max_new_tokens=most,
                     store_uri=f"file://{tmp_path}/store",
@@ -432,22 +436,21 @@ def test_requests_at_once_are_one_round_and_know_no_order(make: Make, tmp_path: 
     seeds = rounds.column("branch_seed", rounds.pending)
     assert len({*seeds}) == 2
     assert rounds.column("group_id", rounds.pending) == [rounds.column("sample_id")[0]] * 2
-    first = rounds.result
-    # The same turns, of requests that came one after the other, are the same bits.
+
+
+def test_when_a_request_came_is_no_difference(make: Make, tmp_path: Path) -> None:
     names = ("response_ids", "node_lengths", "node_parents", "rollout_logprobs", "requests")
-    found = []
-    for order in ([0, 1], [1, 0]):
-        rounds.result = first
-        read = rounds.read
-        rounds.says(*(f"by {one[16]}" for one in read))
-        read = rounds.read
-        rounds.says(*(f"then {one[16]}" for one in read))
-        rounds.says("all")
-        assert rounds.column("episode") == ["done"]
-        found.append([rounds.column(name) for name in names])
-        rounds.engine.close()
-        rounds.engine = make("sub_agents")
-    assert found[0] == found[1], order
+    found, counts = [], []
+    for late in ("", "a", "b"):
+        (tmp_path / "log").unlink(missing_ok=True)
+        rounds = Rounds(make("sub_agents", params={"late": late}), tmp_path)
+        while rounds.result.pending is not None:
+            rounds.says(*(f"{read[14:17]}{len(read)}" for read in rounds.read))
+        rounds.check()
+        found.append([str(rounds.column(name)) for name in names])
+        counts.append(rounds.number)
+    assert counts[1] == counts[2] > counts[0], "the late one had rounds of its own"
+    assert found[0] == found[1] == found[2]
 
 
 def test_what_is_asked_twice_is_drawn_twice(make: Make, tmp_path: Path) -> None:
@@ -510,11 +513,11 @@ def test_by_setting_another_conversation_fails(make: Make, tmp_path: Path) -> No
 
 
 def test_limits(make: Make, tmp_path: Path) -> None:
-    rounds = Rounds(make("meets_limits", most=120, max_turn_tokens=30), tmp_path)
-    assert rounds.column(LIMIT, rounds.pending) == [120]
+    rounds = Rounds(make("meets_limits", most=100, max_turn_tokens=30), tmp_path)
+    assert rounds.column(LIMIT, rounds.pending) == [100]
     rounds.says("a" * 20)
     said = len("\nuser: more more more \nassistant: ")
-    assert rounds.column(LIMIT, rounds.pending) == [120 - 20 - said]
+    assert rounds.column(LIMIT, rounds.pending) == [100 - 20 - said]
     rounds.says("b" * 20)
     assert rounds.column("episode") == ["tokens"], "the third turn does not fit"
     assert rounds.column("status") == [SampleStatus.TRUNCATED]
