@@ -8,7 +8,6 @@ turn that was answered once is never stepped again.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import time
@@ -72,7 +71,7 @@ from engines.environments.sessions import (
     digest_of,
     took_too_long,
 )
-from storage.batches.columns import OPPONENTS_TURN, TASK, Author, SampleStatus
+from storage.batches.columns import OPPONENTS_TURN, TASK, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.documents import Row
@@ -273,8 +272,10 @@ class EnvironmentEngine(EnvironmentHost):
         else:
             self._step(going, None)
         self._finish([one for one in asked if one.ended and not one.error])
-        for one in asked:
-            if one.ended and self._code.chats:
+        for one in [each for each in asked if each.ended]:
+            if self._conversation.rewrites and self._spec.episodes.past_turns == "as_sampled":
+                one.rewritten = self._rewritten(one)
+            if self._code.chats:
                 one.forest = one.forest.in_order()
         ref, pending = self._requests.write(episodes, prompts, n, out_key, self._code.in_part)
         return AnswerResult(
@@ -488,17 +489,13 @@ class EnvironmentEngine(EnvironmentHost):
 
     def _rewritten(self, episode: Episode) -> float:
         """`Conversation.rewritten` of an episode; 0 where there was no earlier turn."""
-        turns = episode.turns
-        if len(turns) < 2:
+        tokens, said = episode.past
+        if not said:
             return 0.0
-        last, said = turns[-1][0], []
-        for (_, stop), (start, _) in itertools.pairwise(turns):
-            shown = zip(episode.tokens[stop:start], episode.authors[stop:start], strict=True)
-            said.append([token for token, author in shown if author == Author.ENVIRONMENT])
-        told = self._tokenizer.batch_decode(said, skip_special_tokens=True)
-        past = list(zip(episode.texts, told, strict=False))
+        told = self._tokenizer.batch_decode([ids for _, ids in said], skip_special_tokens=True)
+        past = [(episode.texts[n], text) for (n, _), text in zip(said, told, strict=True)]
         talk = self._conversation.for_row(episode.row)
-        return talk.rewritten(episode.tokens[:last], past, self._answers_as)
+        return talk.rewritten(tokens, past, self._answers_as)
 
     def _is_over(self, episode: Episode) -> bool:
         """Whether the policy's turn reached a limit of tokens that ends the episode."""

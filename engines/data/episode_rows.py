@@ -86,6 +86,16 @@ class Episode:
         return found
 
     @property
+    def past(self) -> tuple[list[int], list[tuple[int, list[int]]]]:
+        """What stood after the prompt before the last turn, and the turns in it: the number of each,
+        and the environment's tokens after it."""
+        turns, said = self.turns, []
+        for number, ((_, stop), (start, _)) in enumerate(itertools.pairwise(turns)):
+            shown = zip(self.tokens[stop:start], self.authors[stop:start], strict=True)
+            said.append((number, [id for id, author in shown if author == Author.ENVIRONMENT]))
+        return self.tokens[: turns[-1][0]] if turns else [], said
+
+    @property
     def waits(self) -> bool:
         """Whether it is the environment's turn."""
         return not self.ended and self.finish not in GOES_ON

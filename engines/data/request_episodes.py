@@ -32,7 +32,7 @@ from engines.data.conversation import Conversation
 from engines.data.episode_rows import POLICY, Episode, episode_columns
 from engines.data.request_forest import Node, RequestForest, turn_before
 from engines.data.results import TOKENS, TURN_TOKENS, TURNS
-from storage.batches.columns import LIMIT, UNFINISHED, SampleStatus
+from storage.batches.columns import LIMIT, UNFINISHED, Author, SampleStatus
 from storage.batches.forest import LENGTHS, PARENTS
 from storage.batches.refs import BatchRef
 from storage.batches.sampling_mask import COUNTS, read_masks
@@ -67,6 +67,21 @@ class RequestEpisode(Episode):
             (start - first + node.said, start - first + len(node.ids))
             for node, start in self.forest.starts.items()
         ]
+
+    @property
+    def past(self) -> tuple[list[int], list[tuple[int, list[int]]]]:
+        """As of any episode, of its longest conversation, without what is also in another."""
+        numbers = {node: number for number, node in enumerate(self.forest.nodes)}
+        last = max(numbers, key=lambda node: len(self.forest.read(node)), default=None)
+        if last is None:
+            return [], []
+        said, node = [], last
+        while (before := turn_before(node)) is not None:
+            shown = zip(node.ids[: node.said], node.authors, strict=False)
+            ids = [id for id, author in shown if author == Author.ENVIRONMENT]
+            said.append((numbers[before], ids))
+            node = before
+        return self.forest.read(last)[node.begins :], said[::-1]
 
     @property
     def cut(self) -> list[Node]:
@@ -407,7 +422,7 @@ class RequestEpisodes:
         forest.refused[name] = (why, len(forest.nodes))
 
     def met_limit(self, episode: RequestEpisode, rewarded: bool) -> str:
-        """The limit that made an agent end; empty: none. After one it got no turn, or gave no reward."""
+        """The limit that ended an agent, which got no turn after it, or gave no reward; empty: none."""
         forest = episode.forest
         last = [
             why
