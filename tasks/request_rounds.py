@@ -54,7 +54,9 @@ def played_out(
         begun = None  # of an older Refrain
     while True:
         answered, key, environment = _gone_on(
-            run, step, prompts, stage, shard, begun, turns, config, environment
+            run,
+            *(step, prompts, stage, shard, begun, turns, config, environment),
+            0.0 if stats is None else stats.seconds,
         )
         begun = results[key] = answered.ref
         if answered.pending is None:
@@ -81,11 +83,10 @@ def played_out(
             digest=weights.digest,
         )
     status = Counter(begun.fetch_numpy(run.store, "status")[0].tolist())
-    n = stage.sampling.n
     stats = dataclasses.replace(
         stats,
-        rows=len(prompts) * n,
-        prompt_tokens=first.prompt_tokens // n,
+        rows=len(begun),
+        prompt_tokens=first.prompt_tokens * len(prompts) // max(1, len(begun)),
         truncated=status[SampleStatus.TRUNCATED],
         unfinished=0,
     )
@@ -102,6 +103,7 @@ def _gone_on(
     turns: BatchRef | None,
     config: EpisodesConfig,
     last: str,
+    sampled_seconds: float,
 ) -> tuple[AnswerResult, str, str]:
     """What the environments do after the turns of a round, its key, and the worker that had them."""
     before = [None if ref is None else ref.to_json() for ref in (begun, turns)]
@@ -123,6 +125,9 @@ def _gone_on(
             turns=turns,
             stage=stage.name,
             source=stage.source,
+            sampled_seconds=sampled_seconds,
+            group=stage.sampling.group,
+            first=stage.sampling.first,
         )
     for (_, error), failed in by_cause(result.failures).items():
         numbers = ", ".join(map(str, failed))

@@ -73,6 +73,7 @@ def sample_or_leave(
     if result is None:  # the step did not wait for it
         partial = PartialSamples(run.store, piece.out_key).take()
         return Unsampled(begun=partial or begun)
+    run.episodes.told(result.stats.cache_use)
     return sampled(prompts, weights, result, piece.out_key)
 
 
@@ -125,6 +126,7 @@ def together(before: ShardStats | None, turn: ShardStats) -> ShardStats:
     if before is None:
         return turn
     known = [version for version in (before.oldest, turn.oldest) if version is not None]
+    uses = (before.cache_use, turn.cache_use)
     return dataclasses.replace(
         turn,
         tokens=before.tokens + turn.tokens,
@@ -132,4 +134,5 @@ def together(before: ShardStats | None, turn: ShardStats) -> ShardStats:
         oldest=min(known, default=None),
         read=before.read + turn.read,
         cached=before.cached + turn.cached,
+        cache_use=max((use for use in uses if use is not None), default=None),
     )

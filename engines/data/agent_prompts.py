@@ -10,7 +10,6 @@ from engines.data.chat_template import (
     TOO_LONG,
     TokenizedPrompts,
     chat_of,
-    data_of,
     ids_of,
     with_variables,
 )
@@ -47,7 +46,7 @@ class AgentPrompts:
             conversation = self._conversation_with(tools)
             asking = []
             for n in numbers:
-                data, messages = data_of(rows[n], self._data), asked[n].messages
+                data, messages = self._data, asked[n].messages
                 plain = data.template == "plain"
                 prompt = "".join(one["content"] for one in messages) if plain else messages
                 row = with_variables(rows[n], asked[n].variables)

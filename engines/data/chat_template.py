@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
@@ -36,12 +36,6 @@ class TokenizedPrompts:
     prompt_ids: list[list[int]]  # one list of token ids per kept row
     kept: list[int]  # positions of the kept rows, ascending
     dropped: list[tuple[int, str]]  # position and reason (TOO_LONG or EMPTY) of each other row
-
-
-def data_of(row: Row, config: DataConfig) -> DataConfig:
-    """How a row becomes a prompt: where there are several tasks, as its own has it."""
-    tasks = config.tasks
-    return tasks[str(row[TASK])] if tasks else config
 
 
 def template_variables(row: Row, config: DataConfig) -> dict[str, Any]:
@@ -188,13 +182,21 @@ def _tokenized_by_task(
     longest: int | None,
 ) -> TokenizedPrompts:
     """`tokenize`, each row as its task has it."""
-    ids: dict[int, list[int]] = {}
-    dropped: list[tuple[int, str]] = []
+    parts = []
     for name, config in tasks.items():
         places = [place for place, row in enumerate(rows) if row[TASK] == name]
         shown = None if observations is None else [observations[place] for place in places]
         own = [rows[place] for place in places]
         made = tokenize(own, config, tokenizer, tools, shown, longest)
+        parts.append((places, made))
+    return put_together(parts)
+
+
+def put_together(parts: Iterable[tuple[Sequence[int], TokenizedPrompts]]) -> TokenizedPrompts:
+    """The prompts of parts of some rows, each with the positions of its rows, as those of all."""
+    ids: dict[int, list[int]] = {}
+    dropped: list[tuple[int, str]] = []
+    for places, made in parts:
         ids |= {places[at]: one for at, one in zip(made.kept, made.prompt_ids, strict=True)}
         dropped += [(places[at], reason) for at, reason in made.dropped]
     kept = sorted(ids)

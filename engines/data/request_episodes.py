@@ -16,27 +16,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from configs.data import DataConfig
-from configs.episodes import EpisodesConfig
-from engines.data.agent_prompts import AgentPrompts
 from engines.data.chat_template import (
-    Role,
     chat_of,
     ids_of,
     said_by,
     state_number,
     with_variables,
 )
-from engines.data.conversation import Conversation
 from engines.data.episode_rows import POLICY, Episode, episode_columns
+from engines.data.played import Played
 from engines.data.request_forest import Node, RequestForest, turn_before
 from engines.data.results import TOKENS, TURN_TOKENS, TURNS
-from storage.batches.columns import LIMIT, UNFINISHED, Author, SampleStatus
+from storage.batches.columns import LIMIT, TASK, UNFINISHED, Author, SampleStatus
 from storage.batches.forest import LENGTHS, PARENTS
 from storage.batches.refs import BatchRef
 from storage.batches.sampling_mask import COUNTS, read_masks
 from storage.batches.writing import write_batch
+from storage.objects.documents import Row
 from storage.objects.store import Store
 from storage.prompts.source import PromptSource
 from storage.runs.run_store import DATA_SUFFIX
@@ -56,6 +54,7 @@ class RequestEpisode(Episode):
     """An episode of requests: all its tokens are in its forest."""
 
     forest: RequestForest
+    played: Played
     most: int  # tokens of a conversation after its first prompt
     drawn: dict[str, Any]  # by OF_TURN
 
@@ -67,6 +66,11 @@ class RequestEpisode(Episode):
             (start - first + node.said, start - first + len(node.ids))
             for node, start in self.forest.starts.items()
         ]
+
+    @property
+    def total(self) -> int:
+        """Tokens of all of it after its prompt, at most."""
+        return self.played.settings.max_tokens or self.most
 
     @property
     def past(self) -> tuple[list[int], list[tuple[int, list[int]]]]:
@@ -93,41 +97,49 @@ class RequestEpisodes:
     """Reads and writes them, and gives each request the tokens that it is after."""
 
     def __init__(
-        self,
-        store: Store,
-        config: EpisodesConfig,
-        data: DataConfig,
-        max_new_tokens: int,
-        conversation: Conversation,
-        agents: AgentPrompts,
-        tokens: int,
+        self, store: Store, played_as: Callable[[Row], Played], *, words: int, forests: bool
     ) -> None:
-        """max_new_tokens: of a conversation after its first prompt. tokens: of the tokenizer."""
+        """played_as: how a row is played. words: of the vocabulary. forests: whether rows are stored
+        as such, or each as one path."""
         self._store = store
-        self._config = config
-        self._data = data
-        self._most = max_new_tokens
-        self._conversation = conversation
-        self._agents = agents
-        self._tokens = tokens
+        self._played_as = played_as
+        self._words = words
+        self._are_forests = forests
 
     # -- rows --------------------------------------------------------------------------------------
 
     def read(
-        self, prompts: BatchRef, n: int, begun: BatchRef | None, source: PromptSource, stage: str
+        self,
+        prompts: BatchRef,
+        n: int,
+        begun: BatchRef | None,
+        source: PromptSource,
+        stage: str,
+        group: int = 1,
+        first: int = 0,
     ) -> list[RequestEpisode]:
-        """The episodes of P prompts, n of each; `begun`: as `write` wrote them."""
-        store, count = self._store, len(prompts) * n
-        repeated = prompts.take(np.repeat(np.arange(len(prompts)), n))
-        numbers = (prompts.own_groups(store)[:, None] * n + np.arange(n)).reshape(-1)
+        """The episodes of P prompts, n of each; `begun`: as `write` wrote them.
+
+        group, first: as in Sampling.
+        """
+        store, places, sizes = self._store, *self._places(prompts, n)
+        count, repeated = len(places), prompts.take(places)
+        within = np.concatenate([*map(np.arange, sizes)])
+        numbers = (prompts.own_groups(store)[places] * group + first + within).tolist()
         if begun is not None:
-            numbers = begun.fetch_numpy(store, "sample_id")[0]
-        most = [self._most] * count
+            numbers = _dense(store, begun, "sample_id")
+        rows = source.rows(_dense(store, repeated, "prompt_row"))
+        if TASK in repeated.names:
+            names = repeated.fetch_list(store, TASK)
+            rows = [{**row, TASK: str(name)} for row, name in zip(rows, names, strict=True)]
+        played = [self._played_as(row) for row in rows]
+        most = [one.max_new_tokens for one in played]
         if LIMIT in prompts.names:
-            most = [min(self._most, one) for one in _dense(store, repeated, LIMIT)]
+            most = [*map(min, most, _dense(store, repeated, LIMIT))]
         values: dict[str, Sequence[Any]] = {
-            "sample": numbers.tolist(),
-            "row": source.rows(_dense(store, repeated, "prompt_row")),
+            "sample": numbers,
+            "row": rows,
+            "played": played,
             "seed": _dense(store, repeated, "env_seed"),
             "opening": list(repeated.fetch_list(store, "opening")),
             "prompt": _lists(store, repeated, "prompt_ids"),
@@ -157,7 +169,7 @@ class RequestEpisodes:
                 for field, name in more.items()
                 if name in begun.names
             }
-        rows = [dict(zip(values, one, strict=True)) for one in zip(*values.values(), strict=True)]
+        given = [dict(zip(values, one, strict=True)) for one in zip(*values.values(), strict=True)]
         return [
             RequestEpisode(
                 **one,
@@ -167,8 +179,13 @@ class RequestEpisodes:
                 authors=bytearray(),
                 order=list(range(len(one["observations"]))),
             )
-            for one in rows
+            for one in given
         ]
+
+    def _places(self, prompts: BatchRef, n: int) -> tuple[NDArray[np.int64], list[int]]:
+        """[N] prompt of each sample, and [P] samples of each prompt."""
+        sizes = prompts.group_sizes(self._store, n)
+        return np.repeat(np.arange(len(prompts)), sizes), sizes
 
     def _forests(self, begun: BatchRef, prompts: Sequence[list[int]]) -> list[RequestForest]:
         store = self._store
@@ -214,14 +231,14 @@ class RequestEpisodes:
         forests = [one.forest.columns() for one in episodes]
         columns = episode_columns(episodes, in_part)
         columns |= {name: [one[name] for one in forests] for name in forests[0]}
-        if not self._config.are_forests:
+        if not self._are_forests:
             columns = {k: one for k, one in columns.items() if k not in (LENGTHS, PARENTS)}
         columns["sample_id"] = np.array([one.sample for one in episodes], np.int64)
         columns |= {name: [one.drawn[name] for one in episodes] for name in OF_TURN}
         columns["attempt"] = np.array(columns["attempt"], np.int64)
         written = write_batch(self._store, out_key, columns)
         present = [name for name in OF_PROMPT if name in prompts.names]
-        repeated = prompts[present].take(np.repeat(np.arange(len(prompts)), n))
+        repeated = prompts[present].take(self._places(prompts, n)[0])
         return repeated.with_columns(written), self._pending(episodes, repeated, out_key)
 
     def _pending(
@@ -251,7 +268,7 @@ class RequestEpisodes:
         }
         key = f"{out_key.removesuffix(DATA_SUFFIX)}-requests{DATA_SUFFIX}"
         written = write_batch(self._store, key, columns)
-        others = [name for name in ("prompt_row", "task") if name in samples.names]
+        others = [name for name in ("prompt_row", TASK) if name in samples.names]
         return samples[others].take(np.array([n for n, *_ in waiting])).with_columns(written)
 
     # -- turns -------------------------------------------------------------------------------------
@@ -286,11 +303,11 @@ class RequestEpisodes:
 
     def limit(self, episode: RequestEpisode) -> str:
         """Which limit of tokens a turn of it reached that ends it; empty: none."""
+        settings = episode.played.settings
         for node in episode.cut:
-            full = len(node.written) == self._config.max_turn_tokens
-            if not full:
+            if len(node.written) != settings.max_turn_tokens:
                 return TOKENS
-            if self._config.full_turn != "counts":
+            if settings.full_turn != "counts":
                 return TURN_TOKENS
         return ""
 
@@ -328,8 +345,8 @@ class RequestEpisodes:
 
     def check_known(self, ids: Sequence[int]) -> None:
         """ValueError for a token id that the tokenizer does not know."""
-        if (other := max(ids, default=0)) >= self._tokens:
-            text = f"the agent gave the token id {other}; the model's tokenizer has {self._tokens}"
+        if (other := max(ids, default=0)) >= self._words:
+            text = f"the agent gave the token id {other}; the model's tokenizer has {self._words}"
             raise ValueError(f"{text} tokens")
 
     def ask(self, episode: RequestEpisode, observation: str) -> None:
@@ -347,7 +364,8 @@ class RequestEpisodes:
 
     def _ask(self, episode: RequestEpisode, request: Mapping[str, Any]) -> None:
         forest, name = episode.forest, request["name"]
-        if len(forest.nodes) + len(forest.waiting) >= self._config.max_turns:
+        settings = episode.played.settings
+        if len(forest.nodes) + len(forest.waiting) >= settings.max_turns:
             self._refuse(episode, name, TURNS)
             return
         before = next((one for one in forest.nodes if one.name == request.get("after")), None)
@@ -357,8 +375,10 @@ class RequestEpisodes:
             return
         node = forest.ask(name, ids, authors, branch=request["branch"])
         began = before or turn_before(node)
-        node.begins = min(len(ids), self._data.max_prompt_tokens) if began is None else began.begins
-        if not self._config.branches and not forest.is_one_path:
+        node.begins = (
+            began.begins if began else min(len(ids), episode.played.data.max_prompt_tokens)
+        )
+        if not settings.branches and not forest.is_one_path:
             raise ValueError(NOT_ONE)
         if self._full(episode):
             forest.waiting.remove(node)
@@ -372,11 +392,15 @@ class RequestEpisodes:
         node = episode.forest.ask("0", episode.prompt)
         node.begins = len(episode.prompt)
 
-    def ask_again(self, episode: RequestEpisode, told: str, role: Role) -> None:
+    def ask_again(self, episode: RequestEpisode, told: str) -> None:
         """The turn after an answer of an environment that is told the last one's text."""
-        forest, talk = episode.forest, self._conversation.for_row(episode.row)
-        last = forest.nodes[-1]
-        if talk.rewrites:
+        forest, played = episode.forest, episode.played
+        talk, role, last = (
+            played.conversation.for_row(episode.row),
+            played.answers_as,
+            forest.nodes[-1],
+        )
+        if talk.rewrites and played.settings.past_turns == "as_rendered":
             answers = [*(node.told for node in forest.nodes[1:]), told]
             past = list(zip(episode.texts, answers, strict=True))
             ids = talk.rendered(forest.prompt, past, role)
@@ -398,9 +422,9 @@ class RequestEpisodes:
         if (ids := ids_of(text)) is not None:
             self.check_known(ids)
             return ids, ()
-        chat = chat_of(text)
-        talk = self._conversation.for_row(with_variables(episode.row, chat.variables))
-        rendered = self._config.past_turns == "as_rendered" and talk.rewrites
+        chat, played = chat_of(text), episode.played
+        talk = played.conversation.for_row(with_variables(episode.row, chat.variables))
+        rendered = played.settings.past_turns == "as_rendered" and talk.rewrites
         if before is not None and not rendered:
             said, role = said_by(chat.messages[-request["new"] :])
             ended = before.finish != "length"
@@ -408,8 +432,8 @@ class RequestEpisodes:
             path = episode.forest.path(before, len(before.ids))
             return [*path, *delta.ids], delta.authors
         first = not episode.forest.nodes
-        longest = None if first else self._data.max_prompt_tokens + episode.most - 1
-        made = self._agents.made([episode.row], [text], longest)
+        longest = None if first else played.data.max_prompt_tokens + episode.most - 1
+        made = played.agents.made([episode.row], [text], longest)
         return (made.prompt_ids[0], ()) if made.kept else ([], ())
 
     def _refuse(self, episode: RequestEpisode, name: str, why: str, alone: bool = True) -> None:
@@ -422,7 +446,7 @@ class RequestEpisodes:
         forest.refused[name] = (why, len(forest.nodes))
 
     def met_limit(self, episode: RequestEpisode, rewarded: bool) -> str:
-        """The limit that ended an agent, which got no turn after it, or gave no reward; empty: none."""
+        """The limit that ended an agent: it got no turn after it, or gave no reward. Empty: none."""
         forest = episode.forest
         last = [
             why
@@ -437,7 +461,7 @@ class RequestEpisodes:
         """Tokens that the whole episode may still get."""
         forest = episode.forest
         waiting = sum(len(node.ids) for node in forest.waiting)
-        return episode.most - forest.tokens - waiting
+        return episode.total - forest.tokens - waiting
 
     def _full(self, episode: RequestEpisode) -> bool:
         """Whether not each request that waits could get a token."""
@@ -446,7 +470,8 @@ class RequestEpisodes:
     def _room(self, episode: RequestEpisode, node: Node, read: int) -> int:
         """The longest turn that a request gets, in tokens; those that wait share what is left."""
         share = self._left(episode) // len(episode.forest.waiting)
-        return min(share, episode.most - (read - node.begins))
+        room = min(share, episode.most - (read - node.begins))
+        return min(room, episode.played.settings.max_turn_tokens or room)
 
 
 def _dense(store: Store, ref: BatchRef, name: str) -> list[Any]:

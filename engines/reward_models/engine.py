@@ -56,7 +56,7 @@ class RewardModelEngine(RewardModels):
         self._lock = threading.Lock()  # one batch at a time is on the device
 
     def score(self, prompts: BatchRef, samples: BatchRef, out_key: str) -> ModelScores:
-        """Score the completions of a shard; row i of samples belongs to row i // n of prompts."""
+        """Score the completions of a shard, of these prompts."""
         began = time.monotonic()
         texts = read_texts(self._store, prompts, samples, self._spec.data, self._tokenizer)
         columns: dict[str, object] = {}

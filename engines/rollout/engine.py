@@ -103,10 +103,11 @@ class RolloutEngine(Sampler):
     def generate(self, request: RolloutRequest) -> RolloutResult:
         self._check_awake()
         started = time.monotonic()
-        prompts = read_prompts(self._store, request.prompts, self._spec.max_model_len)
+        prompts = read_prompts(
+            *(self._store, request.prompts, self._spec.max_model_len, request.sampling.n)
+        )
         partial = PartialSamples(self._store, request.out_key)
         saved = None if request.save_every is None else partial.read()
-        rows = len(prompts.tokens) * request.sampling.n
         none = None
         if request.sampling.routed_experts:
             assert self._experts is not None, "it was built for such shards"
@@ -114,7 +115,7 @@ class RolloutEngine(Sampler):
         begun = read_begun(
             self._store,
             saved or request.begun,
-            rows,
+            len(prompts.samples),
             request.frozen,
             none,
             request.sampling.sampling_mask,
@@ -150,6 +151,8 @@ class RolloutEngine(Sampler):
         finally:
             self._cut.discard(request.out_key)
         result = write(completions, request.out_key)
+        stats = dataclasses.replace(result.stats, cache_use=self._cache_use())
+        result = dataclasses.replace(result, stats=stats)
         if request.marked:
             stands = finish_result(self._store, request.out_key, result.record())
             result = RolloutResult.of_record(stands)
@@ -313,6 +316,10 @@ class RolloutEngine(Sampler):
     @abstractmethod
     def _checksum(self) -> str:
         """Of the bits of all weights in the model."""
+
+    def _cache_use(self) -> float | None:
+        """Share of the cache of keys and values that sequences in flight have; None: not known."""
+        return None
 
     @property
     def _cause(self) -> str:

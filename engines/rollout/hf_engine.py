@@ -185,15 +185,14 @@ class HFEngine(RolloutEngine):
         self, prompts: PromptTokens, request: RolloutRequest, begun: list[Completion]
     ) -> list[Completion]:
         """All completions of a shard, decoded beside those of the others in flight."""
-        sampling = request.sampling
         rows = []
-        frames = self._frames(request, begun)
+        frames = self._frames(prompts, request, begun)
         for number, completion in enumerate(begun):
-            place = number // sampling.n
             seed = prompts.seed(request, number, len(completion.tokens))
             frame = frames.get(number)
             own = prompts.sampling(request, number)
-            rows.append(Row(prompts.tokens[place], seed, own, self._reader, completion, frame))
+            tokens = prompts.tokens_of(number)
+            rows.append(Row(tokens, seed, own, self._reader, completion, frame))
         with self._in_flight(_Shard(request.out_key, rows)) as shard:
             while self._take_turn(shard):
                 try:
@@ -206,15 +205,16 @@ class HFEngine(RolloutEngine):
             with self._model_for(lambda: not self._busy):  # others step the rows of one that is cut
                 return shard.so_far()
 
-    def _frames(self, request: RolloutRequest, begun: list[Completion]) -> dict[int, torch.Tensor]:
+    def _frames(
+        self, prompts: PromptTokens, request: RolloutRequest, begun: list[Completion]
+    ) -> dict[int, torch.Tensor]:
         """What each row that goes on has before it, by its number; nothing where it does not look."""
         going = [number for number, completion in enumerate(begun) if not completion.ended]
         if not isinstance(self._model, OpenVLA) or not going:
             return {}
-        n = request.sampling.n
         source, places = request.begun, going
         if source is None or "frame" not in source.names:
-            source, places = request.prompts, [number // n for number in going]
+            source, places = request.prompts, [prompts.samples[number][0] for number in going]
         if "frame" not in source.names:
             raise ValueError(
                 "The model looks at images, and the prompts have none. Set episodes.sees = frames."

@@ -52,10 +52,12 @@ class RolloutPool(EnginePool[Sampler]):
         sleep_level: int = 2,
         cancel: threading.Event | None = None,
         role: Literal["rollout", "opponent", "evaluation"] = "rollout",
+        at_once: int | None = None,
     ) -> None:
         """`mode`: what becomes of shards in flight when new weights are loaded.
 
-        `sleep_level`: rollout.sleep_level. `role`: opponents hold one version all the time.
+        `sleep_level`: rollout.sleep_level. `role`: opponents hold one version all the time. `at_once`
+        as in EnginePool.
         """
         super().__init__(
             cluster,
@@ -65,6 +67,7 @@ class RolloutPool(EnginePool[Sampler]):
             deadline=deadline,
             start_timeout=start_timeout,
             cancel=cancel,
+            at_once=at_once,
         )
         self.run = run
         self.epoch = epoch

@@ -84,7 +84,7 @@ class ThinkingBudget:
 
     def _thinks(self, row: int, one: Completion) -> bool:
         start, end, _ = self._sampling.thinking_words
-        text = self.decode([*self.prompts.tokens[row // self._sampling.n], *one.tokens])
+        text = self.decode([*self.prompts.tokens_of(row), *one.tokens])
         return text.rfind(start) > text.rfind(end)
 
     def _closed(self, row: int, one: Completion) -> Completion:
@@ -102,5 +102,6 @@ class ThinkingBudget:
 
     def _most(self, row: int, one: Completion) -> int:
         """The longest that a completion may get."""
-        prompt = self.prompts.tokens[row // self._sampling.n]
-        return min(self._sampling.most(len(one.tokens), one.turn), self.max_model_len - len(prompt))
+        asked = self.prompts.sampling(self.request, row)
+        room = self.max_model_len - len(self.prompts.tokens_of(row))
+        return min(asked.most(len(one.tokens), one.turn), room)

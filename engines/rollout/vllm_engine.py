@@ -54,6 +54,7 @@ _PAUSES: dict[SyncMode, tuple[Literal["wait", "keep"], bool]] = {
 }
 # Eager means without torch.compile too: vLLM uses it for a few lines of its sampler, which takes
 # seconds and a C++ compiler when the first shard comes. Not for this process, which may train.
+CACHE_USE = "vllm:kv_cache_usage_perc"  # vLLM's name of the metric, a share
 NOT_COMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 _FAILURES = {
     kind.__name__: kind for kind in (ObjectDamaged, ObjectMissing, StoreUnavailable, WeightMismatch)
@@ -166,6 +167,11 @@ class VllmEngine(RolloutEngine):
         """vLLM's own, where the spec says so."""
         return self._process.metrics()
 
+    def _cache_use(self) -> float | None:
+        metrics = self._process.metrics()
+        shares = [one.value for each in metrics if each.name == CACHE_USE for one in each.samples]
+        return max(shares, default=None)
+
     def close(self) -> None:
         """End vLLM and its processes; shards in flight end with RolloutCancelled."""
         if not self._closed:
@@ -259,7 +265,6 @@ class VllmEngine(RolloutEngine):
         salt = f"v{self._holding().version}"
         if request.out_key in self._cut:
             return begun
-        n = request.sampling.n
         experts = self._experts if request.sampling.routed_experts else None
         rows = self._rows[request.out_key] = [
             _Row(completion, request.sampling, experts) for completion in begun
@@ -268,7 +273,7 @@ class VllmEngine(RolloutEngine):
             asyncio.create_task(
                 self._sample_row(
                     row,
-                    prompts.tokens[i // n],
+                    prompts.tokens_of(i),
                     salt,
                     prompts.sampling(request, i),
                     prompts.seed(request, i, len(row.begun.tokens)),

@@ -33,6 +33,7 @@ from engines.train.contract import TrainEngine
 from engines.train.spec import TeachRequest
 from engines.workers.gang import Gang
 from engines.workers.messages import CallId
+from storage.batches.forest import read_forests
 from storage.batches.refs import BatchRef
 from storage.objects.errors import StoreError, StoreUnavailable
 from storage.objects.store import Store
@@ -252,10 +253,14 @@ class TeacherService:
             for key in question.batch.objects:
                 store.size(key)
             lengths = read_lengths(store, question.batch)
+            forests = read_forests(store, question.batch)
         except (StoreError, ValueError) as error:
             raise ServiceRefused(FAILED, f"the samples cannot be read: {error}") from error
         each = lengths.prompts + lengths.responses
         longest = int(each.max(initial=0))
+        if forests is not None:  # of a forest no token has more before it than its path
+            paths = (int(forest.path_lengths().max(initial=0)) for forest in forests)
+            longest = max(paths, default=0)
         if self._positions is not None and longest > self._positions:
             raise ServiceRefused(
                 BAD_REQUEST, f"a sample has {longest} tokens, and it reads {self._positions}"

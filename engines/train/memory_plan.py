@@ -99,6 +99,8 @@ def largest_batch(
     ranks: int,
     sequence: int = 1,
     tree_training: bool = False,
+    paths: int = 1,
+    path: int | None = None,
 ) -> Batch:
     """A rank's part of the largest micro-batch of samples as long as they may be.
 
@@ -112,8 +114,11 @@ def largest_batch(
         sequence: Ranks that share a micro-batch, of tokens and of heads.
         tree_training: Whether samples share what they begin with: any number of tokens, so they fill
             as many slots as plans allow.
+        paths: Of a sample that may be a forest of requests, at most; they share tokens likewise.
+        path: Tokens of the longest one, the prompt among them. None: prompt + response.
     """
     budget *= sequence
+    longest = (path or prompt + response) - 1
     mine = math.ceil(samples * sequence / ranks)
     shared = min(group, mine)  # samples that share a prompt on a rank
     one = response - 1 + prompt / shared  # tokens of a sample
@@ -125,11 +130,14 @@ def largest_batch(
         tokens = min(budget, math.ceil(together * one))
         # What is predicted, shared tokens once: each token that is read, and each sample's last.
         responses = min(tokens + together, together * response)
+    slots = together * longest
+    if paths > 1:
+        slots = min(mine * paths * longest, WHOLE * budget)
     return Batch(
         tokens=max(math.ceil(tokens / sequence), 1),
-        slots=math.ceil((together * (prompt + response - 1) + 1) / sequence),
+        slots=math.ceil((slots + 1) / sequence),
         responses=math.ceil(responses / sequence),
-        longest=prompt + response - 1,
+        longest=longest,
         several=fitting < mine,
     )
 

@@ -8,8 +8,8 @@ columns of this module is one path, and so is one whose nodes each go on after t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,6 +107,11 @@ class Forest:
             end = int(self.parents[node])
         return np.concatenate([np.arange(end), *reversed(parts)])
 
+    def branches(self) -> dict[int, Ints]:
+        """By a node's first response token its context, where that is not what was made before it."""
+        apart = np.flatnonzero(self.parents != self.starts).tolist()
+        return {int(self.starts[node]) - self.prompt: self.context(node) for node in apart}
+
     def paths(self) -> list[Ints]:
         """Numbers of each path's tokens, from its first one to a node's end after which none goes on.
 
@@ -162,11 +167,9 @@ def read_forests(store: Store, batch: BatchRef) -> list[Forest] | None:
     """[N] of stored samples; None where they do not have the columns: each is one path."""
     if LENGTHS not in batch.names:
         return None
-    columns: list[Sequence[NDArray[np.generic]]] = [
-        batch.fetch_list(store, name) for name in (LENGTHS, PARENTS)
-    ]
+    columns = (cast("list[Ints]", batch.fetch_list(store, name)) for name in (LENGTHS, PARENTS))
     sizes = (batch.lengths(store, name).tolist() for name in ("prompt_ids", "response_ids"))
     return [
-        forest_of(prompt, response, lengths.astype(np.int64), parents.astype(np.int64))
+        forest_of(prompt, response, lengths, parents)
         for prompt, response, lengths, parents in zip(*sizes, *columns, strict=True)
     ]

@@ -167,12 +167,14 @@ def plan_of(config: GRPOConfig, shape: Shape, role: Role) -> MemoryPlan:
     batch = _largest_turns(config, shape, ranks) or largest_batch(
         train.micro_batch_tokens,
         config.data.max_prompt_tokens,
-        config.rollout.max_new_tokens,
+        config.longest_response,
         -(-config.trained_per_step // train.mini_batches),
         config.group_size,
         ranks,
         train.sequence_parallel,
         train.tree_training,
+        paths=config.episodes.max_turns if config.episodes and config.plays_forests else 1,
+        path=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
     )
     lora = config.lora if role == "actor" else None
     gpu = pool.gpus > 0

@@ -513,7 +513,7 @@ def test_by_setting_another_conversation_fails(make: Make, tmp_path: Path) -> No
 
 
 def test_limits(make: Make, tmp_path: Path) -> None:
-    rounds = Rounds(make("meets_limits", most=100, max_turn_tokens=30), tmp_path)
+    rounds = Rounds(make("meets_limits", most=100), tmp_path)
     assert rounds.column(LIMIT, rounds.pending) == [100]
     rounds.says("a" * 20)
     said = len("\nuser: more more more \nassistant: ")
@@ -580,7 +580,7 @@ def test_unknown_token_ids_fail(make: Make, tmp_path: Path) -> None:
 
 def test_prompts_of_token_ids_are_bounded(make: Make) -> None:
     long = make("by_ids", "plain")
-    agents = long._agents
+    agents = long._played[""].agents
     agents._data = agents._data.model_copy(update={"max_prompt_tokens": 2})
     made = long.prompts([1], 5, "none.safetensors")
     assert made.ref is None and made.dropped == ((1, "prompt_too_long"),)

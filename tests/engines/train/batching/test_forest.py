@@ -38,6 +38,7 @@ from tests.engines.models.families import config_of
 from tests.engines.train import naive_training as naive
 from tests.engines.train.conftest import Make
 from tests.engines.train.naive_training import Sample
+from tests.engines.train.test_sampling_mask import masks_of, with_masks
 from tests.engines.train.train_ranks import (
     MODEL,
     TEMPERATURE,
@@ -352,13 +353,11 @@ def test_paths_that_are_too_much_for_attention_are_refused_in_a_sentence(tmp_pat
 # --- the engine -----------------------------------------------------------------------------------
 
 
-def logprobs_of(
-    folder: Path, engine: FSDPEngine, batch: BatchRef, column: str = "old_logprobs"
-) -> BatchRef:
+def logprobs_of(engine: FSDPEngine, batch: BatchRef) -> BatchRef:
     request = LogprobRequest(
         batch=batch,
-        column=column,
-        out_key=f"run/{engine.digest()}-{len(batch)}.safetensors",
+        column="old_logprobs",
+        out_key="run/logprobs.safetensors",
         temperature=TEMPERATURE,
     )
     found = engine.logprobs(request).batch
@@ -383,7 +382,7 @@ def test_a_log_prob_pass_is_transformers_own_of_each_path(
     batch = batch_of(tmp_path, rows)
     engine = make(micro_batch_tokens=budget, tree_training=tree_training)
     store = Store(str(tmp_path / "store"))
-    ours = logprobs_of(tmp_path, engine, batch).fetch_numpy(store, "old_logprobs")[0]
+    ours = logprobs_of(engine, batch).fetch_numpy(store, "old_logprobs")[0]
     wanted = by_hand(tmp_path, rows)
     known = ~np.isnan(wanted)
     np.testing.assert_allclose(ours[known], wanted[known], atol=CLOSE)
@@ -424,6 +423,66 @@ def test_nodes_in_a_chain_leave_the_bits_of_a_batch_without(make: Make, tmp_path
         engine.update(update_of(batch, AlgorithmConfig(), 1))
         digests.add(engine.digest())
     assert len(digests) == 1
+
+
+def test_tokens_are_drawn_from_the_words_that_stand_beside_them(make: Make, tmp_path: Path) -> None:
+    """A sampling mask is of each response token, wherever its path goes."""
+    rows = forests(2, 8)
+    drawn = masks_of([row.sample for row in rows])
+    batch = with_masks(tmp_path, batch_of(tmp_path, rows), [row.sample for row in rows])
+    engine = make(micro_batch_tokens=64)
+    store = Store(str(tmp_path / "store"))
+    ours = logprobs_of(engine, batch).fetch_list(store, "old_logprobs")
+    model = naive.load(str(materialize(MODEL, tmp_path / "models")))
+    compared = 0
+    for row, mask, found in zip(rows, drawn, ours, strict=True):
+        edges = np.cumsum([0, *mask.counts])
+        for sample, own in row.alone():
+            ids = torch.from_numpy(np.concatenate([sample.prompt, sample.response]))[None]
+            with torch.no_grad():
+                logits = model(input_ids=ids).logits[0] / TEMPERATURE
+            for place, token in enumerate(own.tolist()):
+                if token < 0:
+                    continue
+                words = mask.words[edges[token] : edges[token + 1]]
+                among = logits[place] if not len(words) else logits[place, words]
+                wanted = logits[place, sample.response[place]] - among.logsumexp(0)
+                assert found[token] == pytest.approx(float(wanted), abs=CLOSE)
+                compared += len(words) > 0
+    assert compared > 20
+
+
+def test_experts_are_those_of_the_token_before_on_the_path() -> None:
+    """An entry of the column is of the token before its response token, in whatever path that is."""
+    for seed in range(5):
+        rows = forests(seed)
+        # Of each row other numbers; entry e is of the token before laid out token e + 1.
+        told = [
+            np.arange(row.forest.tokens - 1, dtype=np.uint16)[:, None, None] + 1000 * number
+            for number, row in enumerate(rows)
+        ]
+        packed = pack(
+            [row.sample.prompt for row in rows],
+            [row.sample.response for row in rows],
+            experts=told,
+            forests=[row.forest for row in rows],
+        )
+        assert packed.routed_experts is not None
+        found = packed.routed_experts[packed.predictors][:, 0, 0].tolist()
+        before = [(row, end) for row in rows for end in row.forest.before.tolist()]
+        for (row, end), entry in zip(before, found, strict=True):
+            if end < 0:
+                continue  # nothing predicts it
+            other, place = rows[entry // 1000], entry % 1000
+            own = place - other.forest.prompt + 1
+            meant = other.forest.before[own] if own >= 0 else place
+            assert history(other, meant) == history(row, end)
+
+
+def history(row: Row, end: int) -> list[int]:
+    """The words of the path to a token."""
+    laid = np.concatenate([row.sample.prompt, row.sample.response])
+    return laid[row.forest.path_to(end + 1)].tolist()
 
 
 def together(
