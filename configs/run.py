@@ -8,7 +8,7 @@ from pydantic import Field
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.base import Settings
 from configs.cluster.cluster import ClusterConfig, Role
-from configs.data import DataConfig
+from configs.data import DataConfig, TasksSource
 from configs.episodes import EpisodesConfig, OpponentConfig
 from configs.evaluation import EvaluationConfig
 from configs.guards import GuardConfig
@@ -134,6 +134,12 @@ class RunConfig(Settings):
         """The episodes of each task, by name, or of all under no name; nothing of one turn."""
         return {} if self.episodes is None else self.data.played(self.episodes)
 
+    def rewards_of(self, task: str) -> RewardsConfig:
+        """The functions that score one of several tasks, with its sandbox."""
+        assert isinstance(self.data.source, TasksSource)
+        own = self.data.source.tasks[task]
+        return self.rewards.named(own.rewards, own.sandbox)
+
     @property
     def longest_turn(self) -> int:
         """The longest turn of an episode, in tokens; 0: no limit."""
@@ -203,7 +209,11 @@ class RunConfig(Settings):
         judges = [one.deadline for one in self.rewards.functions if one.kind == "judge"]
         slots = self.cluster.pools[self.cluster.roles.reward].slots
         samples = self.groups_at_once * self.samples_per_prompt
-        tests = [one.seconds(samples) for one in self.rewards.functions if one.kind == "unit_tests"]
+        tests = [
+            one.seconds(samples, self.data.sandboxes(one.label).values())
+            for one in self.rewards.functions
+            if one.kind == "unit_tests"
+        ]
         waits = slots * max(judges, default=0.0) + max(tests, default=0.0)
         return self.rollout.deadline + waits
 

@@ -128,6 +128,33 @@ def test_unfinished_episodes_are_carried(launch: Launch) -> None:
     assert audit(run.files).problems == []
 
 
+@pytest.mark.slow
+def test_the_turns_of_an_episode_go_to_the_engine_that_has_its_prefix(launch: Launch) -> None:
+    """Each shard is one episode, so the calls of a shard are those of an episode."""
+    run = launch(
+        *APART,
+        "prompts_per_step=8",
+        "group_size=1",
+        "rollout.shards=8",
+        "steps=1",
+        "episodes.max_turns=4",
+        "episodes.full_turn=counts",
+        "episodes.max_turn_tokens=4",
+        "algorithm.advantage={kind: reinforce}",
+        "algorithm.selection=[]",
+        "cluster.pools.rollout.workers=2",
+    ).whole()
+    (commit,) = run.commits()
+    workers: dict[object, list[object]] = {}
+    for one in commit.attempts:
+        if one["stage"] == "rollout":
+            workers.setdefault(one["shard"], []).append(one["worker"])
+    assert len(workers) == 8
+    assert sum(map(len, workers.values())) >= 16
+    assert all(len(set(names)) == 1 for names in workers.values()), workers
+    assert len({names[0] for names in workers.values()}) == 2, "both engines play"
+
+
 SIGNALS = ROOT / "examples/signals"
 PLAYERS = (
     f"{SIGNALS}.yaml",

@@ -152,7 +152,11 @@ class Workspace:
 
 def check_judges(settings: WorkspaceConfig, task: CodingTask) -> None:
     """Unusable where fail_to_pass passes before any change, or pass_to_pass does not."""
-    found = judged(settings, task, task.repository)
+    left = task.repository
+    if task.setup:
+        with opened(settings, task) as sandbox:
+            left = taken_out(sandbox, python_of(settings.sandbox), FOLDER, left)
+    found = judged(settings, task, left)
     for name in task.pass_to_pass:
         if found.outcomes[name] != "passed":
             raise Unusable(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,11 @@ SETTINGS = WorkspaceConfig(
 EXAMPLE = runpy.run_path(str(ROOT / "examples/coding_tasks.py"))
 TASKS: dict[str, Any] = EXAMPLE["TASKS"]
 Open = Callable[..., Workspace]
+SYSTEM = "/usr/bin/python3"  # on most machines without pytest
+WITHOUT_PYTEST = (
+    os.path.exists(SYSTEM)
+    and subprocess.run([SYSTEM, "-I", "-c", "import pytest"], capture_output=True).returncode == 1
+)
 
 
 @pytest.fixture(scope="session")
