@@ -329,6 +329,12 @@ class RunConfig(Settings):
         return max(own, *self.longest_of_suites.values(), 0)
 
     @property
+    def most_paths(self) -> int:
+        """Paths of a sample that trains: more than one only where episodes may branch."""
+        forests = [one.max_turns for one in self.played.values() if one.are_forests]
+        return max(forests, default=1)
+
+    @property
     def longest_response(self) -> int:
         """Response tokens of the longest sample that trains, over all branches of an episode."""
         most = None if self.episodes is None else self.episodes.max_tokens
