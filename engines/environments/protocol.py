@@ -124,6 +124,9 @@ class Outcome:
     observation: str = ""
     reward: float | None = None  # None: it gave none
     rewards: tuple[float | None, ...] = ()  # of each of several players; (): it gave none
+    by_branch: Mapping[str, float] = field(
+        default_factory=dict
+    )  # an agent's, where it gave them so
     done: bool = False  # whether the episode has ended
     failed: str | None = (
         None  # one sentence, and after it the lines of a traceback where there is one

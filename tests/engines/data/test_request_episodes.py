@@ -26,7 +26,7 @@ from storage.objects.store import Store
 
 P, E = Author.POLICY, Author.ENVIRONMENT
 AGENTS = '''
-import asyncio, os, threading
+import asyncio, json, os, threading
 from engines.environments import agents
 
 agents.PAUSE_SECONDS = 0.5  # however busy the machine is
@@ -249,6 +249,22 @@ def thinks(base_url, api_key, log, **row):
         assert "<think>" not in said["content"]
         own += [{"role": "assistant", "content": said["content"]}, user(f"[{n}]")]
     return 1.0
+
+
+async def pays(base_url, api_key, log, pay, **row):
+    """Two branches and the rest, each with a reward of its own."""
+    first = [user("plan")]
+    first.append(await asyncio.to_thread(chat, base_url, api_key, log, first))
+
+    async def sub(name):
+        own = [system(f"You are {name}."), user("work")]
+        metadata = {"branch": name}
+        own.append(await asyncio.to_thread(chat, base_url, api_key, log, own, metadata=metadata))
+        own.append(user("on"))
+        await asyncio.to_thread(chat, base_url, api_key, log, own, metadata=metadata)
+
+    await asyncio.gather(sub("a"), sub("b"))
+    return json.loads(pay)
 
 
 def note(log, read, written):
@@ -676,3 +692,29 @@ def test_prompts_of_token_ids_are_bounded(make: Make) -> None:
     agents._data = agents._data.model_copy(update={"max_prompt_tokens": 2})
     made = long.prompts([1], 5, "none.safetensors")
     assert made.ref is None and made.dropped == ((1, "prompt_too_long"),)
+
+
+@pytest.mark.parametrize("credit", ["episode", "branch"])
+def test_rewards_by_branch(make: Make, tmp_path: Path, credit: str) -> None:
+    rounds = Rounds(make("pays", credit=credit, params={"pay": '{"": 1.0, "a": 0.25}'}), tmp_path)
+    rounds.play()
+    rounds.check()
+    (rewards,), (turns,) = rounds.column("turn_rewards"), rounds.column("turn_ids")
+    assert np.nansum(rewards) == 1.25
+    if credit == "episode":
+        assert "branch_ids" not in rounds.result.ref.names
+        return
+    (ids,), (more,) = rounds.column("branch_ids"), rounds.column("branch_rewards")
+    names = [one["branch"] for one in rounds.column("requests")[0]["answered"]]
+    assert sorted(names) == ["", "a", "a", "b", "b"]
+    for turn, id, own in zip(turns, ids, more, strict=True):
+        assert own == (-1.0 if names[turn] == "a" else -0.25), "b has none of its own: the rest's"
+        assert (id == ids[turns.index(names.index("a"))]) == (names[turn] == "a")
+    assert rewards[max(n for n, name in enumerate(names) if name == "a")] == 0.25
+
+
+@pytest.mark.parametrize("pay", ['{"a": "much"}', '{"a": NaN}'])
+def test_rewards_by_branch_are_numbers(make: Make, tmp_path: Path, pay: str) -> None:
+    rounds = Rounds(make("pays", params={"pay": pay}), tmp_path)
+    rounds.play()
+    assert rounds.column("status") == [SampleStatus.FAILED]
