@@ -239,12 +239,6 @@ class RunConfig(Settings):
         return any(one.of_requests for one in played.values())
 
     @property
-    def plays_forests(self) -> bool:
-        """Whether episodes are stored as forests (storage/batches/forest.py)."""
-        played = {} if self.episodes is None else self.data.played(self.episodes)
-        return any(one.are_forests for one in played.values())
-
-    @property
     def plays_apart(self) -> bool:
         """Whether each episode goes on by itself."""
         return self.episodes is not None and self.episodes.drive == "apart"
@@ -339,6 +333,12 @@ class RunConfig(Settings):
         """The longest that an engine samples, prompt and completion together, in tokens."""
         own = self.data.max_prompt_tokens + self.rollout.max_new_tokens
         return max(own, *self.longest_of_suites.values(), 0)
+
+    @property
+    def most_paths(self) -> int:
+        """Paths of a sample that trains: more than one only where episodes may branch."""
+        forests = [one.max_turns for one in self.played.values() if one.are_forests]
+        return max(forests, default=1)
 
     @property
     def longest_response(self) -> int:
