@@ -9,6 +9,7 @@ from configs.episodes import (
     ClassEnvironment,
     EpisodesConfig,
     GymnasiumEnvironment,
+    NoEnvironment,
     OpenEnvEnvironment,
     ToolsEnvironment,
     WorkspaceEnvironment,
@@ -41,6 +42,7 @@ def start_message(config: EpisodesConfig, frames: bool = False) -> EnvironmentSt
     path, id = "", ""
     params: dict[str, Any] = {}
     functions: tuple[str, ...] = ()
+    assert not isinstance(environment, NoEnvironment), "it has no process"
     if not isinstance(environment, ToolsEnvironment | WorkspaceEnvironment):
         params = dict(environment.params)
     match environment:

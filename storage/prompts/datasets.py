@@ -33,7 +33,7 @@ from configs.data import (
     TasksSource,
 )
 from configs.optional_packages import pip_install
-from storage.objects.json_values import Row, pack, plain
+from storage.objects.documents import Row, pack, plain
 from storage.prompts.chosen import ChosenRows
 from storage.prompts.cursor import Cursor
 from storage.prompts.files import Shards, locate, open_file

@@ -20,9 +20,8 @@ from storage.evaluations.results import notes_of
 from storage.objects.errors import ObjectDamaged, ObjectMissing
 from storage.runs.commit_log import head
 from storage.runs.live import is_done, read_end, state_of
-from storage.runs.origins import committer, origin_of, start_of
 from storage.runs.run_lease import holder_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, committer, origin_of, start_of
 from tasks.board.pictures import form_of, frames_of, is_picture, png
 from tasks.board.token_values import token_authors, token_numbers, token_texts
 from tasks.commands.samples import bounds, pattern_of

@@ -25,8 +25,7 @@ from storage.batches.refs import BatchRef
 from storage.evaluations.results import EvaluationResult, evaluations_of, notes_of
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit, head, read_commit
-from storage.runs.origins import numbered, start_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, numbered, start_of
 from storage.runs.weights import WeightsRef
 
 STATUS = {"ok": SampleStatus.OK, "truncated": SampleStatus.TRUNCATED, "failed": SampleStatus.FAILED}

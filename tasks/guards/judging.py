@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from configs.grpo import GRPOConfig
 from configs.guards import GuardConfig
 from storage.runs.commit_log import Commit, GuardRecord
-from storage.runs.origins import Origin
+from storage.runs.run_store import Origin
 from tasks.guards.changes import settings_after
 from tasks.run.staleness_gate import BOUND
 

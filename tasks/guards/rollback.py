@@ -22,8 +22,7 @@ from configs.resolving import resolve, this_machine
 from engines.workers.cluster import Cluster
 from storage.runs.commit_log import GuardRecord
 from storage.runs.live import End, RolledBack, workers_ended, write_end
-from storage.runs.origins import RollbackCause, origin_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RollbackCause, RunStore, origin_of
 from tasks.guards.judging import guard_sentence, rollbacks
 from tasks.run.events import Note, RunRolledBack
 from tasks.run.life_cycle import BranchEnded, last_pages, started

@@ -40,7 +40,7 @@ from tasks.run.pictures import TIMELINE_STEPS
 if TYPE_CHECKING:
     from storage.runs.commit_log import Commit, Ledger
     from storage.runs.live import End
-    from storage.runs.origins import Origin
+    from storage.runs.run_store import Origin
     from tasks.results import Metrics, Scored
     from tasks.run.attempts import Attempt
 

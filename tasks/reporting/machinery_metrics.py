@@ -21,8 +21,7 @@ from prometheus_client.samples import Sample
 
 from engines.workers.gpus import GpuState
 from engines.workers.worker_metrics import WorkerMetrics
-from storage.objects.latency import BOUNDS, Latency
-from storage.objects.usage import Usage
+from storage.objects.usage import BOUNDS, Latency, Usage
 from tasks.run.machinery import Machinery
 
 Place = tuple[str, str]  # pool, host

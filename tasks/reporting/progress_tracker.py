@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from configs.terminal_text import bytes_text
-from storage.runs.progress import Phase, Progress
+from storage.runs.live import Phase, Progress
 from tasks.run.events import (
     AttemptBegan,
     AttemptEnded,

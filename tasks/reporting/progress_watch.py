@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from storage.objects.errors import StoreError
-from storage.runs.progress import remove_progress, write_progress
+from storage.runs.live import remove_progress, write_progress
 from storage.runs.run_store import RunStore
 from tasks.reporting.progress_tracker import ProgressTracker
 from tasks.reporting.screen import screen

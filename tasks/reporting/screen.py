@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from configs.terminal_text import terminal_text
-from storage.runs.progress import Phase, Progress
+from storage.runs.live import Phase, Progress
 
 MOST = 8  # phases that are shown
 NAME, BAR, TIME = 17, 12, 10  # characters of columns

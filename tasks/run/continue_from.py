@@ -16,8 +16,7 @@ from storage.prompts.datasets import first_place, open_source
 from storage.runs.commit_log import read_commit
 from storage.runs.forks import NoSuchOrigin, begin_at
 from storage.runs.live import goes_on_as
-from storage.runs.origins import Origin
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import Origin, RunStore
 from storage.runs.seen_rows import seen_at, seen_before, unseen
 from storage.runs.snapshots import base_of
 from storage.tracking.registry import NotRegistered, Registry

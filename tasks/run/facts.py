@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from configs.grpo import GRPOConfig
 from storage.objects.store import Store
 from storage.prompts.source import PromptSource
-from storage.runs.origins import Origin
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import Origin, RunStore
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

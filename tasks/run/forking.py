@@ -10,8 +10,7 @@ from storage.objects.store import Store
 from storage.prompts.datasets import first_place, open_source
 from storage.runs.commit_log import read_commit
 from storage.runs.forks import NoSuchOrigin, begin_at
-from storage.runs.origins import Origin, committer, origin_of, parent_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import Origin, RunStore, committer, origin_of, parent_of
 from tasks.run.recorded_flow import check_same_flow, settings_of
 
 

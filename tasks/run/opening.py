@@ -26,10 +26,16 @@ from storage.runs.commit_log import Ledger, head, read_commit
 from storage.runs.forks import pin
 from storage.runs.opponents import FIELD as OPPONENT
 from storage.runs.opponents import keep, recorded_opponent
-from storage.runs.origins import FIELD, RollbackCause, origin_of, parent_of
 from storage.runs.orphans import clear
 from storage.runs.run_lease import RunLease, acquire_patiently
-from storage.runs.run_store import OwnRunStore, RunStore
+from storage.runs.run_store import (
+    ORIGIN_FIELD,
+    OwnRunStore,
+    RollbackCause,
+    RunStore,
+    origin_of,
+    parent_of,
+)
 from storage.runs.seen_rows import seen_before, write_seen
 from storage.runs.working_tree import FIELD as GIT
 from storage.runs.working_tree import working_tree
@@ -209,7 +215,7 @@ def begin(opened: OpenedRun, position: Position) -> None:
     if tree is not None:
         record[GIT] = tree.model_dump(mode="json")
     if origin is not None:
-        record[FIELD] = origin.model_dump(mode="json")
+        record[ORIGIN_FIELD] = origin.model_dump(mode="json")
     if opened.opponent is not None:
         record[OPPONENT] = opened.opponent.model_dump(mode="json")
     files.write_run(record)

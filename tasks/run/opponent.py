@@ -11,8 +11,7 @@ from storage.objects.errors import ObjectMissing, StoreError
 from storage.objects.store import Store
 from storage.runs.forks import NoSuchOrigin, begin_at
 from storage.runs.opponents import Opponent, opponent_of
-from storage.runs.origins import Origin
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import Origin, RunStore
 from storage.runs.weights import open_chain
 from tasks.run.continue_from import place_of
 from tasks.run.recorded_flow import settings_of

@@ -9,8 +9,7 @@ from configs.grpo import GRPOConfig
 from engines.workers.device_time import DeviceTime
 from storage.objects.store import Store
 from storage.prompts.source import PromptSource
-from storage.runs.origins import Origin
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import Origin, RunStore
 from tasks.run.attempt_log import AttemptLog
 from tasks.run.attempts import Attempt
 from tasks.run.events import Event

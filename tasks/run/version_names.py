@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from storage.runs.origins import Origin, parent_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import Origin, RunStore, parent_of
 
 FIELD = "version_names"  # of run.json; an older Refrain's has none
 

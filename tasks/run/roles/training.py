@@ -14,8 +14,7 @@ from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster
 from storage.runs import snapshots
 from storage.runs.adapters import trained_base
-from storage.runs.origins import parent_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, parent_of
 from storage.runs.weights import WeightsRef
 from tasks.run.decay import decay_steps
 from tasks.run.events import RebuiltOtherwise, UpdateReplayed

@@ -25,8 +25,7 @@ from configs.overrides import ConfigError
 from engines.workers.gpus import GpuState
 from engines.workers.pool import PoolLoad
 from engines.workers.worker_metrics import DiskSpace, WorkerMetrics
-from storage.objects.latency import Latency
-from storage.objects.usage import Usage
+from storage.objects.usage import Latency, Usage
 from tasks.reporting.prometheus import LiveMetrics, push, write_metrics
 from tasks.reporting.run_metrics import MOST_METRICS
 from tasks.run.events import (

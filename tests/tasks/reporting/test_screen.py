@@ -12,7 +12,7 @@ import pyte
 import pytest
 from rich.console import Console
 
-from storage.runs.progress import Phase, Progress
+from storage.runs.live import Phase, Progress
 from tasks.reporting.progress_line import step_line
 from tasks.reporting.screen import aged, duration, headline, plain, screen
 from tasks.reporting.terminal import Terminal
