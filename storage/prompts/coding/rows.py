@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from configs.coding import CodingSource
-from storage.objects.digests import canonical_row
+from storage.objects.documents import canonical_row
 from storage.objects.json_values import Row
 from storage.prompts.coding.repositories import repository
 from storage.prompts.coding.task_folders import TaskFolder, task_folders
