@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engines.environments.coding.judging import CodingTask, judged
-from storage.objects.json_values import Row
+from storage.objects.documents import Row
 from storage.prompts.coding.trees import File, Link, Tree, overlaid
 from tests.engines.environments.coding.conftest import SETTINGS, SYSTEM, TASKS, WITHOUT_PYTEST, Open
 

@@ -14,7 +14,7 @@ import pytest
 
 from configs.episodes import EpisodesConfig
 from engines.environments.sessions import Environments
-from storage.objects.json_values import Row
+from storage.objects.documents import Row
 from tests.engines.environments.coding.conftest import SETTINGS, TASKS
 from tests.engines.environments.playing import begin, call
 from tests.flows.conftest import ROOT
