@@ -19,13 +19,11 @@ from engines.data.results import (
 )
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
-from tasks.parts import Part, discard, slices, spread
 from tasks.results import LeftOver, Scored, TrainBatch
 from tasks.reward import samples_of
-from tasks.run.retries import OPTIONS
-from tasks.run.roles.scoring import SCORER
+from tasks.run.roles import SCORER
 from tasks.run.run import Run
-from tasks.run.stage import Stage
+from tasks.run.stage import OPTIONS, Part, Stage, discard, slices, spread
 from tasks.scoring_causes import causes_of
 
 PART_TOKENS = 4_000_000  # response tokens of a part: some hundred MB in its worker

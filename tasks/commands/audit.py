@@ -12,7 +12,7 @@ from storage.runs.commit_log import read_outline
 from storage.runs.origins import start_of
 from storage.runs.run_store import RunStore
 from tasks.commands.command import Answer, Request, heading, table, text
-from tasks.run.recorded_flow import stored_settings
+from tasks.run.run_record import stored_settings
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

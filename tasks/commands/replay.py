@@ -31,8 +31,8 @@ from tasks.commands.command import Answer, Request, heading, table, text
 from tasks.commands.replay_demand import TOLERANCE, ReplayDemand, demand_of, share_of_way
 from tasks.commands.replay_episodes import replayed_episodes
 from tasks.run.engines import ENGINE_MODULES
-from tasks.run.recorded_flow import settings_of
-from tasks.run.roles.training import train_spec
+from tasks.run.roles import train_spec
+from tasks.run.run_record import settings_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

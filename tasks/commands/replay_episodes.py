@@ -6,8 +6,8 @@ from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import read_commit
 from storage.runs.run_store import RunStore
 from tasks.commands.command import Answer, heading, text
-from tasks.run.recorded_flow import settings_of
-from tasks.run.roles.environments import environment_spec
+from tasks.run.roles import environment_spec
+from tasks.run.run_record import settings_of
 
 
 def replayed_episodes(files: RunStore, step: int) -> Answer:

@@ -40,8 +40,8 @@ from storage.runs.origins import committer, numbered, start_of
 from storage.runs.run_store import RunStore
 from tasks.commands.command import Answer, Request, heading, table, text
 from tasks.reward import state_at
-from tasks.run.recorded_flow import settings_of
-from tasks.run.roles.specs import MODELS
+from tasks.run.roles import MODELS
+from tasks.run.run_record import settings_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -10,12 +10,16 @@ from engines.rollout.rollout_pool import RolloutPool
 from engines.workers.cluster import Cluster
 from engines.workers.engine import E, EngineSpec
 from engines.workers.pool import EnginePool
+from tasks.run.contract import ByRole, Caller, Clients, EngineRole, pool_of
 from tasks.run.features import features_of
-from tasks.run.roles.environments import ENVIRONMENT, environment_engine
-from tasks.run.roles.role import ByRole, Clients, EngineRole, pool_of
-from tasks.run.roles.sampling import OPPONENT, ROLLOUT
-from tasks.run.roles.scoring import SCORER, scoring_engine
-from tasks.run.run_view import Caller
+from tasks.run.roles import (
+    ENVIRONMENT,
+    OPPONENT,
+    ROLLOUT,
+    SCORER,
+    environment_engine,
+    scoring_engine,
+)
 from tasks.run.suite import Suite
 
 

@@ -33,18 +33,14 @@ from tasks.evaluation.engines import EvaluationPlace
 from tasks.evaluation.summary import counts_of, metrics_of, scores_of
 from tasks.results import Sampled
 from tasks.reward import score
-from tasks.run.attempt_log import EvaluationLog, summed
+from tasks.run.attempts import EvaluationLog, summed
+from tasks.run.contract import ByRole, Caller
 from tasks.run.events import VersionEvaluated
 from tasks.run.flow_options import TaskThreads, result_of
 from tasks.run.metrics import pools_of
-from tasks.run.retries import OPTIONS, attempted
-from tasks.run.role_table import prompters
-from tasks.run.roles.role import ByRole
-from tasks.run.roles.sampling import OPPONENT, ROLLOUT
-from tasks.run.roles.scoring import SCORER
-from tasks.run.run_view import Caller
+from tasks.run.roles import OPPONENT, ROLLOUT, SCORER, prompters
 from tasks.run.shard_driver import AtOnce, ShardDriver, ShardRange, task_runs
-from tasks.run.stage import Stage
+from tasks.run.stage import OPTIONS, Stage, attempted
 from tasks.run.suite import Suite
 from tasks.sampling import SamplingStage
 
@@ -90,7 +86,7 @@ class Evaluator:
 
 
 class Questioning:
-    """A suite on a version, as the tasks that sample and score see it (tasks/run/stage_view.py)."""
+    """A suite on a version, as the tasks that sample and score see it (tasks/run/contract.py)."""
 
     __slots__ = (
         "attempts", "back_fill", "caller", "config", "device_time", "engines", "episodes", "files",

@@ -18,7 +18,7 @@ from storage.runs.weights import MANIFEST, WeightsRef
 from tasks.evaluation.engines import EvaluationPlace
 from tasks.evaluation.evaluate import Evaluator, evaluation
 from tasks.evaluation.summary import evaluation_metrics
-from tasks.run.roles.sampling import EVALUATION, OPPONENT, ROLLOUT
+from tasks.run.roles import EVALUATION, OPPONENT, ROLLOUT
 from tasks.run.run import Run
 from tasks.run.suite import Suite
 

@@ -17,10 +17,10 @@ from tasks.guards.judging import (
 )
 from tasks.guards.rollback import GuardStopped, WentBack
 from tasks.results import Metrics
+from tasks.run.clock import BOUND
+from tasks.run.contract import FeatureView
 from tasks.run.events import Note
-from tasks.run.feature_view import FeatureView
 from tasks.run.features import Verdicts
-from tasks.run.staleness_gate import BOUND
 
 
 def judge_step(run: FeatureView, step: int, metrics: Metrics) -> Verdicts:

@@ -14,7 +14,7 @@ from configs.guards import GuardConfig
 from storage.runs.commit_log import Commit, GuardRecord
 from storage.runs.origins import Origin
 from tasks.guards.changes import settings_after
-from tasks.run.staleness_gate import BOUND
+from tasks.run.clock import BOUND
 
 
 def verdicts(

@@ -26,8 +26,8 @@ from storage.runs.origins import RollbackCause, origin_of
 from storage.runs.run_store import RunStore
 from tasks.guards.judging import guard_sentence, rollbacks
 from tasks.run.events import Note, RunRolledBack
+from tasks.run.facts import OpenedRun
 from tasks.run.life_cycle import BranchEnded, last_pages, started
-from tasks.run.opened_run import OpenedRun
 from tasks.run.opening import open_run
 from tasks.run.run import Run
 

@@ -23,7 +23,7 @@ from configs.overrides import ConfigError, filled_in, no_such_settings
 from configs.recipe import DEMO, find_recipe, load_recipe
 from configs.yaml_text import read_yaml
 from engines.processes.node_process import python_path
-from tasks.run.recorded_flow import load_flow, settings_class
+from tasks.run.run_record import load_flow, settings_class
 
 RECIPE = "tasks.launch.registration.recipe"  # the build step that loads one
 OURS = "flows."

@@ -30,7 +30,7 @@ from configs.overrides import ConfigError
 from configs.recipe import load_recipe
 from tasks.launch.deployment_file import Deployments, own_flow_variables
 from tasks.launch.server import ServerError
-from tasks.run.recorded_flow import load_flow, settings_class
+from tasks.run.run_record import load_flow, settings_class
 
 INFRA = Path(str(files("infra")))  # a package of files, so that an installed Refrain has them too
 PREFECT_FILE = INFRA / "prefect.yaml"

@@ -11,11 +11,10 @@ from pathlib import Path
 from types import FrameType
 
 from configs.environment import given, mlflow_database
-from configs.optional_packages import pip_install
+from configs.optional_packages import installed, pip_install
 from configs.terminal_text import print_text
 from tasks.launch.server_process import KeptServer, ServerError, ServerProcess
 from tasks.launch.team_addresses import Place, check_free, is_loopback
-from tasks.run.packages import installed
 
 PREFECT_LOGIN = "PREFECT_SERVER_API_AUTH_STRING"
 MLFLOW_LOGIN = "MLFLOW_AUTH_CONFIG_PATH"

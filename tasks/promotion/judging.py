@@ -28,8 +28,8 @@ from storage.tracking.registry import (
 from tasks.evaluation.summary import tested
 from tasks.markdown import code, escaped
 from tasks.promotion.events import PolicyJudged
-from tasks.run.feature_view import FeatureView
-from tasks.run.retries import OPTIONS
+from tasks.run.contract import FeatureView
+from tasks.run.stage import OPTIONS
 
 
 class Approval(RunInput):

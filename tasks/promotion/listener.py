@@ -9,8 +9,8 @@ from tasks.markdown import escaped
 from tasks.promotion.events import PolicyJudged
 from tasks.reporting.artifacts import key
 from tasks.reporting.prefect_events import emit
+from tasks.run.events import Reports
 from tasks.run.facts import RunFacts
-from tasks.run.reports import Reports
 
 PROMOTED = "refrain.policy.promoted"  # on the Prefect server, where automations hear it
 NOT_PROMOTED = "refrain.policy.not-promoted"

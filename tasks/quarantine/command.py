@@ -16,7 +16,7 @@ from storage.runs.origins import committer, start_of
 from storage.runs.run_store import RunStore
 from tasks.commands.command import Answer, Request, heading, table, text
 from tasks.quarantine.row_histories import HISTORY
-from tasks.run.recorded_flow import settings_of
+from tasks.run.run_record import settings_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

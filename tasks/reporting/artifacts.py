@@ -35,7 +35,7 @@ from tasks.run.events import (
 )
 from tasks.run.facts import RunFacts
 from tasks.run.features import features_of
-from tasks.run.pictures import TIMELINE_STEPS
+from tasks.run.life_cycle import TIMELINE_STEPS
 
 if TYPE_CHECKING:
     from storage.runs.commit_log import Commit, Ledger

@@ -19,10 +19,9 @@ from tasks.reporting.progress_tracker import ProgressTracker
 from tasks.reporting.progress_watch import ProgressWatch
 from tasks.reporting.prometheus import LiveMetrics
 from tasks.reporting.terminal import Terminal
-from tasks.run.events import Listeners
+from tasks.run.events import Listeners, Reporting, Reports
 from tasks.run.facts import RunFacts
 from tasks.run.features import features_of
-from tasks.run.reports import Reporting, Reports
 
 
 def reporting_on(terminal: Terminal) -> Reporting:

@@ -60,7 +60,7 @@ PATIENCE_AT_FAILURE = 10.0  # the same of one that failed or was stopped
 
 
 class RunTracker:
-    """A run's page in MLflow; says which versions are registered (tasks/run/reports.py:Tracking).
+    """A run's page in MLflow; says which versions are registered (tasks/run/events.py:Tracking).
 
     It is begun when it is first written to, or START_DELAY seconds after the engines are ready:
     importing MLflow takes two seconds of CPU, which a small model's first step needs itself. Another

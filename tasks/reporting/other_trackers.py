@@ -32,7 +32,7 @@ from tasks.run.events import (
 )
 from tasks.run.facts import RunFacts
 from tasks.run.metrics import numbers_of
-from tasks.run.recorded_flow import stored_settings
+from tasks.run.run_record import stored_settings
 
 # Seconds for which a run that has ended waits for a tracker that is away, and for one that is slow.
 PATIENCE, SLOW = 10.0, 120.0

@@ -6,7 +6,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.states import Completed, State
 
 from tasks.markdown import escaped
-from tasks.run.continue_from import NothingNew
+from tasks.run.beginning import NothingNew
 
 
 def skipped(nothing: NothingNew) -> State[None]:

@@ -16,10 +16,9 @@ from tasks.guards import acting, listener
 from tasks.guards.acting import carry_out, guards_on, judge_step
 from tasks.guards.rollback import GuardStopped, WentBack, child_name
 from tasks.reporting.progress_line import ProgressLine
-from tasks.run.events import Listeners
+from tasks.run.clock import Gate
+from tasks.run.events import Listeners, Reports
 from tasks.run.features import features_of
-from tasks.run.reports import Reports
-from tasks.run.staleness_gate import Gate
 
 BACK = (
     "guards=[{name: g, metric: m, above: 1, patience: 1, action: rollback, "

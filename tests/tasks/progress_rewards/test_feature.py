@@ -14,7 +14,7 @@ from tasks.memory import places
 from tasks.memory.holders import MemoryDemand
 from tasks.progress_rewards import checks
 from tasks.progress_rewards.feature import FEATURE
-from tasks.run.findings import PreflightError
+from tasks.run.features import PreflightError
 from tasks.run.preflight import check
 from tests.engines.encoders.test_encoders import drawn
 from tests.tasks.memory.settings import plan

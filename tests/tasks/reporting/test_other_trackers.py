@@ -24,7 +24,7 @@ from storage.runs.run_store import RunStore
 from storage.tracking.tracked_run import TrackedData, TrackedRun
 from tasks.reporting import other_trackers, page_queue, tracker_process
 from tasks.reporting.other_trackers import OtherTracker
-from tasks.run import packages
+from tasks.run import preflight
 from tasks.run.events import (
     BackFillBegan,
     BackFillEnded,
@@ -301,9 +301,9 @@ def test_results_of_a_back_fill_go_to_a_run_that_is_done(
 
 def test_a_tracker_that_is_not_installed_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_recipe(GRPOConfig, "tiny", ["tracking.also=[wandb]"])
-    known = packages.installed
+    known = preflight.installed
     monkeypatch.setattr(
-        packages, "installed", lambda name: None if name == "wandb" else known(name)
+        preflight, "installed", lambda name: None if name == "wandb" else known(name)
     )
     with pytest.raises(ConfigError, match=r"tracking\.also has wandb, .* Install it: pip install"):
-        packages.check_packages(config)
+        preflight.check_packages(config)
