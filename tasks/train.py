@@ -24,10 +24,9 @@ from storage.runs.commit_log import Commit, head
 from storage.runs.live import goes_on_as, is_done
 from storage.runs.run_store import RunStore
 from tasks.commit import snapshot
-from tasks.evaluation.evaluate import evaluation
-from tasks.evaluation.schedule import Evaluations, evaluations
+from tasks.evaluation.evaluate import Evaluations, evaluation, evaluations
+from tasks.reporting.artifacts import skipped
 from tasks.reporting.listeners import reporting_on
-from tasks.reporting.skipped import skipped
 from tasks.reporting.terminal import Terminal
 from tasks.results import RunSummary, Updated
 from tasks.run.beginning import NothingNew

@@ -20,9 +20,8 @@ from storage.runs.run_lease import LeaseWatch
 from storage.runs.run_store import RunStore
 from tasks.commands.command import Answer, Request
 from tasks.commands.inspect import state_of
-from tasks.reporting.progress_line import step_line
-from tasks.reporting.screen import aged, duration, plain, screen
-from tasks.reporting.terminal import Terminal
+from tasks.reporting.progress import step_line
+from tasks.reporting.terminal import Terminal, aged, duration, plain, screen
 from tasks.run.run_record import flow_of, settings_of
 
 LOOK = 2.0  # seconds between looks at the store

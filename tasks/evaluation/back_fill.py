@@ -31,8 +31,7 @@ from storage.runs.opponents import opponent_of
 from storage.runs.origins import numbered, start_of
 from storage.runs.run_store import RunStore
 from storage.runs.weights import WeightsRef, open_chain
-from tasks.evaluation.engines import EvaluationPlace
-from tasks.evaluation.evaluate import Evaluator, evaluation
+from tasks.evaluation.evaluate import EvaluationPlace, Evaluator, evaluation
 from tasks.evaluation.summary import Compared, tested
 from tasks.run.attempts import AttemptLog
 from tasks.run.engines import ENGINE_MODULES

@@ -40,8 +40,7 @@ from storage.runs.origins import numbered, start_of
 from storage.runs.run_store import RunStore
 from storage.runs.weights import MANIFEST, WeightsRef, open_chain, open_manifest_at
 from storage.runs.weights_writing import copy_whole
-from tasks.launch.server_process import ServerError, ServerProcess
-from tasks.launch.service_keys import check_key
+from tasks.launch.server_process import ServerError, ServerProcess, check_key
 from tasks.run.beginning import place_of
 from tasks.run.run_record import settings_of
 

@@ -1,6 +1,6 @@
 """A run's curves in trackers besides MLflow (tracking.also), fed from the flow: a write per step.
 
-Each has a queue that no step waits for (page_queue.py) and a process of its own (tracker_process.py).
+Each has a queue that no step waits for (mlflow_page.PageQueue), and a process (tracker_process.py).
 What is written is read from the run's commits, from the step on that the tracker has last.
 """
 
@@ -16,8 +16,13 @@ from storage.runs.origins import origin_of, start_of
 from storage.runs.run_store import RunStore
 from storage.tracking.curve_trackers import CurvesOf, stored_run
 from storage.tracking.tracked_run import tags_of
-from tasks.reporting.mlflow_page import cost_of_run, tracked_evaluation, tracked_run
-from tasks.reporting.page_queue import PageQueue, Write
+from tasks.reporting.mlflow_page import (
+    PageQueue,
+    Write,
+    cost_of_run,
+    tracked_evaluation,
+    tracked_run,
+)
 from tasks.reporting.tracker_process import TrackerProcess
 from tasks.run.events import (
     BackFillBegan,

@@ -17,8 +17,7 @@ from configs.model import Model
 from configs.overrides import ConfigError
 from configs.rewards import RewardsConfig
 from configs.rollout import RolloutConfig
-from tasks.memory.holders import HoldersOf
-from tasks.memory.places import Place
+from tasks.memory.holders import HoldersOf, Place
 
 if TYPE_CHECKING:  # what a refused setting does not wait for
     from prefect.futures import PrefectFuture

@@ -26,7 +26,7 @@ from storage.objects.store import Store
 from storage.runs.forks import YOUNG, pin_version
 from storage.runs.origins import Origin
 from storage.runs.run_store import RunStore
-from tasks.launch.service_keys import check_key
+from tasks.launch.server_process import check_key
 from tasks.run.roles import MODELS
 from tasks.run.run_record import parent_config
 from tasks.teachers.models import origin_of_version

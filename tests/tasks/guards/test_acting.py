@@ -13,9 +13,8 @@ from storage.runs.commit_log import GuardRecord
 from storage.runs.forks import NoSuchOrigin
 from storage.runs.origins import RollbackCause
 from tasks.guards import acting, listener
-from tasks.guards.acting import carry_out, guards_on, judge_step
-from tasks.guards.rollback import GuardStopped, WentBack, child_name
-from tasks.reporting.progress_line import ProgressLine
+from tasks.guards.acting import GuardStopped, WentBack, carry_out, child_name, guards_on, judge_step
+from tasks.reporting.progress import ProgressLine
 from tasks.run.clock import Gate
 from tasks.run.events import Listeners, Reports
 from tasks.run.features import features_of

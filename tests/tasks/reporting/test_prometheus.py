@@ -27,8 +27,7 @@ from engines.workers.pool import PoolLoad
 from engines.workers.worker_metrics import DiskSpace, WorkerMetrics
 from storage.objects.latency import Latency
 from storage.objects.usage import Usage
-from tasks.reporting.prometheus import LiveMetrics, push, write_metrics
-from tasks.reporting.run_metrics import MOST_METRICS
+from tasks.reporting.prometheus import MOST_METRICS, LiveMetrics, push, write_metrics
 from tasks.run.events import (
     AttemptBegan,
     AttemptEnded,
