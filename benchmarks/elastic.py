@@ -90,7 +90,7 @@ def fill_units(options: argparse.Namespace, folder: Path, units: int) -> None:
     from engines.elastic.aggregator import Aggregator
     from engines.elastic.gradients import write_gradient
     from engines.train.spec import MadeOn
-    from storage.objects.digests import key_of
+    from storage.objects.documents import key_of
     from storage.runs.gradients import UnitMetrics
 
     aggregator = Aggregator(

@@ -42,9 +42,9 @@ from engines.train.model.master_weights import MasterWeights
 from engines.train.publication import Publication, publish_together
 from engines.workers import lanes
 from engines.workers.lanes import fill
+from storage.objects.node_cache import SyncBehind
 from storage.objects.store import Store
-from storage.objects.write_behind import SyncBehind
-from storage.runs import weights_reading
+from storage.runs import weights
 
 BEFORE = ("small", "0.5b", "1.5b")  # shapes that are measured the way before too
 STEPS = 3  # that are timed; the median counts
@@ -302,7 +302,7 @@ def before() -> Iterator[None]:
     with (
         mock.patch.object(publication, "by_lanes", return_value=False),
         mock.patch.object(lanes, "by_lanes", return_value=False),
-        mock.patch.object(weights_reading, "THREADS", 1),
+        mock.patch.object(weights, "THREADS", 1),
     ):
         yield
 

@@ -26,8 +26,7 @@ from safetensors.torch import load_file, save_file
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
-from storage.runs.weights import WeightsRef
-from storage.runs.weights_reading import stream
+from storage.runs.weights import WeightsRef, stream
 from storage.runs.weights_writing import publish
 
 MB = 10**6

@@ -28,7 +28,7 @@ from storage.audit.lineage import of_prompt, of_sample, of_version, prompt_of
 from storage.audit.sample_origins import SampleOrigin
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
-from storage.objects.digests import digest
+from storage.objects.documents import digest
 from storage.objects.store import Store
 from storage.objects.usage import COUNTER
 from storage.prompts.cursor import Cursor, draw

@@ -57,8 +57,7 @@ def measure(
     from engines.train.model.lora import base_weights
     from engines.train.publication import publish_together
     from engines.train.sharded_model import DTYPES
-    from storage.objects.node_cache import NodeCache
-    from storage.objects.write_behind import WriteBehind
+    from storage.objects.node_cache import NodeCache, WriteBehind
     from storage.runs.weights import BaseVersion
     from storage.runs.weights_writing import publish
 

@@ -1,10 +1,12 @@
 """Episodes: an environment that answers what the model writes, turn by turn."""
 
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from configs.base import FunctionPath, ProgramPath, Settings
+from configs.coding import WorkspaceConfig
 from configs.retraining import CONTINUE_FROM
 
 Param = int | float | bool | str
@@ -87,13 +89,30 @@ class AgentEnvironment(Settings):
     params: Params = Field(default_factory=dict, description="Keyword arguments of each call.")
 
 
+class NoEnvironment(Settings):
+    """None: an answer of one turn, as of one of several tasks beside others with environments."""
+
+    kind: Literal["none"] = "none"
+
+
+class WorkspaceEnvironment(Settings):
+    """A row's repository in a sandbox, with a shell and files as tools (data.source.kind = coding).
+
+    An episode has ended once a turn calls no tool; its reward is what the row's tests come to.
+    """
+
+    kind: Literal["workspace"] = "workspace"
+
+
 Environment = Annotated[
     ClassEnvironment
     | ToolsEnvironment
     | GymnasiumEnvironment
     | TextArenaEnvironment
     | OpenEnvEnvironment
-    | AgentEnvironment,
+    | AgentEnvironment
+    | NoEnvironment
+    | WorkspaceEnvironment,
     Field(discriminator="kind"),
 ]
 
@@ -117,9 +136,20 @@ class OpponentConfig(Settings):
 class EpisodesConfig(Settings):
     """Answers of several turns. rollout.max_new_tokens is then the limit of a whole conversation."""
 
-    later: ClassVar[frozenset[str]] = frozenset({"past_turns"})
+    later: ClassVar[frozenset[str]] = frozenset(
+        {"past_turns", "max_tokens", "workspace", "deadline", "drive", "fewest_at_once"}
+    )
+    # What changes when episodes are played, and nothing of what they are: in no key.
+    of_driving: ClassVar[frozenset[str]] = frozenset({"drive", "fewest_at_once"})
 
-    environment: Environment = Field(description="What answers the model.")
+    environment: Environment = Field(
+        description="What answers the model; of several tasks, those that have none of their own."
+    )
+    workspace: WorkspaceConfig | None = Field(
+        None,
+        description="How repositories are worked on and tested: of kind workspace, or of an agent "
+        "that takes a workspace. None: kind workspace has the defaults, others have none.",
+    )
     players: int = Field(
         1,
         ge=1,
@@ -145,6 +175,12 @@ class EpisodesConfig(Settings):
         ge=1,
         description="Tokens of one turn; a longer turn ends the episode. None: no limit.",
     )
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Response tokens of an episode that branches, over all branches, each once; one "
+        "branch has up to rollout.max_new_tokens. None: so has the episode.",
+    )
     past_turns: Literal["as_sampled", "as_rendered"] = Field(
         "as_sampled",
         description="What the model reads of its earlier turns where the chat template rewrites "
@@ -169,6 +205,21 @@ class EpisodesConfig(Settings):
         "that takes it beyond, the episode ends, and has failed unless the environment then gives it "
         "a reward.",
     )
+    deadline: float | None = Field(
+        None,
+        gt=0,
+        description="Seconds of one episode in all, of sampling its turns and of the environment; "
+        "with the answer that takes it beyond, the episode ends, and has failed unless the "
+        "environment then gives it a reward. None: no limit but those of turns and of the "
+        "environment.",
+    )
+    drive: Literal["together", "apart"] = Field(
+        "together",
+        description="How the episodes of a shard go on. together: all of them turn by turn, in few "
+        "calls, so that each turn waits for the slowest. apart: each by itself, in a call for each "
+        "of its turns, and stored by itself once it is over. The samples are the same. Unless set, "
+        "apart for agents and openenv, which take their time.",
+    )
     seed: int = Field(0, ge=0, description="Seed of the environments, with the row's number.")
     processes: int = Field(
         2, ge=1, description="Processes of environments of each worker that has them."
@@ -178,6 +229,12 @@ class EpisodesConfig(Settings):
         ge=1,
         description="Episodes that are played at once, of the whole run. None: no limit.",
     )
+    fewest_at_once: int = Field(
+        1,
+        ge=1,
+        description="With drive = apart, where vLLM's cache of keys and values is nearly full fewer "
+        "episodes than at_once are played at once, but not fewer than this.",
+    )
     memory_gib: float = Field(
         4.0, gt=0, description="Memory of one process of environments, in GiB; beyond it, it fails."
     )
@@ -186,6 +243,33 @@ class EpisodesConfig(Settings):
         description="Interpreter that the environments run with, where their libraries do not go "
         "with Refrain's. None: this one.",
     )
+
+    @property
+    def are_forests(self) -> bool:
+        """Whether its samples are stored as forests (storage/batches/forest.py)."""
+        return self.environment.kind == "agent" or self.past_turns == "as_rendered"
+
+    def in_keys(self, exclude: Collection[str] = ()) -> dict[str, Any]:
+        return super().in_keys({*exclude, *self.of_driving})
+
+    @model_validator(mode="after")
+    def _fewest_are_not_more(self) -> Self:
+        if self.at_once is not None and self.fewest_at_once > self.at_once:
+            raise ValueError(
+                f"episodes.fewest_at_once = {self.fewest_at_once} is more than episodes.at_once = "
+                f"{self.at_once}. Set it to {self.at_once} or less."
+            )
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_workspace_has_settings(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("workspace") is None:
+            played = given.get("environment")
+            mapping = isinstance(played, Mapping) and played.get("kind") == "workspace"
+            if mapping or isinstance(played, WorkspaceEnvironment):
+                return {**given, "workspace": {}}
+        return given
 
     @model_validator(mode="after")
     def _the_kind_has_players(self) -> Self:

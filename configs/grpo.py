@@ -10,6 +10,7 @@ from configs.form import without
 from configs.resolving import (
     ANY_MACHINE,
     Decider,
+    driving,
     gpu_sampling,
     number_formats,
     resolve,
@@ -17,7 +18,9 @@ from configs.resolving import (
     slots,
 )
 from configs.rules.batches import BATCHES
+from configs.rules.branches import BRANCHES
 from configs.rules.clusters import CLUSTERS
+from configs.rules.coding import CODING
 from configs.rules.elastic import ELASTIC
 from configs.rules.episodes import EPISODES
 from configs.rules.evaluation import EVALUATION
@@ -67,6 +70,8 @@ OF_EVERY_FLOW: tuple[Rule[RunConfig], ...] = (
     *OVER_SAMPLING,
     *SAMPLING,
     *EPISODES,
+    *BRANCHES,
+    *CODING,
     *LOGPROBS,
     *SAMPLING_MASK,
     *THINKING,
@@ -94,7 +99,7 @@ class GRPOConfig(RunConfig):
     unfit: ClassVar[tuple[str, ...]] = ("gae", "tree", "tree_segment", "tree_sibling")
     # What has to hold between the parts, in the order in which it is asked.
     rules: ClassVar[tuple[Rule[Any], ...]] = (*BATCHES, *ESTIMATOR, *OF_EVERY_FLOW)
-    deciders: ClassVar[tuple[Decider, ...]] = (number_formats, gpu_sampling, shards, slots)
+    deciders: ClassVar[tuple[Decider, ...]] = (number_formats, gpu_sampling, shards, driving, slots)
 
     @classmethod
     def __get_pydantic_json_schema__(

@@ -49,8 +49,7 @@ def _idle(config: GRPOConfig) -> list[str]:
 
 
 def _early_end(config: GRPOConfig) -> list[str]:
-    played = config.episodes
-    if played is None or played.environment.kind != "agent":
+    if all(one.environment.kind != "agent" for one in config.played.values()):
         return []
     if config.rewards.on_failure != "drop" or config.group_size == 1:
         return []

@@ -13,7 +13,7 @@ from engines.data.results import PromptsResult
 from storage.batches.columns import TOKENS
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
-from storage.objects.digests import key_of
+from storage.objects.documents import key_of
 from storage.prompts.cursor import Cursor, Exhausted
 from storage.prompts.cursor import draw as draw_rows
 from tasks.results import Carried, Prompts

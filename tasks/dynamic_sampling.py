@@ -27,7 +27,7 @@ from configs.dapo import DAPOConfig
 from engines.data.contract import AdvantagesRequest, Scorer
 from engines.data.results import TooFewGroups
 from storage.batches.refs import BatchRef
-from storage.objects.digests import key_of
+from storage.objects.documents import key_of
 from storage.prompts.cursor import Exhausted
 from tasks.advantage import repetitions, telling_causes
 from tasks.draw import check_enough, draw_groups

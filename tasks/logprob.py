@@ -7,7 +7,7 @@ from prefect import task
 from configs.cluster.cluster import Role
 from engines.train.spec import LogprobColumn
 from storage.batches.refs import BatchRef
-from storage.objects.digests import key_of
+from storage.objects.documents import key_of
 from tasks.results import WholeShards, samples_of_shards
 from tasks.run.roles import ACTOR, REF
 from tasks.run.run import Run

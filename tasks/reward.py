@@ -15,7 +15,7 @@ from engines.rewards.protocol import TrainerState
 from storage.batches.columns import EXTRA
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
-from storage.objects.digests import key_of
+from storage.objects.documents import key_of
 from storage.prompts.cursor import Cursor
 from tasks.results import FailureCause, Scored, WholeShards, samples_of_shards
 from tasks.run.contract import StageView

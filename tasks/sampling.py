@@ -8,7 +8,7 @@ from configs.data import Source
 from engines.rollout.contract import RolloutRequest, RolloutResult, Sampling
 from engines.rollout.partial import PartialSamples
 from storage.batches.refs import BatchRef
-from storage.objects.digests import key_of
+from storage.objects.documents import key_of
 from storage.runs.weights import WeightsRef
 from tasks.results import Sampled, Unsampled
 from tasks.run.contract import StageView
@@ -72,6 +72,7 @@ def sample_or_leave(
     if result is None:  # the step did not wait for it
         partial = PartialSamples(run.store, piece.out_key).take()
         return Unsampled(begun=partial or begun)
+    run.episodes.told(result.stats.cache_use)
     return sampled(prompts, weights, result, piece.out_key)
 
 

@@ -10,12 +10,11 @@ from engines.data.chat_template import (
     TOO_LONG,
     TokenizedPrompts,
     chat_of,
-    data_of,
     ids_of,
     with_variables,
 )
 from engines.data.conversation import Conversation
-from storage.objects.json_values import Row
+from storage.objects.documents import Row
 
 
 class AgentPrompts:
@@ -44,7 +43,7 @@ class AgentPrompts:
             conversation = self._conversation_with(tools)
             asking = []
             for n in numbers:
-                data, messages = data_of(rows[n], self._data), asked[n].messages
+                data, messages = self._data, asked[n].messages
                 plain = data.template == "plain"
                 prompt = "".join(one["content"] for one in messages) if plain else messages
                 row = with_variables(rows[n], asked[n].variables)

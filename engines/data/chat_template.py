@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from configs.data import DataConfig, refuse_own_variables
 from storage.batches.columns import TASK
-from storage.objects.json_values import Row
+from storage.objects.documents import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,12 +36,6 @@ class TokenizedPrompts:
     prompt_ids: list[list[int]]  # one list of token ids per kept row
     kept: list[int]  # positions of the kept rows, ascending
     dropped: list[tuple[int, str]]  # position and reason (TOO_LONG or EMPTY) of each other row
-
-
-def data_of(row: Row, config: DataConfig) -> DataConfig:
-    """How a row becomes a prompt: where there are several tasks, as its own has it."""
-    tasks = config.tasks
-    return tasks[str(row[TASK])] if tasks else config
 
 
 def template_variables(row: Row, config: DataConfig) -> dict[str, Any]:
@@ -106,7 +100,7 @@ def _text(text: str) -> str:
 def _messages(value: object, column: str) -> list[Message]:
     """A copy of a list of chat messages; ValueError when `value` is none."""
     if isinstance(value, list) and value and all(map(_is_message, value)):
-        return [dict(cast(Message, message)) for message in value]
+        return [dict(cast("Message", message)) for message in value]
     raise ValueError(
         f"Column '{column}' holds {str(value)[:80]!r}: a prompt is a string, or a list of messages "
         "that each have a role and a content in text. Set data.prompt_column to another column."
@@ -185,12 +179,20 @@ def _tokenized_by_task(
     observations: Sequence[str | None] | None,
 ) -> TokenizedPrompts:
     """`tokenize`, each row as its task has it."""
-    ids: dict[int, list[int]] = {}
-    dropped: list[tuple[int, str]] = []
+    parts = []
     for name, config in tasks.items():
         places = [place for place, row in enumerate(rows) if row[TASK] == name]
         shown = None if observations is None else [observations[place] for place in places]
         made = tokenize([rows[place] for place in places], config, tokenizer, tools, shown)
+        parts.append((places, made))
+    return put_together(parts)
+
+
+def put_together(parts: Iterable[tuple[Sequence[int], TokenizedPrompts]]) -> TokenizedPrompts:
+    """The prompts of parts of some rows, each with the positions of its rows, as those of all."""
+    ids: dict[int, list[int]] = {}
+    dropped: list[tuple[int, str]] = []
+    for places, made in parts:
         ids |= {places[at]: one for at, one in zip(made.kept, made.prompt_ids, strict=True)}
         dropped += [(places[at], reason) for at, reason in made.dropped]
     kept = sorted(ids)
@@ -276,7 +278,7 @@ def _encode_chats(
                 f"Prompt {len(encoded)} of the batch: the model's chat template refuses it: {said}"
             ) from None
         ids = tokenizer(f"{text}{config.prefill}", add_special_tokens=False)["input_ids"]
-        encoded.append(cast(list[int], ids))
+        encoded.append(cast("list[int]", ids))
     return encoded
 
 

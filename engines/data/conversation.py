@@ -33,8 +33,8 @@ from engines.data.chat_template import (
     tokenize,
     tools_in_words,
 )
-from storage.batches.columns import TASK, Author
-from storage.objects.json_values import Row
+from storage.batches.columns import Author
+from storage.objects.documents import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,11 +103,7 @@ class Conversation:
         self.rewrites = False  # whether the template rewrites earlier turns, seen by `check`
         self._config = config
         self.tools = tuple(tools)
-        self._of_tasks = {
-            name: Conversation(tokenizer, own, tools, past_turns)
-            for name, own in config.tasks.items()
-        }
-        self._plain = config.template == "plain" or bool(self._of_tasks)
+        self._plain = config.template == "plain"
         if not self._plain:
             require_template(tokenizer)
         taken = bool(tools) and not self._plain and takes_tools(tokenizer, tools)
@@ -129,13 +125,10 @@ class Conversation:
         return Conversation(self._tokenizer, self._config, tools, self._past_turns, self._variables)
 
     def for_row(self, row: Row) -> Conversation:
-        """The conversation of a row: this one, its task's, or one with the row's own variables of the
-        template.
+        """The conversation of a row: this one, or one with the row's own variables of the template.
 
         Such a one is checked as this one was. ValueError, in a sentence, where it does not pass.
         """
-        if self._of_tasks:
-            return self._of_tasks[str(row[TASK])].for_row(row)
         variables = template_variables(row, self._config)
         if self._plain or variables == self._variables:
             return self
@@ -300,11 +293,6 @@ class Conversation:
         that is followed by results of tools, and remove them once a user has spoken.
         """
         self._roles = roles
-        if self._of_tasks:
-            for one in self._of_tasks.values():
-                one.check(roles)
-            self.rewrites = any(one.rewrites for one in self._of_tasks.values())
-            return
         if self._plain:
             self._check_plain()
             return

@@ -27,7 +27,7 @@ from storage.batches.columns import (
 )
 from storage.batches.refs import BatchRef
 from storage.batches.sampling_mask import COUNTS, SamplingMask, mask_columns, read_masks
-from storage.objects.json_values import Row
+from storage.objects.documents import Row
 from storage.objects.store import Store
 from storage.prompts.source import PromptSource
 

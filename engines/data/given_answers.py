@@ -15,7 +15,7 @@ from engines.data.results import AnswersGiven
 from storage.batches.columns import GIVEN, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
-from storage.objects.json_values import Row
+from storage.objects.documents import Row
 from storage.objects.store import Store
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from engines.environments.protocol import PlayersTurn
 from storage.batches.columns import OPPONENTS_TURN, UNFINISHED, WAITING, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
-from storage.objects.json_values import Row
+from storage.objects.documents import Row
 from storage.objects.store import Store
 
 

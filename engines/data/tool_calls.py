@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from storage.objects.json_values import JsonValue
+from storage.objects.documents import JsonValue
 
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _LISTED = re.compile(r"\[TOOL_CALLS\](.*)", re.DOTALL)

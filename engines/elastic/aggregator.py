@@ -19,7 +19,7 @@ from engines.train.fsdp_engine import FSDPEngine
 from engines.train.sharded_model import DTYPES
 from engines.train.spec import MadeOn, UpdateRequest, UpdateResult
 from engines.train.updater import Updater
-from storage.objects.digests import key_of
+from storage.objects.documents import key_of
 from storage.objects.errors import ObjectDamaged
 from storage.runs.gradients import (
     Gradient,

@@ -23,7 +23,7 @@ from engines.algorithms.aggregation import MetricSums
 from engines.train.spec import MadeOn
 from engines.train.updater import Tally
 from storage.batches import tensors as torch_bytes
-from storage.objects.digests import digest
+from storage.objects.documents import digest
 from storage.objects.errors import ObjectDamaged, ObjectMissing
 from storage.runs.gradients import Gradient, GradientsOf, UnitMetrics, check_open, unit_key
 from storage.runs.run_store import RunStore

@@ -31,8 +31,7 @@ from storage.batches.refs import BatchRef
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import head
 from storage.runs.gradients import GradientsRefused, gradients_key, remove_keys
-from storage.runs.origins import start_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, start_of
 
 if TYPE_CHECKING:
     from engines.train.spec import LogprobRequest, UnitAttempt, UpdateRequest, UpdateResult

@@ -20,7 +20,7 @@ from engines.train.policy import HeadedModel
 from engines.train.sharded_model import DTYPES
 from engines.train.spec import ColumnsResult, LogprobRequest, TrainSpec, UpdateRequest
 from storage.batches.refs import BatchRef
-from storage.objects.digests import key_of
+from storage.objects.documents import key_of
 from storage.runs.gradients import read_gradient
 from storage.runs.weights import WeightsRef
 

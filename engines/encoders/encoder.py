@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.encoder import FramesSettings, ProjectionEncoder
-from storage.objects.digests import digest
+from storage.objects.documents import digest
 
 Frames = Sequence[NDArray[np.generic]]  # of one form, uint8 or float32
 Seen = TypeVar("Seen")  # a frame, or what stands for one
@@ -69,8 +69,8 @@ class Projection:
     def _matrix_for(self, inputs: int) -> NDArray[np.float32]:
         if self._matrix.shape[1] != inputs:
             # RandomState, whose numbers no release of numpy changes.
-            drawn = np.random.RandomState(self._config.seed).standard_normal((self.dim, inputs))
-            self._matrix = (drawn / np.sqrt(self.dim)).astype(np.float32)
+            normals = np.random.RandomState(self._config.seed).standard_normal((self.dim, inputs))
+            self._matrix = (normals / np.sqrt(self.dim)).astype(np.float32)
             settings = self._config.model_dump_json().encode()
             self._digest = digest(settings + self._matrix.tobytes())
         return self._matrix

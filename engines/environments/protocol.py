@@ -33,7 +33,7 @@ class EnvironmentStart:
     """The first message: which environment to hold sessions of."""
 
     name: str  # what messages call the environment
-    kind: str  # class, tools, gymnasium, textarena, openenv or agent
+    kind: str  # class, tools, gymnasium, textarena, openenv, agent or workspace
     path: str  # import path: of the class, or of a codec; empty for none
     id: str  # name in the library's registry, or a server's URL; empty for a class
     params: Mapping[str, Any]  # keyword arguments of making one
@@ -41,6 +41,7 @@ class EnvironmentStart:
     players: int = 1  # of an episode
     frames: bool = False  # whether a frame goes with each answer
     functions: Sequence[str] = ()  # import paths of functions that are tools
+    workspace: Mapping[str, Any] | None = None  # settings of a workspace, which is part of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,8 +34,7 @@ from engines.environments.protocol import (
     ToolCall,
 )
 from engines.processes.child_process import CallLost, CallTimedOut, ProcessDied
-from storage.objects.digests import digest
-from storage.objects.json_values import Row
+from storage.objects.documents import Row, digest
 
 logger = logging.getLogger(__name__)
 

@@ -28,8 +28,8 @@ from storage.runs.weights import (
     TensorEntry,
     WeightsRef,
     open_manifest,
+    stream,
 )
-from storage.runs.weights_reading import stream
 
 if TYPE_CHECKING:
     import torch
@@ -162,7 +162,7 @@ def whole_entries(
 def stream_whole(
     store: Store, weights: WeightsRef, names: Container[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """As `storage.runs.weights_reading.stream`; of an adapter its base's tensors, merged.
+    """As `storage.runs.weights.stream`; of an adapter its base's tensors, merged.
 
     Every tensor read, of the base and of the adapter, is checked before it is used.
     """

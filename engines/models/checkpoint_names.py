@@ -24,7 +24,7 @@ from engines.models.tensor_files import (
     stored_tensors,
     unfit,
 )
-from storage.runs.file_names import FileNames, Part
+from storage.runs.weights import FileNames, Part
 
 if TYPE_CHECKING:
     from torch import Tensor

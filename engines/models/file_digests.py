@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engines.start_progress import report
-from storage.objects.digests import Digester
+from storage.objects.documents import Digester
 
 WINDOW_BYTES = 16 * 2**20
 WEIGHTS, WORDS = ("*.safetensors",), ("*.json", "*.jinja", "*.model", "*.txt")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from storage.batches.format import DTYPES
 from storage.batches.tensors import NAMES, dtype_of
-from storage.runs.file_names import Part
+from storage.runs.weights import Part
 
 if TYPE_CHECKING:
     from torch import Tensor

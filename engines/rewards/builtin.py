@@ -16,7 +16,7 @@ from configs.data import ReasoningGymSource
 from configs.rewards import ChoiceReward, EnvironmentReward, MathReward, ReasoningGymReward
 from engines.rewards.boxes import boxes_of
 from engines.rewards.protocol import SampleScore, SampleTookTooLong
-from storage.objects.json_values import Row, unpack
+from storage.objects.documents import Row, unpack
 from storage.prompts.datasets import ReasoningGymRows
 
 Scorer: TypeAlias = Callable[[str, Row], "float | SampleScore | None"]

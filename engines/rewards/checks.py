@@ -25,7 +25,7 @@ from engines.rewards.row_tests import tests_of
 from engines.rewards.runner import RewardRunner
 from engines.rewards.unit_tests import NO_JUDGE, UnitTestScorer
 from engines.sandboxes.opening import prove
-from storage.objects.json_values import Row
+from storage.objects.documents import Row
 from storage.prompts.source import PromptSource
 
 TESTED_ROWS = 256  # first rows whose tests are looked at

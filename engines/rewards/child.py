@@ -50,7 +50,7 @@ from engines.rewards.protocol import (
 
 if TYPE_CHECKING:
     from engines.rewards.builtin import Scorer
-    from storage.objects.json_values import JsonValue, Row
+    from storage.objects.documents import JsonValue, Row
 
 _ERROR_CHARACTERS = 500  # of an error's text that are kept
 

@@ -30,7 +30,7 @@ import numpy as np
 from engines.processes.child_process import CallTimedOut, ProcessDied
 from engines.rewards.process import RewardProcess
 from engines.rewards.protocol import Reply, RewardCall
-from storage.objects.json_values import JsonValue
+from storage.objects.documents import JsonValue
 
 ISOLATION_BUDGET = 4  # deadlines that finding the guilty samples of one batch may take
 FIRST_LOOK = 1 / 8  # of the deadline: what a sample gets at first when samples are called singly

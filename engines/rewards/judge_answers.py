@@ -15,9 +15,8 @@ from configs.judge import JudgeReward
 from engines.rewards.judge_endpoint import request_body
 from engines.rewards.judge_rubric import Rubric
 from storage.objects import documents
-from storage.objects.digests import canonical
+from storage.objects.documents import JsonValue, canonical
 from storage.objects.errors import ObjectMissing, StoreError
-from storage.objects.json_values import JsonValue
 from storage.objects.store import Store
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from engines.rewards.protocol import Prompt
-    from storage.objects.json_values import Row
+    from storage.objects.documents import Row
 
 _PLACE = re.compile(r"\{\{(\w+)\}\}|\{([A-Za-z_]\w*)\}")
 _GIVEN = ("prompt", "completion")

@@ -16,7 +16,7 @@ from engines.processes import child_messages
 from engines.processes.child_messages import Broken, Packed, by_name
 
 if TYPE_CHECKING:
-    from storage.objects.json_values import JsonValue, Row
+    from storage.objects.documents import JsonValue, Row
 
 Prompt: TypeAlias = "str | list[dict[str, str]]"
 

@@ -16,7 +16,7 @@ from typing import Any
 from configs.rewards import UnitTestsReward
 from engines.rewards.collection import Collected, collected, has_statements, parsed
 from engines.rewards.doctests import DOCTEST, docstrings_with_examples, doctest_code, is_doctest
-from storage.objects.json_values import Row
+from storage.objects.documents import Row
 
 _FENCED = re.compile(r"\s*```\w*[ \t]*\n(.*?)\n?[ \t]*```\s*", re.DOTALL)
 _LITERAL = ("[", "{", "(", '"', "'")  # how JSON, or Python's text of a value, begins

@@ -12,14 +12,17 @@ from engines.models.checkpoint_names import CheckpointNames
 from storage.objects.node_cache import NodeCache
 from storage.objects.store import Store
 from storage.runs.weights import (
+    ALL,
     BaseVersion,
     Manifest,
+    Share,
     WeightsRef,
     adapter_digest,
     open_manifest,
+    stream,
+    wait_until_readable,
     weights_digest,
 )
-from storage.runs.weights_reading import ALL, Share, stream, wait_until_readable
 
 if TYPE_CHECKING:
     import torch
@@ -149,8 +152,8 @@ class _Taken:
 
     def is_copy(self, name: str) -> bool:
         """Whether another one has the same bytes."""
-        wanted = self._entries[name].digest
-        return any(e.digest == wanted for other, e in self._entries.items() if other != name)
+        digest = self._entries[name].digest
+        return any(e.digest == digest for other, e in self._entries.items() if other != name)
 
     def digest(self) -> str:
         """Of those taken."""

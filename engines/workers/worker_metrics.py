@@ -14,8 +14,7 @@ from prometheus_client import Metric
 
 from engines.workers.gpus import GpuState, gpu_states
 from engines.workers.spent import METER
-from storage.objects.latency import LATENCIES, Latency
-from storage.objects.usage import COUNTER, Usage
+from storage.objects.usage import COUNTER, LATENCIES, Latency, Usage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,7 +26,7 @@ from storage.batches.refs import BatchRef
 from storage.evaluations.files import NOTES
 from storage.evaluations.results import notes_of
 from storage.objects import documents
-from storage.objects.digests import digest
+from storage.objects.documents import digest
 from storage.objects.errors import ObjectMissing, StoreError
 from storage.runs.adapters import base_keys
 from storage.runs.commit_log import (
@@ -38,13 +38,11 @@ from storage.runs.commit_log import (
     read_commit_digest,
 )
 from storage.runs.forks import check_state, pins
+from storage.runs.live import PROGRESS_NAME as PROGRESS
 from storage.runs.opponents import recorded_opponent
-from storage.runs.origins import Origin, origin_of, parent_of
-from storage.runs.progress import NAME as PROGRESS
 from storage.runs.retention import batches_below
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import DATA_SUFFIX, Origin, RunStore, origin_of, parent_of
 from storage.runs.seen_rows import ROWS, SEEN
-from storage.runs.stage_store import DATA_SUFFIX
 from storage.runs.weights import MANIFEST, WeightsRef
 
 # Objects at the top of a run's folder that are its own records.

@@ -11,7 +11,7 @@ from storage.batches.columns import TASK
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit, Ledger, read_outline
 from storage.runs.opponents import opponent_of
-from storage.runs.origins import committer, start_of
+from storage.runs.run_store import committer, start_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

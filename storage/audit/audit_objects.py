@@ -10,7 +10,7 @@ from storage.batches.reading import columns_of
 from storage.batches.ref_columns import Source
 from storage.batches.refs import BatchRef
 from storage.objects import documents
-from storage.objects.digests import Digester, digest
+from storage.objects.documents import Digester, digest
 from storage.objects.errors import ObjectDamaged, ObjectMissing
 from storage.objects.store import Store
 from storage.runs import snapshots, weights

@@ -8,20 +8,20 @@ from typing import cast
 
 from pydantic import JsonValue
 
+from storage.batches.forest import LENGTHS, PARENTS
 from storage.batches.refs import BatchRef
 from storage.evaluations.results import ConfidenceInterval, EvaluationResult, newest_evaluations
-from storage.objects.digests import Digester
+from storage.objects.documents import Digester
 from storage.objects.errors import ObjectMissing
 from storage.objects.store import Store
 from storage.runs.commit_log import Outline, head, read_commit, read_outline
-from storage.runs.origins import committer, origin_of, start_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, committer, origin_of, start_of
 from storage.runs.working_tree import FIELD as GIT
 
 # What a step is made of, in the order in which it comes about: name, ref of the commit, columns.
 PARTS = (
     ("prompts", "prompts", ("prompt_ids", "prompt_row")),
-    ("samples", "samples", ("response_ids",)),
+    ("samples", "samples", ("response_ids", LENGTHS, PARENTS)),
     ("rewards", "samples", ("reward",)),
     ("batch", "batch", ("sample_id", "advantages")),
 )

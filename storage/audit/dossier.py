@@ -19,8 +19,7 @@ from storage.evaluations.results import newest_evaluations
 from storage.evaluations.run_cost import cost_of_run
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit, head, read_commit
-from storage.runs.origins import committer, origin_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, committer, origin_of
 from storage.runs.weights import MANIFEST, open_manifest_at
 from storage.tracking.plots import progress_png
 

@@ -28,8 +28,7 @@ from storage.audit.step_search import (
 )
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit, Outline, head, read_commit, read_outline
-from storage.runs.origins import numbered, start_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, numbered, start_of
 
 LIMIT = 20  # steps, and samples, that are read where nothing else is asked for
 AT_ONCE = 8  # steps that are read at a time

@@ -16,7 +16,7 @@ import numpy as np
 from storage.objects.errors import ObjectMissing
 from storage.prompts.cursor import Cursor, TasksCursor, current_order, within
 from storage.runs.commit_log import Commit, Outline, head, read_commit, read_outline
-from storage.runs.origins import Origin, ancestry
+from storage.runs.run_store import Origin, ancestry
 from storage.runs.seen_rows import fresh_rows_of
 
 if TYPE_CHECKING:

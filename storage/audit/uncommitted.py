@@ -9,10 +9,9 @@ from storage.batches.ref_columns import ColumnRef, Source
 from storage.batches.refs import BatchRef
 from storage.batches.rows import RowIndex
 from storage.objects import documents
-from storage.objects.digests import digest
+from storage.objects.documents import digest
 from storage.objects.store import Store
-from storage.runs.run_store import RunStore
-from storage.runs.stage_store import DATA_SUFFIX, STAGE_FORMAT
+from storage.runs.run_store import DATA_SUFFIX, STAGE_FORMAT, RunStore
 
 SAMPLED = ("episodes", "tree", "rollout")  # stages whose results are samples, the whole ones first
 SCORED = "reward"

@@ -19,7 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from storage.batches.columns import Kind
-from storage.objects.digests import digest
+from storage.objects.documents import digest
 
 VERSION = 1
 ALIGN = 64  # bytes; the values begin at a multiple, so that mapped tensors are aligned

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from storage.batches.columns import Kind, narrowed
 from storage.batches.format import DTYPES, Bytes, Offsets, StoredColumn, parse, row_checksums
-from storage.objects.digests import digest
+from storage.objects.documents import digest
 from storage.objects.errors import ObjectDamaged
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from storage.batches.format import DTYPES, Encoded, build
 from storage.batches.ref_columns import ColumnRef, Source
 from storage.batches.refs import BatchRef
 from storage.batches.rows import RowIndex
-from storage.objects.digests import digest
+from storage.objects.documents import digest
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase

@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from storage.objects.store import Store
-from storage.runs.run_store import RunStore
-from storage.runs.stage_store import DATA_SUFFIX, StageStore
+from storage.runs.run_store import DATA_SUFFIX, RunStore, StageStore
 
 ROOT = "_evaluations"
 NOTES = "evaluations"  # folder of a run

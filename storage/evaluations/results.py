@@ -10,7 +10,7 @@ from pydantic import Field, JsonValue
 from storage.batches.refs import BatchRef
 from storage.evaluations.files import NOTES, note_key
 from storage.objects import documents
-from storage.objects.digests import key_of
+from storage.objects.documents import key_of
 from storage.objects.store import Store
 from storage.runs.commit_log import Record
 from storage.runs.run_store import RunStore

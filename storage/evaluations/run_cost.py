@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from storage.evaluations.results import evaluations_of
 from storage.runs.commit_log import head, read_outline
 from storage.runs.live import read_end
-from storage.runs.origins import start_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, start_of
 from storage.tracking.cost import DEVICE_HOURS_SO_FAR, MONEY_SO_FAR
 
 

@@ -18,7 +18,9 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol, cast
+from typing import IO, TYPE_CHECKING, Annotated, Any, Protocol, cast
+
+from pydantic import AfterValidator
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -31,6 +33,31 @@ ABANDONED = 3600.0  # seconds without a write after which a half-written file is
 SHARED_FILE, SHARED_FOLDER = 0o660, 0o2770  # of a store that a group shares
 AT_ONCE = 2**30  # bytes that a file is given in one call
 LOCAL_TRANSIENT = {errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EREMOTEIO}
+
+
+def clean_key(key: str, folder: bool = False) -> str:
+    """`key` if it is a clean relative path; an empty one only where a folder is meant.
+
+    Raises ValueError.
+    """
+    if folder and not key:
+        return key
+    parts = key.split("/")
+    if not all(parts) or ".." in parts or "." in parts or "\\" in key or "\0" in key:
+        raise ValueError(
+            f"Key {key!r:.200} is no relative POSIX path; use names joined by single slashes."
+        )
+    return key
+
+
+def _stored(key: str) -> str:
+    try:
+        return clean_key(key)
+    except ValueError:
+        raise ValueError(f"{key!r:.200} leads out of the store, or is no clean path") from None
+
+
+StoredKey = Annotated[str, AfterValidator(_stored)]  # a field of a record that is read from a store
 
 
 class Backend(Protocol):

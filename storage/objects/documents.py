@@ -1,21 +1,153 @@
-"""Small JSON objects with a format name and a digest: markers, manifests, commits, run.json."""
+"""JSON as a store has it: documents with a format name and a digest, keys, values of rows.
+
+Documents are markers, manifests, commits, run.json. Values of rows are what a row of data may hold,
+and Python structures that are kept exactly in text.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from datetime import date, datetime, time
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
+import numpy as np
+import xxhash
 from pydantic import BaseModel, ValidationError
 
-from storage.objects.digests import canonical, digest
 from storage.objects.errors import ObjectDamaged
 
 if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
     from storage.objects.store import Store
+
+PREFIX = "xxh3:"
+
+JsonValue: TypeAlias = "None | bool | int | float | str | list[JsonValue] | dict[str, JsonValue]"
+Row: TypeAlias = "Mapping[str, JsonValue]"  # column -> value; never changed in place
 
 Model = TypeVar("Model", bound=BaseModel)
 Reader = Callable[[dict[str, object]], dict[str, object]]
+
+
+def digest(data: Buffer) -> str:
+    """`xxh3:` and the 128-bit xxh3 hash of `data` in hex. Finds damage; it is no signature."""
+    return PREFIX + xxhash.xxh3_128_hexdigest(data)
+
+
+class Digester:
+    """The digest of bytes that arrive in pieces: the same as `digest` of them joined."""
+
+    __slots__ = ("_hash",)
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_128()
+
+    def update(self, data: Buffer) -> None:
+        self._hash.update(data)
+
+    def digest(self) -> str:
+        return PREFIX + self._hash.hexdigest()
+
+
+def canonical(value: object) -> bytes:
+    """JSON of `value` that is equal for equal values: sorted keys, no spaces, no NaN."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return text.encode()
+
+
+def canonical_row(row: object) -> bytes:
+    """As `canonical`, of a row of the data, which may hold NaN and infinity.
+
+    They are written as Python and JavaScript do (NaN, Infinity, -Infinity), without quotes: as no
+    text and no other number is. All NaN are one.
+    """
+    return json.dumps(row, sort_keys=True, separators=(",", ":")).encode()
+
+
+def key_of(*parts: object) -> str:
+    """16 hex digits (sha256) that name the JSON-able `parts`: equal parts, equal key.
+
+    Raises TypeError when a part is no JSON.
+    """
+    return hashlib.sha256(canonical(parts)).hexdigest()[:16]
+
+
+def digest_lines(entries: Iterable[object]) -> str:
+    """The digest of JSON-able entries in the order given."""
+    total = Digester()
+    for entry in entries:
+        total.update(canonical(entry))
+        total.update(b"\n")
+    return total.digest()
+
+
+def plain(value: object) -> JsonValue:
+    """`value` with dates and decimals as text; TypeError for what has no JSON form, such as bytes."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, (datetime, date, time)):
+        return value.isoformat()
+    if isinstance(value, Decimal):
+        return str(value)
+    raise TypeError(f"a value of type {type(value).__name__} has no JSON form")
+
+
+def pack(value: object) -> str:
+    """JSON text from which `unpack` restores tuples, sets and keys that are no strings.
+
+    Plain JSON turns these into lists and strings, and some of reasoning-gym's scorers then judge
+    the same answer differently.
+    """
+    return json.dumps(_tagged(value), ensure_ascii=False)
+
+
+def unpack(text: str) -> Any:
+    """The value that `pack` wrote."""
+    return _untagged(json.loads(text))
+
+
+def _tagged(value: object) -> JsonValue:
+    if isinstance(value, np.generic):
+        return _tagged(value.item())
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, list):
+        return [_tagged(item) for item in value]
+    if isinstance(value, tuple):
+        return {"$tuple": [_tagged(item) for item in value]}
+    if isinstance(value, (set, frozenset)):
+        return {"$set": sorted((_tagged(item) for item in value), key=repr)}
+    if isinstance(value, Mapping):
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: _tagged(item) for key, item in value.items()}
+        return {"$dict": [[_tagged(key), _tagged(item)] for key, item in value.items()]}
+    raise TypeError(f"a value of type {type(value).__name__} has no JSON form")
+
+
+def _untagged(value: JsonValue) -> Any:
+    if isinstance(value, list):
+        return [_untagged(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    match value:
+        case {"$tuple": list(items)}:
+            return tuple(_untagged(item) for item in items)
+        case {"$set": list(items)}:
+            return {_untagged(item) for item in items}
+        case {"$dict": list(pairs)}:
+            return {
+                _untagged(pair[0]): _untagged(pair[1])
+                for pair in cast("list[list[JsonValue]]", pairs)
+            }
+    return {key: _untagged(item) for key, item in value.items()}
 
 
 def encode(form: str, body: Mapping[str, object], indent: int | None = 1) -> bytes:

@@ -1,11 +1,13 @@
-"""What a machine keeps of a remote store's objects: read once, and shared by its processes.
+"""What a machine has of a remote store's objects: read once and shared, or written before the store.
 
-Only of objects that never change under their key, such as a policy version's files. An object is a
-sparse file in a folder of the machine, with a byte at its end for each chunk that has arrived. Who
-needs a chunk takes the file's lock and fetches it; others wait and find it. Who writes an object to
-the store can put it here first (write_behind.py), so that its machine need not wait for the store.
-All readers map the same pages, and keep them where the file is removed. What is longest unused goes
-first.
+Only objects that never change under their key are kept, such as a policy version's files. An object
+is a sparse file in a folder of the machine, with a byte at its end for each chunk that has arrived.
+Who needs a chunk takes the file's lock and fetches it; others wait and find it. All readers map the
+same pages, and keep them where the file is removed. What is longest unused goes first.
+
+Who writes an object can put it here first, where its readers find it, and it goes to the store a
+little later, one object after the other. A local store's files are in their place at once, and on its
+disk a little later. Nothing may count on the store before `settle` has returned.
 """
 
 from __future__ import annotations
@@ -18,14 +20,17 @@ import mmap
 import os
 import struct
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from configs.private_folder import machine_folder, private_folder
 from storage.objects.backends import Range
-from storage.objects.errors import ObjectDamaged
+from storage.objects.errors import ObjectDamaged, StoreError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from typing_extensions import Buffer
 
     from storage.objects.store import Store
@@ -35,6 +40,8 @@ logger = logging.getLogger(__name__)
 FOLDER = "weights"
 CHUNK = 16 * 2**20  # bytes fetched at a time; no more of an object is there than was asked for
 SIZE = struct.Struct("<Q")  # of the object; the last bytes of its file
+
+PIECE = 16 * 2**20  # bytes handed to the store at a time
 
 
 def is_kept(store: Store, limit: int) -> bool:
@@ -265,3 +272,120 @@ def _is_at(path: Path, file: int) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return path.lstat().st_ino == os.fstat(file).st_ino
     return False
+
+
+class Behind(Protocol):
+    """A store that is behind what one process writes."""
+
+    @property
+    def cache(self) -> NodeCache | None:
+        """In which this machine's readers find it; None: in the store."""
+
+    def written(
+        self, key: str, size: int
+    ) -> contextlib.AbstractContextManager[Callable[[Buffer], object]]:
+        """Takes an object of so many bytes, in pieces."""
+
+    def announce(self, key: str, data: bytes) -> None:
+        """Let readers of this machine have a small object that the store is to have last."""
+
+    def settle(self) -> None:
+        """Return when the store has all that was written; raise the first error that it met."""
+
+    def abandon(self) -> None:
+        """Give up what the store has not got yet; returns once nothing is under way."""
+
+
+def open_behind(store: Store, cache: NodeCache | None) -> Behind | None:
+    """The way of a policy version to a store; None where its readers wait for the store."""
+    if cache is not None:
+        return WriteBehind(store, cache)
+    return None if store.backend.remote else SyncBehind(store)
+
+
+def announced(key: str) -> str:
+    """Where an object of a local store stands until the store has it; gone a little later."""
+    folder, _, name = key.rpartition("/")
+    return f"{folder}/announced-{name}"
+
+
+class _Coming:
+    """What goes to the store, one after the other."""
+
+    def __init__(self) -> None:
+        self._coming: list[Future[None]] = []
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="write-behind")
+
+    def settle(self) -> None:
+        coming, self._coming = self._coming, []
+        for copied in coming:
+            copied.result()
+
+    def abandon(self) -> None:
+        coming, self._coming = self._coming, []
+        for copied in coming:
+            copied.cancel()
+        for copied in coming:
+            if not copied.cancelled():
+                copied.exception()
+
+
+class SyncBehind(_Coming):
+    """A local store, whose disk is behind its files."""
+
+    cache = None
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+
+    @contextlib.contextmanager
+    def written(self, key: str, size: int) -> Iterator[Callable[[Buffer], object]]:
+        with self._store.write_unsynced(key) as out:
+            yield out.write
+        self._coming.append(self._pool.submit(self._store.sync, key))
+
+    def announce(self, key: str, data: bytes) -> None:
+        with self._store.write_unsynced(announced(key)) as out:
+            out.write(data)
+
+
+class WriteBehind(_Coming):
+    """A remote store, behind what one process keeps of it on its machine."""
+
+    def __init__(self, store: Store, cache: NodeCache) -> None:
+        super().__init__()
+        self.cache = cache
+        self._store = store
+
+    def announce(self, key: str, data: bytes) -> None:
+        self.cache.put(key, data)
+
+    @contextlib.contextmanager
+    def written(self, key: str, size: int) -> Iterator[Callable[[Buffer], object]]:
+        """Takes an object of so many bytes, in pieces; what does not fit here goes to the store."""
+        with self.cache.kept(key, size) as keeping:
+            if not keeping.there:
+                logger.warning(
+                    "%s (%d bytes) goes to the store, which its readers wait for: this machine does "
+                    "not keep it. Set store.node_cache_gib higher, or make room in its temporary "
+                    "folder.",
+                    key,
+                    size,
+                )
+                with self._store.write_stream(key) as out:
+                    yield out.write
+                return
+            yield keeping.put
+            if not keeping.there:
+                raise StoreError(
+                    f"{key} could not be kept on this machine while it was written (see the log). "
+                    "Make room in its temporary folder, or set store.node_cache_gib = 0."
+                )
+        assert keeping.pages is not None, "fewer bytes were put than announced"
+        self._coming.append(self._pool.submit(self._copy, key, keeping.pages))
+
+    def _copy(self, key: str, pages: mmap.mmap) -> None:
+        with self._store.write_stream(key) as out, memoryview(pages) as view:
+            for start in range(0, len(view), PIECE):
+                out.write(view[start : start + PIECE])

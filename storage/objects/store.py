@@ -11,13 +11,13 @@ import json
 import os
 import threading
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeVar, cast
 
 from configs.optional_packages import pip_install
-from storage.objects.backends import Backend, FsspecBackend, Keys, LocalBackend, Range
-from storage.objects.cache import ByteCache, merge_ranges
+from storage.objects.backends import Backend, FsspecBackend, Keys, LocalBackend, Range, clean_key
 from storage.objects.errors import (
     Conflict,
     ObjectMissing,
@@ -26,9 +26,7 @@ from storage.objects.errors import (
     StoreUnavailable,
     retry,
 )
-from storage.objects.keys import clean_key
-from storage.objects.latency import LATENCIES
-from storage.objects.usage import COUNTER
+from storage.objects.usage import COUNTER, LATENCIES
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -41,6 +39,62 @@ T = TypeVar("T")
 _BACKENDS: dict[tuple[int, str, str], Backend] = {}
 _CACHES: dict[tuple[int, str, str], ByteCache] = {}
 _LOCK = threading.Lock()
+
+
+class ByteCache:
+    """The most recently used ranges, at most `limit` bytes of them. Safe to use from threads."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.nbytes = 0
+        self._lock = threading.Lock()
+        self._ranges: OrderedDict[Range, memoryview] = OrderedDict()
+
+    def get(self, where: Range) -> memoryview | None:
+        with self._lock:
+            found = self._ranges.get(where)
+            if found is not None:
+                self._ranges.move_to_end(where)
+            return found
+
+    def put(self, where: Range, data: memoryview) -> None:
+        """Keep `data`, and forget the least recently used ranges that no longer fit."""
+        with self._lock:
+            old = self._ranges.pop(where, None)
+            if old is not None:
+                self.nbytes -= old.nbytes
+            if data.nbytes > self.limit:
+                return
+            self._ranges[where] = data
+            self.nbytes += data.nbytes
+            while self.nbytes > self.limit:
+                _, dropped = self._ranges.popitem(last=False)
+                self.nbytes -= dropped.nbytes
+
+    def forget(self, key: str) -> None:
+        """Drop what is kept of an object that was written or deleted."""
+        with self._lock:
+            for where in [where for where in self._ranges if where[0] == key]:
+                self.nbytes -= self._ranges.pop(where).nbytes
+
+
+def merge_ranges(ranges: Sequence[Range], gap: int) -> tuple[list[Range], list[tuple[int, int]]]:
+    """Join ranges of one object that lie at most `gap` bytes apart.
+
+    Returns the joined ranges and, for each given one, its (number among them, offset within).
+    """
+    merged: list[Range] = []
+    places: list[tuple[int, int]] = [(0, 0)] * len(ranges)
+    for number in sorted(range(len(ranges)), key=lambda number: ranges[number]):
+        key, start, stop = ranges[number]
+        if merged and merged[-1][0] == key and start <= merged[-1][2] + gap:
+            first = merged[-1][1]
+            merged[-1] = (key, first, max(stop, merged[-1][2]))
+        else:
+            first = start
+            merged.append((key, start, stop))
+        places[number] = (len(merged) - 1, start - first)
+    return merged, places
 
 
 class Store:

@@ -1,9 +1,16 @@
-"""How much this process asks of its store: requests, bytes read, bytes written."""
+"""How much this process asks of its store, and how long the store takes to answer, by operation."""
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import threading
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+
+# Upper bounds in seconds: from a local file to an object of gigabytes.
+BOUNDS = (0.001, 0.005, 0.025, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,3 +55,68 @@ class Counter:
 
 
 COUNTER = Counter()  # of this process
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Latency:
+    """The tries of one operation, since a process began or between two looks."""
+
+    counts: tuple[int, ...] = (0,) * (len(BOUNDS) + 1)  # by BOUNDS, the last of what is longer
+    seconds: float = 0.0  # of all together
+    failures: int = 0  # tries that raised; counted above too
+
+    def __add__(self, other: Latency) -> Latency:
+        return Latency(
+            counts=tuple(a + b for a, b in zip(self.counts, other.counts, strict=True)),
+            seconds=self.seconds + other.seconds,
+            failures=self.failures + other.failures,
+        )
+
+    def __sub__(self, other: Latency) -> Latency:
+        return Latency(
+            counts=tuple(a - b for a, b in zip(self.counts, other.counts, strict=True)),
+            seconds=self.seconds - other.seconds,
+            failures=self.failures - other.failures,
+        )
+
+
+class Latencies:
+    """Adds up; safe to use from threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_operation: dict[str, Latency] = {}
+
+    @contextlib.contextmanager
+    def timed(self, operation: str) -> Iterator[None]:
+        """Count the body as one try. That an object is missing or there already is no failure."""
+        began, failed = time.perf_counter(), 0
+        try:
+            yield
+        except (FileNotFoundError, FileExistsError):
+            raise
+        except BaseException:
+            failed = 1
+            raise
+        finally:
+            self._add(operation, time.perf_counter() - began, failed)
+
+    def _add(self, operation: str, seconds: float, failed: int) -> None:
+        place = bisect.bisect_left(BOUNDS, seconds)
+        with self._lock:
+            before = self._by_operation.get(operation, Latency())
+            counts = list(before.counts)
+            counts[place] += 1
+            self._by_operation[operation] = Latency(
+                counts=tuple(counts),
+                seconds=before.seconds + seconds,
+                failures=before.failures + failed,
+            )
+
+    def total(self) -> Mapping[str, Latency]:
+        """By operation, since this process began."""
+        with self._lock:
+            return dict(self._by_operation)
+
+
+LATENCIES = Latencies()  # of this process

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from string import ascii_uppercase
 
 from configs.data import FileSource, HubSource, MultipleChoice
-from storage.objects.digests import digest_lines, key_of
-from storage.objects.json_values import Row
+from storage.objects.documents import Row, digest_lines, key_of
 from storage.prompts.source import PromptSource, missing_column
 
 READ_ROWS = 512  # at once, while rows are chosen

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from configs.data import DataConfig
-from storage.objects.json_values import JsonValue
+from storage.objects.documents import JsonValue
 
 
 class Exhausted(RuntimeError):

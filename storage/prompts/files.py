@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from storage.objects.json_values import Row
+from storage.objects.documents import Row
 from storage.prompts.source import (
     PromptSource,
     check_rows,

@@ -14,8 +14,7 @@ from concurrent.futures import Future
 
 from configs.data import FunctionSource
 from configs.imports import described, imported
-from storage.objects.digests import canonical_row
-from storage.objects.json_values import Row
+from storage.objects.documents import Row, canonical_row
 from storage.prompts.source import PromptSource, check_rows, plain_row
 
 MOST_ROWS = 2**22  # that are kept in memory; a function that gives more is taken for endless

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from storage.objects.digests import canonical_row
-from storage.objects.json_values import JsonValue, Row, plain
+from storage.objects.documents import JsonValue, Row, canonical_row, plain
 
 if TYPE_CHECKING:
     from pyarrow import Table

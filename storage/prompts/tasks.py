@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from configs.data import DataConfig
-from storage.objects.json_values import Row
+from storage.objects.documents import Row
 from storage.prompts.cursor import (
     Cursor,
     NothingToDraw,

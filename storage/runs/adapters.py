@@ -8,8 +8,7 @@ goes on with its parent's trainer state shares the parent's base.
 from __future__ import annotations
 
 from storage.objects.errors import ObjectMissing
-from storage.runs.origins import origin_of, parent_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, origin_of, parent_of
 from storage.runs.weights import BaseVersion, WeightsRef, open_manifest_at
 
 FOLDER = "base-"  # how the name of a base's folder begins

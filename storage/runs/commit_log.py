@@ -4,6 +4,11 @@ The one atomic write is the creation of `steps/<step>/commit.json`: of two write
 succeeds. HEAD follows by compare-and-swap and is brought up to date by whoever reads it, should a
 writer die between the two. Each commit holds the digest of its parent, so the chain cannot be
 altered unseen.
+
+The lists of a commit grow with its step: a step of thousands of samples has refs and attempts of
+hundreds of entries. Where they are long, commit.json names `lists-<digest>.json` beside it, by key
+and digest, so that who needs one number of a step reads one small object, and the chain of commits
+vouches for the lists all the same. They are written before the commit that names them.
 """
 
 from __future__ import annotations
@@ -19,20 +24,61 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, m
 
 from storage.batches.refs import BatchRef
 from storage.objects import documents
-from storage.objects.digests import digest
+from storage.objects.backends import StoredKey
+from storage.objects.documents import PREFIX, digest
 from storage.objects.errors import Conflict, ObjectDamaged, ObjectMissing, StoreError
-from storage.runs import commit_lists
-from storage.runs.commit_lists import ListsRef
-from storage.runs.origins import origin_of, start_of
 from storage.runs.run_lease import RunLease
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, origin_of, start_of
 from storage.runs.weights import WeightsRef
+
+LISTS_FORMAT = "refrain.commit-lists/1"
+LISTS = ("refs", "carried", "dropped_rows", "attempts")  # of a commit
+INLINE_BYTES = 64 * 2**10  # lists of so many bytes stay in commit.json, which is one read less
 
 log = logging.getLogger(__name__)
 
 FORMAT = "refrain.commit/2"
 HEAD_FORMAT = "refrain.head/1"
 HEAD_ATTEMPTS = 8
+
+
+class ListsRef(BaseModel):
+    """Where the lists of a commit are."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    key: StoredKey  # relative to the store
+    digest: str  # of the object's bytes
+    nbytes: int
+
+
+def _detach(run: RunStore, step: int, body: Mapping[str, object]) -> dict[str, object]:
+    """The body of a commit as commit.json has it; long lists are stored beside it."""
+    lists = {name: body[name] for name in LISTS}
+    data = documents.encode(LISTS_FORMAT, lists, indent=None)
+    if len(data) <= INLINE_BYTES:
+        return dict(body)
+    found = digest(data)
+    ref = ListsRef(
+        key=run.lists_key(step, found.removeprefix(PREFIX)), digest=found, nbytes=len(data)
+    )
+    run.store.create(ref.key, data)  # an object of that name has these bytes
+    short = {name: value for name, value in body.items() if name not in LISTS}
+    return {**short, "lists": ref.model_dump()}
+
+
+def attach(run: RunStore, key: str, body: Mapping[str, object]) -> dict[str, object]:
+    """The body of the commit `key`, with its lists. Raises ObjectMissing, ObjectDamaged."""
+    if body.get("lists") is None:
+        return dict(body)
+    ref = documents.validated(ListsRef, key, cast("Mapping[str, object]", body["lists"]))
+    data = run.store.read(ref.key)
+    if digest(data) != ref.digest:
+        raise ObjectDamaged(
+            f"Object {ref.key} is damaged: its digest is {digest(data)}, {key} says {ref.digest}."
+        )
+    lists = documents.decode(LISTS_FORMAT, ref.key, data)
+    return {**body, **{name: lists[name] for name in LISTS if name in lists}}
 
 
 class Record(BaseModel):
@@ -84,6 +130,8 @@ class CarriedGroup(Record):
     since: int  # step that drew it
     begun: bool  # whether there are tokens to go on from, in refs["begun"]
     oldest: int | None = None  # policy version of its oldest token
+    # Its samples in refs["begun"], where groups differ in size; None: it has as many as the others.
+    samples: int | None = None
 
 
 class GuardRecord(Record):
@@ -119,7 +167,8 @@ class Outline(Record):
     ledger: Ledger = Field(default_factory=Ledger)
     rows: dict[str, int] = Field(default_factory=dict)  # of each of its refs; filled in by `commit`
     first_group: int | None = None  # number of the first group that it drew; None: not recorded
-    group_size: int | None = None  # samples of a prompt: prompt g has sample_ids g * size + k
+    # Samples of a prompt, at most: prompt g has sample_ids g * size + k.
+    group_size: int | None = None
     # Requests to readmit rows that its draw took account of, counted from 1 (readmissions.py).
     readmissions: int = Field(default=0, ge=0)
     # What scored the samples, by the digest in their column reward_code: a record per function.
@@ -200,7 +249,7 @@ def commit(run: RunStore, record: Commit, lease: RunLease | None = None) -> Comm
         record = record.model_copy(update=followed)
     counts = {name: len(ref) for name, ref in record.refs.items()}
     record = record.model_copy(update={"rows": counts})
-    body = commit_lists.detach(run, record.step, record.model_dump(mode="json"))
+    body = _detach(run, record.step, record.model_dump(mode="json"))
     data = documents.encode(FORMAT, body)
     if not run.store.create(run.commit_key(record.step), data):
         return _same(run, record)
@@ -315,7 +364,7 @@ def _body(run: RunStore, step: int, data: bytes) -> dict[str, object]:
 def parse_commit(run: RunStore, step: int, data: bytes) -> Commit:
     """The commit of a step from the bytes of its commit.json. Raises as `read_commit` does."""
     key = run.commit_key(step)
-    body = commit_lists.attach(run, key, _body(run, step, data))
+    body = attach(run, key, _body(run, step, data))
     return documents.validated(Commit, key, body)
 
 

@@ -14,8 +14,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from storage.objects import documents
 from storage.objects.errors import ObjectDamaged, ObjectMissing
 from storage.runs.commit_log import read_commit_digest, read_outline
-from storage.runs.origins import start_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, start_of
 from storage.tracking.plots import KL, MEANING_CHANGED, REWARD_MEAN, REWARD_STD, STAGE_SECONDS
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Beginning a run at a step of another one, and what the other one keeps for it.
 
 `begin_at` makes the origin of a fork (the steps are counted on) or of a new run (they begin at 1);
-`pin` tells the parent's retention what the child needs. Reading an origin back is in origins.py.
+`pin` tells the parent's retention what the child needs. Reading an origin back is in run_store.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from storage.objects import documents
 from storage.objects.errors import ObjectMissing, StoreError
 from storage.runs import snapshots
 from storage.runs.commit_log import head, read_commit, read_commit_digest
-from storage.runs.origins import Origin, committer, numbered, origin_of, parent_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import Origin, RunStore, committer, numbered, origin_of, parent_of
 from storage.runs.weights import WeightsRef, open_chain
 
 PIN_FORMAT = "refrain.pin/1"

@@ -18,11 +18,10 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from storage.objects import documents
+from storage.objects.backends import StoredKey
 from storage.objects.errors import ObjectMissing
-from storage.objects.keys import StoredKey
 from storage.objects.store import Store
-from storage.runs.run_store import RunStore
-from storage.runs.stage_store import DATA_SUFFIX
+from storage.runs.run_store import DATA_SUFFIX, RunStore
 from storage.runs.weights import TensorEntry, check_places
 
 TICKET_FORMAT = "refrain.gradients/1"

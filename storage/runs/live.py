@@ -1,4 +1,4 @@
-"""Which flow works on a run (live.json), and whether all of it is done (end.json).
+"""Which flow works on a run (live.json), on what (progress.json), and whether all is done (end.json).
 
 live.json tells commands in another terminal which flow works on the run. It may be of a flow that
 has ended; who writes the run now is in storage/runs/run_lease.py.
@@ -6,6 +6,10 @@ has ended; who writes the run now is in storage/runs/run_lease.py.
 end.json says that nothing is left to do: after the last commit the policy is tested and promoted,
 and MLflow is told the end. A run that dies in between is not done, though all its steps are there.
 Nor is anything left of one that a guard took back to an earlier step: another run goes on with it.
+
+progress.json is for who looks on from elsewhere: written over and over while a flow works on the run,
+and removed when it leaves. It is no part of the run: nothing is made of it, and what a flow that died
+has left says nothing of the one after it.
 """
 
 from __future__ import annotations
@@ -22,6 +26,9 @@ from storage.runs.run_store import RunStore
 
 LIVE = "refrain.live/1"  # formats
 END = "refrain.end/1"
+
+PROGRESS = "refrain.progress/1"
+PROGRESS_NAME = "progress.json"
 
 
 class Live(BaseModel):
@@ -141,3 +148,54 @@ def state_of(running: bool, finished: bool, back: RolledBack | None) -> str:
     if back is not None:
         return f"rolled back to step {back.to} by {back.guard}, continued as {back.child}"
     return "running" if running else "finished" if finished else "stopped"
+
+
+class Phase(BaseModel):
+    """Something that is under way, such as a part of a step."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    name: str  # for people, such as "sampling"
+    done: int | None = None  # of `total`; None: not counted
+    total: int | None = None
+    unit: str = ""  # of both, such as "shards"
+    note: str = ""  # what else there is to say, such as "340 tokens/s"
+    seconds: float = 0.0  # for which it has gone on
+
+
+class Progress(BaseModel):
+    """Where a run stands between two commits."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    epoch: int  # of the lease of the flow that says so
+    step: int = 0  # that began last; 0: none yet
+    steps: int = 0  # that the run is asked for; 0: not known
+    doing: Phase | None = None  # what goes on where no phase does, such as the start of engines
+    phases: tuple[Phase, ...] = ()  # in the order in which they began
+    seconds_left: float | None = None  # until the last step, by the last ones; None: not known yet
+
+
+def write_progress(run: RunStore, progress: Progress) -> None:
+    """Put it in place of what was said before. Only under the run's lease."""
+    run.store.write(
+        _progress_key(run), documents.encode(PROGRESS, progress.model_dump(mode="json"))
+    )
+
+
+def read_progress(run: RunStore) -> Progress | None:
+    """What was said last; None where no flow says anything. Raises ObjectDamaged."""
+    try:
+        body = documents.read(run.store, _progress_key(run), PROGRESS)
+    except ObjectMissing:
+        return None
+    return documents.validated(Progress, _progress_key(run), body)
+
+
+def remove_progress(run: RunStore) -> None:
+    """Say nothing any more. Only under the run's lease."""
+    run.store.delete([_progress_key(run)])
+
+
+def _progress_key(run: RunStore) -> str:
+    return f"{run.run}/{PROGRESS_NAME}"

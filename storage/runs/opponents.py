@@ -12,8 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from storage.objects.errors import ObjectDamaged
 from storage.runs.commit_log import version_weights
 from storage.runs.forks import pin_version
-from storage.runs.origins import start_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, start_of
 from storage.runs.weights import WeightsRef
 
 FIELD = "opponent"  # of run.json

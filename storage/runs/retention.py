@@ -20,7 +20,6 @@ from storage.objects import documents
 from storage.objects.errors import ObjectMissing
 from storage.runs import commit_log as commits
 from storage.runs.forks import pins
-from storage.runs.origins import start_of
 from storage.runs.run_index import (
     RunIndex,
     borrowed_objects,
@@ -28,7 +27,7 @@ from storage.runs.run_index import (
     read_index,
     write_index,
 )
-from storage.runs.run_store import TRAINED_ROLES, RunStore
+from storage.runs.run_store import TRAINED_ROLES, RunStore, start_of
 from storage.runs.snapshots import MARKER
 from storage.runs.weights import MANIFEST
 

@@ -17,9 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from storage.objects import documents
 from storage.objects.errors import ObjectDamaged, ObjectMissing
 from storage.runs.commit_log import Commit, read_commit, read_commit_digest
-from storage.runs.run_store import TRAINED_ROLES, RunStore
+from storage.runs.run_store import DATA_SUFFIX, TRAINED_ROLES, RunStore
 from storage.runs.snapshots import MARKER
-from storage.runs.stage_store import DATA_SUFFIX
 from storage.runs.weights import open_manifest_at
 
 log = logging.getLogger(__name__)

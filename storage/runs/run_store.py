@@ -1,24 +1,42 @@
-"""One run's part of the store: its keys, its settings, and its stage results (stage_store.py).
+"""One run's part of the store: its keys, its settings, where it begins, and results of stages.
 
 <run>/run.json, <run>/HEAD, <run>/weights/v000012/, <run>/state/000010/, <run>/critic/000010/,
 <run>/steps/000012/<stage>/<shard>-<key>.safetensors and .json, <run>/steps/000012/commit.json and,
 where that would be long, lists-<digest>.json
+
+The result of a stage is data under a key of what it was made of, then a marker, which says that it
+is finished: whoever wants the same again finds it there, after a failed attempt or a crash too. An
+evaluation has results below its own key (storage/evaluations/files.py).
+
+A run that begins at a committed step of another one has that origin in run.json. Nothing is copied:
+the child's first commit names the parent's weights, its trainer loads the parent's snapshot, and
+steps up to the origin are read from the parent. How an origin is made is in forks.py; what the
+parent keeps for it, in retention.py.
 """
 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
-from typing import cast
+from typing import TYPE_CHECKING, cast
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from configs.stored import renamed_settings, upgraded_settings
 from storage.objects import documents
-from storage.objects.errors import ObjectMissing
+from storage.objects.errors import ObjectDamaged, ObjectMissing
 from storage.objects.store import Store
-from storage.runs.stage_store import StageStore, marker_key
+from storage.runs.weights import WeightsRef
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+STAGE_FORMAT = "refrain.stage/1"
+DATA_SUFFIX = ".safetensors"
 
 RUN_FORMAT = "refrain.run/2"
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -26,6 +44,69 @@ VERSION_FOLDER = re.compile(r"v[0-9]+")
 TRAINED_ROLES = ("actor", "critic")  # whose trainers have snapshots
 FOLDERS = 64  # of steps and stages whose listings are kept
 LISTS = "lists-"  # how the name of an object with the lists of a commit begins
+
+ORIGIN_FIELD = "origin"  # of run.json
+
+
+class StageStore(ABC):
+    """Where stage results lie."""
+
+    __slots__ = ()
+
+    store: Store
+
+    @abstractmethod
+    def step_key(self, step: int) -> str:
+        """The folder of a step."""
+
+    def stage_key(self, step: int, stage: str, shard: int | str, key: str) -> str:
+        """The data of a stage's result. `key`: `digests.key_of` its inputs and parameters."""
+        return f"{self.step_key(step)}/{stage}/{shard}-{key}{DATA_SUFFIX}"
+
+    def finish(self, key: str, record: Mapping[str, object]) -> dict[str, object]:
+        """Mark the stage result `key` as done, after its data: the record by which it is reused.
+
+        As `finish_result`.
+        """
+        return finish_result(self.store, key, record)
+
+    def expect(self, key: str) -> None:
+        """A worker is about to make this result and to mark it as done (`finish_result`)."""
+        del key  # every result is looked for here
+
+    def discard(self, results: Mapping[str, Iterable[str]]) -> None:
+        """Remove stage results that are needed no more: their markers, then their data.
+
+        results: the key with which a result was finished -> the objects that its record names. They
+        are others where a late attempt's bytes differed and so went to a key of their own.
+        """
+        self.store.delete([marker_key(key) for key in sorted(results)])
+        self.store.delete(sorted({key for data in results.values() for key in data}))
+
+    def finished(self, key: str) -> dict[str, object] | None:
+        """The record with which the stage result `key` was finished; None when it was not."""
+        try:
+            return documents.read(self.store, marker_key(key), STAGE_FORMAT)
+        except ObjectMissing:
+            return None
+
+
+def finish_result(store: Store, key: str, record: Mapping[str, object]) -> dict[str, object]:
+    """Mark a stage result as done, after its data, wherever it was made.
+
+    `key` is what `StageStore.stage_key` gave. The first record stands: the one that stands is
+    returned, so a late attempt learns that another was faster and uses that one's result.
+    """
+    marker = marker_key(key)
+    data = documents.encode(STAGE_FORMAT, record)
+    if store.create(marker, data):
+        return documents.decode(STAGE_FORMAT, marker, data)
+    return documents.read(store, marker, STAGE_FORMAT)
+
+
+def marker_key(key: str) -> str:
+    """Where the marker of the stage result `key` is."""
+    return key.removesuffix(DATA_SUFFIX) + ".json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,3 +283,94 @@ RUN_READERS: dict[str, documents.Reader] = {
 
 def _numbers(names: Iterable[str]) -> list[int]:
     return sorted(int(name) for name in names if name.isascii() and name.isdigit())
+
+
+class RollbackCause(BaseModel):
+    """Why a run began: a guard took another one back to an earlier step."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    run: str  # that went back; the origin's, or one that had begun there
+    after: int  # its step after which the guard decided so
+    guard: str  # its name
+    why: str  # as a sentence
+    number: int = Field(ge=1)  # of rollbacks in a row, this one included
+    change: list[str] = Field(default_factory=list)  # settings that changed, as key=value
+
+
+class Origin(BaseModel):
+    """A place in another run of the same store, and what is taken over from it."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    run: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")  # the parent
+    step: int  # its committed step with whose result the child begins
+    at: int  # what the child counts that as: its own first step is at + 1
+    commit_digest: str  # of the parent's commit.json of the step
+    weights: WeightsRef  # the policy version that the step made
+    trainer_state: bool  # optimizer and schedule go on too, not the weights alone
+    cursor: bool  # the data go on where the step's draw ended, not from their beginning
+    first_group: int = 0  # number of the first group of prompts that the child draws
+    rollback: RollbackCause | None = None  # None: a person began the child
+
+    @property
+    def fork(self) -> bool:
+        """Whether steps are counted on from the parent's: its history is the child's past."""
+        return self.at == self.step
+
+    def __str__(self) -> str:
+        return f"{self.run}@{self.step}"
+
+
+def origin_of(run: RunStore) -> Origin | None:
+    """The run's origin; None when it began with its model's own weights. Raises ObjectDamaged."""
+    record = run.constant(ORIGIN_FIELD)
+    if record is None:
+        return None
+    return documents.validated(Origin, run.run_json_key, cast("Mapping[str, object]", record))
+
+
+def start_of(run: RunStore) -> int:
+    """The version that the run begins with; its first own step is the next number."""
+    origin = origin_of(run)
+    return 0 if origin is None else origin.at
+
+
+def numbered(first: int, last: int) -> str:
+    """Which steps or versions there are to name, as a sentence."""
+    if last < first:
+        return "There is none yet."
+    return f"Name {first}, the only one." if first == last else f"Name one from {first} to {last}."
+
+
+def parent_of(run: RunStore, origin: Origin) -> RunStore:
+    """The run that an origin names."""
+    return replace(run, run=origin.run)
+
+
+def ancestry(run: RunStore) -> Iterator[tuple[RunStore, Origin | None]]:
+    """The run, its parent, and so on, each with its own origin."""
+    current: RunStore | None = run
+    seen: set[str] = set()
+    while current is not None:
+        if current.run in seen:
+            raise ObjectDamaged(f"Object {run.run_json_key} is, by way of others, its own origin.")
+        seen.add(current.run)
+        origin = origin_of(current)
+        yield current, origin
+        current = None if origin is None else parent_of(current, origin)
+
+
+def committer(run: RunStore, step: int) -> tuple[RunStore, int]:
+    """The run in which a step of `run`'s past was committed, and its number there.
+
+    A step after the origin is the run's own. Raises ValueError for one before every beginning.
+    """
+    for current, origin in ancestry(run):
+        start = 0 if origin is None else origin.at
+        if step > start:
+            return current, step
+        if origin is None:
+            break
+        step += origin.step - origin.at
+    raise ValueError(f"Run {run.run} has no step {step}.")

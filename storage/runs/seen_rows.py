@@ -14,8 +14,7 @@ import numpy as np
 
 from storage.objects.errors import ObjectDamaged, ObjectMissing
 from storage.prompts.cursor import Cursor
-from storage.runs.origins import ancestry
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, ancestry
 
 ROWS = "rows.u64"
 SEEN = "seen.u64"

@@ -15,11 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from storage.batches.format import DTYPES
 from storage.objects import documents
-from storage.objects.digests import digest
+from storage.objects.backends import StoredKey
+from storage.objects.documents import digest
 from storage.objects.errors import ObjectDamaged, ObjectMissing, StoreError
-from storage.objects.keys import StoredKey
-from storage.runs.origins import origin_of, parent_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, origin_of, parent_of
 from storage.runs.weights import WeightsRef
 
 if TYPE_CHECKING:

@@ -17,20 +17,23 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from storage.batches import tensors as torch_bytes
+from storage.batches.format import DTYPES
 from storage.objects import documents
-from storage.objects.digests import Digester, digest
+from storage.objects.documents import Digester, digest
 from storage.objects.errors import StoreError
-from storage.objects.write_behind import announced
-from storage.runs.file_names import FILE_NAMES, read_file_names
+from storage.objects.node_cache import announced
 from storage.runs.run_store import RunStore
-from storage.runs.weight_changes import changes_name, write_changes
+from storage.runs.tensor_changes import encode
 from storage.runs.weights import (
     ADAPTER_FORMAT,
+    FILE_NAMES,
     FORMAT,
     MANIFEST,
     Adapter,
+    BaseTensors,
     BaseVersion,
     FileEntry,
+    Form,
     Manifest,
     TensorEntry,
     TensorOutline,
@@ -40,23 +43,27 @@ from storage.runs.weights import (
     find_manifest,
     open_chain,
     open_manifest_at,
+    read_file_names,
+    stream,
     tensor_digest,
     weights_digest,
 )
-from storage.runs.weights_reading import BaseTensors, stream
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from typing_extensions import Buffer
 
+    from storage.objects.node_cache import Behind
     from storage.objects.store import Store
-    from storage.objects.write_behind import Behind
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 512 * 2**20
 CHUNK = (
     4 * 2**20
 )  # bytes hashed for tensor and file, and written, while a core has them in its cache
+
+WORTHWHILE = 0.5  # of a tensor's bytes; a larger difference takes long to make and to read
 
 
 def outline_of(tensor: torch.Tensor, dtype: torch.dtype | None) -> TensorOutline:
@@ -392,3 +399,79 @@ def _index(entries: Mapping[str, TensorEntry]) -> bytes:
         "weight_map": {name: entry.file for name, entry in entries.items()},
     }
     return json.dumps(index, indent=1).encode()
+
+
+def base_for(
+    run: RunStore, version: int, outlines: Mapping[str, TensorOutline], every: int
+) -> BaseVersion | None:
+    """The version from which the next one is to be stored as the difference; None: store it whole.
+
+    It is the run's last whole one, so that two versions at most are read for one. Whole are every
+    `every`-th version, those with no version before them that is made of the same tensors, and those
+    after a difference that was hardly smaller than the whole.
+    """
+    if every == 1 or version == 0:
+        return None
+    before = find_manifest(run.store, run.weights_key(version - 1))
+    if before is None:
+        return None
+    stored = sum(file.nbytes for file in before.files.values())
+    if before.base is not None and stored > WORTHWHILE * before.nbytes:
+        return None
+    base = before.base or BaseVersion(key=run.weights_key(version - 1), digest=before.digest)
+    whole = find_manifest(run.store, base.key)
+    if whole is None or whole.base is not None or version - whole.version >= every:
+        return None
+    own = base.key == run.weights_key(whole.version)  # a fork's first base is its parent's
+    there = {name: (entry.dtype, entry.shape) for name, entry in whole.tensors.items()}
+    wanted = {name: (one.dtype, one.shape) for name, one in outlines.items()}
+    return base if own and there == wanted else None
+
+
+def changes_name(number: int, token: str) -> str:
+    """No name that a library would take for weights: alone the file means nothing."""
+    return f"changes-{number + 1:05d}-{token}.delta"
+
+
+def write_changes(
+    store: Store,
+    key: str,
+    file: str,
+    outlines: Mapping[str, TensorOutline],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    base: BaseTensors,
+) -> WeightFile:
+    """`write_shard` of a version that is stored as the difference from its base."""
+    total, entries, place = Digester(), {}, 0
+    with store.write_stream(f"{key}/{file}") as out:
+        for (wanted, one), (name, tensor) in zip(outlines.items(), tensors, strict=True):
+            data = torch_bytes.bytes_of(tensor)
+            assert (name, data.nbytes) == (wanted, one.nbytes)
+            found = digest(data.data)
+            form: Form = "same"
+            pieces: list[Buffer] = []
+            if found != base.entries[name].digest:
+                form, pieces = _changes(data, base.read(name), DTYPES[one.dtype][0])
+            start = place
+            for piece in pieces:
+                out.write(piece)
+                total.update(piece)
+                place += memoryview(piece).nbytes
+            entries[name] = TensorEntry(
+                file=file,
+                dtype=one.dtype,
+                shape=one.shape,
+                start=start,
+                stop=place,
+                digest=found,
+                form=form,
+            )
+    entry = FileEntry(nbytes=place, digest=total.digest())
+    return WeightFile(name=file, file=entry, tensors=entries)
+
+
+def _changes(new: np.ndarray, old: np.ndarray, itemsize: int) -> tuple[Form, list[Buffer]]:
+    pieces: list[Buffer] = [*encode(new, old, itemsize)]
+    if sum(memoryview(piece).nbytes for piece in pieces) < WORTHWHILE * new.nbytes:
+        return "changed", pieces
+    return "whole", [new.data]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from storage.objects.json_values import JsonValue
+from storage.objects.documents import JsonValue
 
 HOUR = 3600.0  # seconds
 SECONDS = "cost/device_seconds"  # metric names; SECONDS/POOL/WHAT

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from storage.objects.json_values import JsonValue
+from storage.objects.documents import JsonValue
 from storage.tracking.connection import TrackerUnusable, TrackingError
 from storage.tracking.mlflow_entities import shown_name
 from storage.tracking.tracked_run import LONGEST_PARAM

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from storage.objects.json_values import JsonValue
+from storage.objects.documents import JsonValue
 
 RUN_TAG = "refrain.run"
 STORE_TAG = "refrain.store"

@@ -19,7 +19,7 @@ import yaml
 
 from configs.optional_packages import pip_install
 from configs.storage import TrackingConfig
-from storage.objects.json_values import JsonValue
+from storage.objects.documents import JsonValue
 from storage.tracking.connection import (
     TrackingAddress,
     TrackingError,

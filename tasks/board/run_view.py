@@ -25,9 +25,8 @@ from storage.objects.errors import ObjectDamaged, ObjectMissing
 from storage.objects.store import Store
 from storage.runs.commit_log import head
 from storage.runs.live import is_done, read_end, state_of
-from storage.runs.origins import committer, origin_of, start_of
 from storage.runs.run_lease import holder_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, committer, origin_of, start_of
 from tasks.commands.samples import (
     StoredSamples,
     bounds,

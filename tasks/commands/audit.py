@@ -9,8 +9,7 @@ from configs.terminal_text import bytes_text
 from engines.meanings import MeaningChange, changes, meanings_of
 from storage.audit.audit import Audit, audit
 from storage.runs.commit_log import read_outline
-from storage.runs.origins import start_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, start_of
 from tasks.commands.command import Answer, Request, heading, table, text
 from tasks.run.run_record import stored_settings
 

@@ -11,8 +11,7 @@ from configs.overrides import ConfigError
 from configs.storage import TrackingConfig
 from storage.audit.all_curves import Point, as_csv, points_of
 from storage.runs.live import is_done
-from storage.runs.origins import origin_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, origin_of
 from storage.tracking.connection import TrackingError
 from storage.tracking.curve_trackers import TRACKERS, stored_run
 from tasks.commands.command import Answer, Request, text

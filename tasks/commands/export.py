@@ -9,8 +9,7 @@ from configs.terminal_text import bytes_text
 from engines.models.adapters import export_adapter, stream_whole
 from storage.objects.store import Store
 from storage.runs.commit_log import head, version_weights
-from storage.runs.origins import numbered, start_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, numbered, start_of
 from storage.runs.weights import MANIFEST, WeightsRef
 from storage.runs.weights_writing import copy_whole
 from tasks.commands.command import Answer, Request, text

@@ -20,9 +20,8 @@ from storage.evaluations.run_cost import RunCost, cost_of_run
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit, head, read_commit
 from storage.runs.live import Live, is_done, read_end, read_live, state_of
-from storage.runs.origins import origin_of, start_of
 from storage.runs.run_lease import holder_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, origin_of, start_of
 from storage.runs.size import RunSize, size_of
 from tasks.commands.command import Answer, Request, heading, table, text
 from tasks.launch.server import headers_for

@@ -36,8 +36,7 @@ from engines.workers.cluster import Cluster
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit, head, read_commit, read_outline
 from storage.runs.forks import check_state
-from storage.runs.origins import committer, numbered, start_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, committer, numbered, start_of
 from tasks.commands.command import Answer, Request, heading, table, text
 from tasks.run.engines import ENGINE_MODULES
 from tasks.run.roles import environment_spec, train_spec

@@ -31,13 +31,11 @@ from engines.rewards.protocol import TrainerState
 from engines.rewards.runner import RewardRunner, code_digest
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
-from storage.objects.digests import key_of
+from storage.objects.documents import Row, key_of
 from storage.objects.errors import ObjectMissing
-from storage.objects.json_values import Row
 from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import Commit, head, read_commit
-from storage.runs.origins import committer, numbered, start_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, committer, numbered, start_of
 from tasks.commands.command import Answer, Request, heading, table, text
 from tasks.reward import state_at
 from tasks.run.roles import MODELS

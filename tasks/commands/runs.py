@@ -14,9 +14,8 @@ from storage.objects.errors import StoreError
 from storage.objects.store import Store
 from storage.runs.commit_log import Outline, head, read_outline
 from storage.runs.live import is_done, read_end, read_live, state_of
-from storage.runs.origins import origin_of, start_of
 from storage.runs.run_lease import holder_of
-from storage.runs.run_store import RUN_NAME, RunStore
+from storage.runs.run_store import RUN_NAME, RunStore, origin_of, start_of
 from tasks.commands.command import Answer, StoreRequest, heading, table, text
 from tasks.run.run_record import flow_of, settings_of
 

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage.audit.transcripts import (
+    BRANCH,
     WROTE,
     Transcript,
     ending,
@@ -38,8 +39,7 @@ from storage.batches.refs import BatchRef
 from storage.evaluations.results import EvaluationResult, evaluations_of, notes_of
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit, head, read_commit
-from storage.runs.origins import numbered, start_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, numbered, start_of
 from storage.runs.weights import WeightsRef
 from tasks.commands.command import Answer, Request, heading, text
 from tasks.commands.lineage import spans
@@ -538,7 +538,11 @@ def told(
             line
             for who, part in said
             if who in WROTE
-            for line in (text(WROTE[who], "cyan"), marked(part, characters, searched))
+            for line in (
+                [text(WROTE[who], "cyan"), marked(part, characters, searched)]
+                if part or who != BRANCH
+                else [text("began a conversation of its own", "cyan")]
+            )
         ),
         *(
             line

@@ -13,11 +13,9 @@ from rich.console import RenderableType
 from configs.flows import command, resume_command
 from storage.objects.errors import ObjectMissing, StoreUnavailable
 from storage.runs.commit_log import head, read_outline
-from storage.runs.live import is_done, read_end, read_live
-from storage.runs.origins import start_of
-from storage.runs.progress import Phase, Progress, read_progress
+from storage.runs.live import Phase, Progress, is_done, read_end, read_live, read_progress
 from storage.runs.run_lease import LeaseWatch
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, start_of
 from tasks.commands.command import Answer, Request
 from tasks.commands.inspect import state_of
 from tasks.reporting.progress import step_line

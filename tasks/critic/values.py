@@ -5,7 +5,7 @@ from __future__ import annotations
 from prefect import task
 
 from storage.batches.refs import BatchRef
-from storage.objects.digests import key_of
+from storage.objects.documents import key_of
 from tasks.critic.role import CRITIC
 from tasks.results import WholeShards, samples_of_shards
 from tasks.run.run import Run

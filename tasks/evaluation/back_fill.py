@@ -28,8 +28,7 @@ from storage.objects.store import Store
 from storage.runs.commit_log import head, version_weights
 from storage.runs.forks import pin_version, unpin_version
 from storage.runs.opponents import opponent_of
-from storage.runs.origins import numbered, start_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, numbered, start_of
 from storage.runs.weights import WeightsRef, open_chain
 from tasks.evaluation.evaluate import EvaluationPlace, Evaluator, evaluation
 from tasks.evaluation.summary import Compared, tested

@@ -37,7 +37,7 @@ from storage.evaluations.results import (
     notes_of,
     write_result,
 )
-from storage.objects.digests import key_of
+from storage.objects.documents import key_of
 from storage.runs.commit_log import version_weights
 from storage.runs.weights import MANIFEST, WeightsRef
 from storage.tracking.cost import calls_cost
@@ -47,6 +47,7 @@ from tasks.results import Sampled
 from tasks.reward import score
 from tasks.run.attempts import EvaluationLog, summed
 from tasks.run.contract import ByRole, Caller, Clients, EngineRole, pool_of
+from tasks.run.episode_driver import EpisodeDriver
 from tasks.run.events import VersionEvaluated
 from tasks.run.features import features_of
 from tasks.run.flow_options import TaskThreads, result_of
@@ -62,7 +63,7 @@ from tasks.run.roles import (
     scoring_engine,
 )
 from tasks.run.run import Run
-from tasks.run.shard_driver import AtOnce, ShardDriver, ShardRange, task_runs
+from tasks.run.shard_driver import ShardDriver, ShardRange, task_runs
 from tasks.run.stage import OPTIONS, Stage, attempted
 from tasks.run.suite import Suite
 from tasks.sampling import SamplingStage
@@ -178,8 +179,8 @@ class Questioning:
         self.device_time = caller.device_time
         self.engines: ByRole = evaluator.place.engines_of(caller, suite)
         self.files = EvaluationFiles(self.store, "")  # until its key is known
-        played, pools = self.config.episodes, self.config.cluster.pools
-        self.episodes = AtOnce(None if played is None else played.at_once, caller.cancelled)
+        pools = self.config.cluster.pools
+        self.episodes = EpisodeDriver(self.config.episodes, caller.cancelled)
         engines = pools[self.engines[ROLLOUT].pool]
         most = task_runs(pools[self.engines[SCORER].pool], stages=1)
         # As many as the engines take, and some that wait.
@@ -247,6 +248,7 @@ def evaluation(
             found[name] = _evaluated(run)
         finally:
             run.shards.close()
+            run.episodes.close()
         evaluator.keep(found[name])
         run.tell(VersionEvaluated(result=found[name], version=version))
         # Last: what is noted counts as told.

@@ -27,8 +27,7 @@ from engines.workers.cluster import Cluster
 from storage.runs.commit_log import GuardRecord, Outline
 from storage.runs.forks import NoSuchOrigin, begin_at
 from storage.runs.live import End, RolledBack, workers_ended, write_end
-from storage.runs.origins import RollbackCause, origin_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RollbackCause, RunStore, origin_of
 from tasks.guards.judging import (
     bound_in_force,
     guard_sentence,

@@ -10,7 +10,7 @@ from configs.grpo import GRPOConfig
 from configs.guards import GuardConfig
 from configs.overrides import ConfigError, change
 from storage.runs.commit_log import Commit, GuardRecord
-from storage.runs.origins import Origin
+from storage.runs.run_store import Origin
 from tasks.markdown import cell, escaped
 from tasks.run.clock import BOUND
 

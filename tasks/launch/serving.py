@@ -35,10 +35,8 @@ from engines.rollout.vllm_plugin import OWNER_VARIABLE
 from storage.objects.errors import StoreError
 from storage.objects.store import Store
 from storage.runs.commit_log import head, version_weights
-from storage.runs.file_names import FILE_NAMES
-from storage.runs.origins import numbered, start_of
-from storage.runs.run_store import RunStore
-from storage.runs.weights import MANIFEST, WeightsRef, open_chain, open_manifest_at
+from storage.runs.run_store import RunStore, numbered, start_of
+from storage.runs.weights import FILE_NAMES, MANIFEST, WeightsRef, open_chain, open_manifest_at
 from storage.runs.weights_writing import copy_whole
 from tasks.launch.server_process import ServerError, ServerProcess, check_key
 from tasks.run.beginning import place_of

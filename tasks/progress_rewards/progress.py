@@ -17,7 +17,7 @@ from engines.data.frames import FIRST
 from engines.encoders.contract import EpisodeEncoder, ProgressResult, ProgressScorer
 from engines.rewards.failing_samples import LoggedMetric
 from storage.batches.refs import BatchRef
-from storage.objects.digests import key_of
+from storage.objects.documents import key_of
 from tasks.progress_rewards.roles import ENCODER, PROGRESS, srpo
 from tasks.results import Scored, WholeShards, frames_of, samples_of_shards
 from tasks.reward import by_cause, samples_of

@@ -12,8 +12,7 @@ from storage.rows.readmissions import Readmission, ask, between, listed
 from storage.rows.row_history import REASONS, RowHistory
 from storage.runs.commit_log import head, read_commit
 from storage.runs.live import goes_on_as
-from storage.runs.origins import committer, start_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, committer, start_of
 from tasks.commands.command import Answer, Request, heading, table, text
 from tasks.quarantine.row_histories import HISTORY
 from tasks.run.run_record import settings_of

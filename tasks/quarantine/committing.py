@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engines.rows.contract import RowHistorian, RowHistoryRequest, RowHistoryResult
 from storage.batches.refs import BatchRef
-from storage.objects.digests import key_of
+from storage.objects.documents import key_of
 from tasks.quarantine.roles import ROW_HISTORIES
 from tasks.quarantine.row_histories import RowHistories
 from tasks.results import Metrics, Prompts

@@ -88,7 +88,7 @@ from tasks.run.life_cycle import TIMELINE_STEPS
 if TYPE_CHECKING:
     from storage.runs.commit_log import Ledger
     from storage.runs.live import End
-    from storage.runs.origins import Origin
+    from storage.runs.run_store import Origin
     from tasks.results import Metrics, Scored
     from tasks.run.attempts import Attempt
 

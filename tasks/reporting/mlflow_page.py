@@ -24,12 +24,11 @@ from typing import Any, Concatenate, Literal, ParamSpec, Protocol
 from configs.storage import TrackingConfig
 from storage.audit.transcripts import WROTE, ending
 from storage.evaluations.results import EvaluationResult, evaluations_of
-from storage.objects.digests import digest
+from storage.objects.documents import digest
 from storage.objects.errors import ObjectMissing, StoreUnavailable
 from storage.runs.commit_log import Commit, read_commit
-from storage.runs.origins import Origin
 from storage.runs.retention import is_there
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import Origin, RunStore
 from storage.runs.working_tree import working_tree
 from storage.tracking.connection import TrackerUnusable, TrackingAddress, TrackingError
 from storage.tracking.cost import DEVICE_HOURS_SO_FAR, MONEY_SO_FAR, SO_FAR

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from configs.terminal_text import bytes_text
 from storage.objects.errors import StoreError
-from storage.runs.progress import Phase, Progress, remove_progress, write_progress
+from storage.runs.live import Phase, Progress, remove_progress, write_progress
 from storage.runs.run_store import RunStore
 from tasks.evaluation.summary import sentence
 from tasks.reporting.terminal import Terminal, screen

@@ -42,8 +42,7 @@ from configs.storage import TrackingConfig
 from engines.failures import ClusterLost
 from engines.workers.gpus import GpuState
 from engines.workers.worker_metrics import WorkerMetrics
-from storage.objects.latency import BOUNDS, Latency
-from storage.objects.usage import Usage
+from storage.objects.usage import BOUNDS, Latency, Usage
 from storage.runs.commit_log import Commit
 from tasks.reporting.exporter import SUFFIX
 from tasks.run.events import (

@@ -25,11 +25,10 @@ import yaml
 
 from configs.optional_packages import installed
 from engines.models.adapters import stream_whole
+from storage.objects.documents import JsonValue
 from storage.objects.errors import ObjectMissing, StoreError
-from storage.objects.json_values import JsonValue
 from storage.objects.store import Store
-from storage.runs.file_names import FILE_NAMES
-from storage.runs.weights import MANIFEST, WeightsRef, open_chain, open_manifest_at
+from storage.runs.weights import FILE_NAMES, MANIFEST, WeightsRef, open_chain, open_manifest_at
 from storage.runs.weights_writing import INDEX, copy_whole
 from storage.tracking.connection import TrackingError
 from storage.tracking.tracker import Tracker

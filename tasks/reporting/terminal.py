@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from configs.terminal_text import terminal_text
-from storage.runs.progress import Phase, Progress
+from storage.runs.live import Phase, Progress
 from tasks.reporting.output import drop_output
 from tasks.run.run_log import LINES
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from prefect.logging import get_run_logger
 
 from engines.workers.pool import Assignment
-from storage.objects.json_values import JsonValue
+from storage.objects.documents import JsonValue
 
 
 @dataclass(slots=True)

@@ -21,8 +21,7 @@ from storage.runs.commit_log import read_commit
 from storage.runs.forks import NoSuchOrigin, begin_at
 from storage.runs.live import goes_on_as
 from storage.runs.opponents import Opponent, opponent_of
-from storage.runs.origins import Origin, committer, origin_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import Origin, RunStore, committer, origin_of
 from storage.runs.seen_rows import seen_at, seen_before, unseen
 from storage.runs.snapshots import base_of
 from storage.runs.weights import open_chain

@@ -22,14 +22,13 @@ from engines.workers.pool import EnginePool
 from storage.objects.store import Store
 from storage.prompts.source import PromptSource
 from storage.runs.commit_log import Commit
-from storage.runs.origins import Origin
-from storage.runs.run_store import RunStore
-from storage.runs.stage_store import StageStore
+from storage.runs.run_store import Origin, RunStore, StageStore
 from storage.runs.weights import WeightsRef
 from tasks.run.attempts import Attempt, AttemptLog
 from tasks.run.clock import Clock, Gate
+from tasks.run.episode_driver import EpisodeDriver
 from tasks.run.events import Event, Listeners, Tracking
-from tasks.run.shard_driver import AtOnce, ShardDriver
+from tasks.run.shard_driver import ShardDriver
 
 
 class Attempts(Protocol):
@@ -159,6 +158,7 @@ def pool_of(
     name: str,
     engine: EngineSpec[E],
     deadline: float | None = None,
+    at_once: int | None = None,
 ) -> EnginePool[E]:
     """Engines on every worker of a role's pool, any of which takes a call; `name`: theirs there."""
     config = run.config
@@ -170,6 +170,7 @@ def pool_of(
         deadline=config.rollout.deadline if deadline is None else deadline,
         start_timeout=config.cluster.start_timeout,
         cancel=run.cancelled,
+        at_once=at_once,
     )
 
 
@@ -183,7 +184,7 @@ class StageView(AttemptsView, Protocol):
 
     config: GRPOConfig
     store: Store
-    episodes: AtOnce
+    episodes: EpisodeDriver
 
     @property
     def files(self) -> StageStore:

@@ -16,8 +16,7 @@ from storage.prompts.cursor import Cursor
 from storage.prompts.source import PromptSource
 from storage.runs.commit_log import Commit, Ledger
 from storage.runs.opponents import Opponent
-from storage.runs.origins import Origin
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import Origin, RunStore
 from tasks.results import Carried
 
 if TYPE_CHECKING:

@@ -35,10 +35,17 @@ from storage.runs.forks import pin
 from storage.runs.live import DataOver, goes_on_as, is_done, read_end
 from storage.runs.opponents import FIELD as OPPONENT
 from storage.runs.opponents import keep, recorded_opponent
-from storage.runs.origins import FIELD, RollbackCause, origin_of, parent_of
 from storage.runs.orphans import clear
 from storage.runs.run_lease import RUN_OUT, LeaseWatch, RunLease, acquire_patiently
-from storage.runs.run_store import RUN_NAME, OwnRunStore, RunStore
+from storage.runs.run_store import (
+    ORIGIN_FIELD,
+    RUN_NAME,
+    OwnRunStore,
+    RollbackCause,
+    RunStore,
+    origin_of,
+    parent_of,
+)
 from storage.runs.seen_rows import seen_before, write_seen
 from storage.runs.working_tree import FIELD as GIT
 from storage.runs.working_tree import working_tree
@@ -214,7 +221,7 @@ def begin(opened: OpenedRun, position: Position) -> None:
     if tree is not None:
         record[GIT] = tree.model_dump(mode="json")
     if origin is not None:
-        record[FIELD] = origin.model_dump(mode="json")
+        record[ORIGIN_FIELD] = origin.model_dump(mode="json")
     if opened.opponent is not None:
         record[OPPONENT] = opened.opponent.model_dump(mode="json")
     files.write_run(record)

@@ -29,8 +29,7 @@ from engines.workers.store_spec import StoreSpec
 from storage.objects.store import Store
 from storage.runs import snapshots
 from storage.runs.adapters import trained_base
-from storage.runs.origins import parent_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, parent_of
 from storage.runs.weights import WeightsRef
 from tasks.run.contract import (
     ByRole,
@@ -75,6 +74,7 @@ def data_spec(config: GRPOConfig, files: RunStore) -> DataSpec:
         run=files.run,
         scorers=config.cluster.pools[config.cluster.roles.reward].workers,
         max_new_tokens=config.rollout.max_new_tokens,
+        group_size=config.group_size,
         **common(config, files.store),
     )
 
@@ -108,6 +108,7 @@ def environment_spec(config: GRPOConfig, episodes: EpisodesConfig, store: Store)
         episodes=episodes,
         frames=config.keeps_frames,
         max_new_tokens=config.rollout.max_new_tokens,
+        group_size=config.group_size,
         **common(config, store),
     )
 
@@ -121,7 +122,12 @@ def environment_engine(run: Caller, episodes: EpisodesConfig) -> EngineSpec[Envi
 def _environments(run: Caller, cluster: Cluster) -> EnginePool[EnvironmentHost]:
     assert run.config.episodes is not None, "who needs environments plays episodes"
     engine = environment_engine(run, run.config.episodes)
-    return pool_of(run, cluster, "environment", "environment", engine)
+    config = run.config
+    return pool_of(
+        *(run, cluster, "environment", "environment", engine),
+        deadline=config.environment_deadline,
+        at_once=config.episodes_at_once if config.plays_apart else None,
+    )
 
 
 ENVIRONMENT = EngineRole(
@@ -147,7 +153,7 @@ def rollout_spec(config: GRPOConfig, store: Store, name: str = "rollout") -> Rol
         store_options=config.store.options,
         node_cache_bytes=config.store.node_cache_bytes,
         routed_experts=config.train.router_replay,
-        measured=config.tracking.metrics_every > 0,
+        measured=config.tracking.metrics_every > 0 or config.plays_apart,
         lora=lora if lora is not None and lora.serving == "adapter" else None,
         sleeps=config.cluster.share_devices,
         max_model_len=config.longest_sequence,
@@ -171,6 +177,7 @@ def rollouts_of(run: Caller, cluster: Cluster, role: SamplingRole) -> RolloutPoo
         sleep_level=config.rollout.sleep_level,
         cancel=run.cancelled,
         role=role,
+        at_once=config.rollout.max_sequences if config.plays_apart else None,
     )
 
 

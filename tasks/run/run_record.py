@@ -18,8 +18,7 @@ from configs.imports import imported
 from configs.overrides import ConfigError, validate
 from configs.storage import StoreConfig
 from storage.runs.commit_log import head, read_outline
-from storage.runs.origins import Origin, parent_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import Origin, RunStore, parent_of
 
 if TYPE_CHECKING:
     from prefect import Flow

@@ -10,7 +10,7 @@ from configs.data import SuccessCurriculum, TasksSource
 from storage.prompts.cursor import Cursor, TasksCursor
 from storage.prompts.tasks import TaskRows, draw_tasks, shared_out
 from storage.runs.commit_log import read_outline
-from storage.runs.origins import committer
+from storage.runs.run_store import committer
 from tasks.run.clock import KnownRows
 from tasks.run.contract import RunView
 from tasks.run.features import NextRows

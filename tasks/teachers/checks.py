@@ -13,7 +13,7 @@ from engines.models.checkpoints import check_model, present
 from engines.models.facts import ModelFacts, model_facts
 from engines.models.tokens import check_same_tokens, model_tokens
 from engines.teachers.client import check_digest, probed, tokens_of
-from storage.objects.json_values import Row
+from storage.objects.documents import Row
 from storage.objects.store import Store
 from storage.prompts.datasets import open_source
 from storage.prompts.source import PromptSource

@@ -12,8 +12,7 @@ from engines.teachers.client import Address, check_digest, probed
 from storage.objects.errors import StoreError
 from storage.objects.store import Store
 from storage.runs.forks import NoSuchOrigin, begin_at, pin_version
-from storage.runs.origins import Origin
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import Origin, RunStore
 from tasks.run.beginning import place_of
 from tasks.run.roles import FrozenModel
 from tasks.run.run_record import parent_config

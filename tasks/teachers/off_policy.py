@@ -7,7 +7,7 @@ import numpy as np
 from configs.distill import DistillConfig, OffPolicyConfig
 from engines.data.contract import Scorer
 from engines.rollout.contract import RolloutResult, ShardStats
-from storage.objects.digests import key_of
+from storage.objects.documents import key_of
 from tasks.results import Sampled
 from tasks.run.contract import StageView
 from tasks.run.features import PromptShard

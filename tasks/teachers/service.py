@@ -24,8 +24,7 @@ from engines.workers.gang import Gang
 from storage.objects.errors import StoreError
 from storage.objects.store import Store
 from storage.runs.forks import YOUNG, pin_version
-from storage.runs.origins import Origin
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import Origin, RunStore
 from tasks.launch.server_process import check_key
 from tasks.run.roles import MODELS
 from tasks.run.run_record import parent_config

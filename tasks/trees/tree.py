@@ -20,7 +20,7 @@ from configs.tree import TreeConfig
 from engines.rollout.contract import RolloutResult, Sampling, ShardStats
 from engines.trees.contract import GrownTrees, Growth, TreeGrower
 from storage.batches.refs import BatchRef
-from storage.objects.digests import key_of
+from storage.objects.documents import key_of
 from storage.runs.weights import WeightsRef
 from tasks.episodes import together
 from tasks.results import Prompts, Sampled, WholeShards

@@ -13,7 +13,7 @@ from storage.batches.writing import write_batch
 from storage.objects.errors import ObjectMissing, StoreError
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
-from storage.runs.weights_reading import stream
+from storage.runs.weights import stream
 from storage.runs.weights_writing import publish
 
 

@@ -11,8 +11,7 @@ import pytest
 from configs.grpo import GRPOConfig
 from storage.objects.store import Store
 from storage.runs.commit_log import read_commit
-from storage.runs.origins import origin_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, origin_of
 from storage.tracking.registry import Registry
 from tests.deploy.conftest import API, Platform
 

@@ -19,8 +19,7 @@ from configs.recipe import load_recipe, read_recipe
 from engines.clusters.kubernetes import worker_group
 from storage.objects.store import Store
 from storage.runs.commit_log import head, read_commit
-from storage.runs.origins import origin_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, origin_of
 from tasks.launch import kubernetes
 from tests.engines.conftest import left_after
 from tests.flows.conftest import ROOT, settings_for

@@ -8,7 +8,7 @@ from pathlib import Path
 from storage.runs.commit_log import Commit, history
 from storage.runs.orphans import orphans
 from storage.runs.run_store import RunStore
-from storage.runs.weights_reading import stream
+from storage.runs.weights import stream
 
 
 def committed(files: RunStore, max_staleness: int = 0) -> list[Commit]:

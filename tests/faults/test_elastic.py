@@ -28,7 +28,7 @@ UNITS = (*WORKERS, *SHORT, "train.unit_tokens=88")  # several of them in a step
 
 WRITE, MARK = (
     "storage.runs.weights_writing:write_shard",
-    "storage.runs.stage_store:StageStore.finish",
+    "storage.runs.run_store:StageStore.finish",
 )
 SUM, STEP = (f"engines.train.optimizer:Optimizer.{name}" for name in ("_report", "step_by_tensor"))
 AGGREGATOR, TRAINER = "engines.elastic.aggregator:Aggregator", "engines.elastic.trainer"

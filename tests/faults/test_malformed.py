@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from storage.audit.audit_objects import Read, check_snapshot
 from storage.batches.refs import BatchRef
 from storage.batches.writing import Jagged, write_batch
-from storage.objects.digests import canonical, digest
+from storage.objects.documents import canonical, digest
 from storage.objects.errors import StoreError
 from storage.objects.store import Store
 from storage.runs import snapshots
 from storage.runs.commit_log import FORMAT, Commit, Ledger, commit, head, history, read_commit
 from storage.runs.run_store import RunStore
-from storage.runs.weights_reading import stream
+from storage.runs.weights import stream
 from storage.runs.weights_writing import publish
 
 STEPS = 3

@@ -24,7 +24,7 @@ ROLLOUT = {
     # The samples are stored and marked as done, and the flow does not hear of it.
     "marked": Fault(
         id="marked",
-        target="storage.runs.stage_store:finish_result",
+        target="storage.runs.run_store:finish_result",
         only="rollout",
         nth=2,
         when="after",

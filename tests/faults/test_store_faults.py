@@ -151,7 +151,7 @@ def test_the_store_goes_away_in_a_run(
 SLOW = 3.0  # seconds more for each object
 # How a file of a version comes to the store: from what the machine keeps, or from memory to disk.
 COMES = {
-    "s3": "storage.objects.write_behind:WriteBehind._copy",
+    "s3": "storage.objects.node_cache:WriteBehind._copy",
     "local": "storage.objects.store:Store.sync",
 }
 ON_ITS_WAY = {

@@ -32,9 +32,8 @@ from storage.objects import documents
 from storage.objects.store import Store
 from storage.runs.commit_log import head, read_commit
 from storage.runs.live import read_live, workers_ended, write_live
-from storage.runs.origins import origin_of
 from storage.runs.run_lease import RunLease
-from storage.runs.run_store import RUN_FORMAT, RunStore
+from storage.runs.run_store import RUN_FORMAT, RunStore, origin_of
 from tasks.commands import inspect as commands_inspect
 from tasks.commands.command import Request
 from tasks.reporting.artifacts import key

@@ -17,8 +17,7 @@ import pytest
 
 from storage.batches.columns import SampleStatus
 from storage.runs.commit_log import head, read_commit
-from storage.runs.run_store import RunStore
-from storage.runs.stage_store import DATA_SUFFIX
+from storage.runs.run_store import DATA_SUFFIX, RunStore
 from storage.tracking.metric_meanings import meaning_of
 from tasks.reporting.artifacts import key, lineage
 from tasks.run.run_record import settings_of

@@ -18,8 +18,7 @@ from storage.evaluations.results import evaluations_of
 from storage.objects.store import Store
 from storage.runs.commit_log import head, read_commit
 from storage.runs.live import RolledBack, read_end
-from storage.runs.origins import RollbackCause, origin_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RollbackCause, RunStore, origin_of
 from tests.faults.ledger import committed, story
 from tests.faults.planted import Fault, Faults
 from tests.flows.conftest import Launch, Launched

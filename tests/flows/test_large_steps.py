@@ -54,7 +54,7 @@ WORKER_DIES = Fault(
 # A step removes three things: statistics (none here), what was decided of each sample, and the plan.
 # The eighth is what was decided in step 3, whose update has not begun.
 FLOW_DIES = Fault(
-    id="flow", target="storage.runs.stage_store:StageStore.discard", action="kill", nth=8
+    id="flow", target="storage.runs.run_store:StageStore.discard", action="kill", nth=8
 )
 
 SHARDS = 40

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from storage.objects.store import Store
-from storage.runs.origins import origin_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, origin_of
 from tests.faults.ledger import committed
 from tests.faults.planted import Fault, Faults
 from tests.flows.conftest import AFTER_STEP_3, Launch

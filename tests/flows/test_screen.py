@@ -16,7 +16,7 @@ import pytest
 from storage.audit.audit import audit
 from storage.objects.store import Store
 from storage.runs.commit_log import head
-from storage.runs.progress import read_progress
+from storage.runs.live import read_progress
 from storage.runs.run_store import RUN_NAME, RunStore
 from tests.flows.conftest import ROOT, Launch, settings_for
 from tests.terminal import ProgramOnScreen, on_screen

@@ -20,24 +20,23 @@ import torch
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects import documents
-from storage.objects.digests import digest
+from storage.objects.documents import digest
 from storage.objects.errors import ObjectDamaged, StoreError
 from storage.objects.node_cache import NodeCache
 from storage.objects.store import Store
 from storage.prompts.cursor import Cursor
-from storage.runs import commit_lists, seen_rows
+from storage.runs import commit_log, seen_rows
 from storage.runs.commit_log import head, read_commit
-from storage.runs.origins import ancestry, committer, origin_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import RunStore, ancestry, committer, origin_of
 from storage.runs.tensor_changes import BLOCK, HEAD, decode, encode
 from storage.runs.weights import (
     BaseVersion,
     WeightsRef,
     open_chain,
     open_manifest,
+    stream,
     weights_digest,
 )
-from storage.runs.weights_reading import stream
 from storage.runs.weights_writing import publish
 
 SPARE = 512 * 2**20  # bytes of memory that reading a forged object may take beside the process's
@@ -150,7 +149,7 @@ def test_no_other_record_leads_out(run: RunStore, name: str) -> None:
     for build in (
         lambda: WeightsRef(version=1, key=name, digest="", nbytes=0),
         lambda: BaseVersion(key=name, digest=""),
-        lambda: commit_lists.ListsRef(key=name, digest="", nbytes=0),
+        lambda: commit_log.ListsRef(key=name, digest="", nbytes=0),
         lambda: BatchRef.from_json(a_ref(run, lambda ref: ref["sources"][0].__setitem__(0, name))),
     ):
         with pytest.raises(ValueError, match="leads out of the store|no relative POSIX path"):
@@ -159,10 +158,10 @@ def test_no_other_record_leads_out(run: RunStore, name: str) -> None:
 
 def test_lists_fill_in_lists_alone(run: RunStore) -> None:
     body = {"refs": {}, "carried": [], "dropped_rows": {}, "attempts": [], "step": 7}
-    data = documents.encode(commit_lists.FORMAT, body)
+    data = documents.encode(commit_log.LISTS_FORMAT, body)
     run.store.write("run/steps/000001/lists-a.json", data)
     lists = {"key": "run/steps/000001/lists-a.json", "digest": digest(data), "nbytes": len(data)}
-    assert commit_lists.attach(run, "k", {"step": 1, "lists": lists})["step"] == 1
+    assert commit_log.attach(run, "k", {"step": 1, "lists": lists})["step"] == 1
 
 
 @pytest.mark.timeout(20)

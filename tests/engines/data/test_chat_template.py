@@ -22,7 +22,7 @@ from engines.data.chat_template import (
     tokenize,
     tools_in_words,
 )
-from storage.objects.json_values import JsonValue, Row
+from storage.objects.documents import JsonValue, Row
 
 CHAT = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}"

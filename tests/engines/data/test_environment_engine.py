@@ -201,7 +201,9 @@ def make(tmp_path: Path) -> Iterator[Make]:
     (tmp_path / "games.py").write_text(GAMES)
     made = []
 
-    def build(name: str = "Echo", template: str = "plain", **settings: Any) -> EnvironmentEngine:
+    def build(
+        name: str = "Echo", template: str = "plain", most: int = 60, **settings: Any
+    ) -> EnvironmentEngine:
         params = settings.pop("params", {})
         kind = ClassEnvironment if name[0].isupper() else AgentEnvironment
         environment = kind(path=f"{tmp_path}/games.py:{name}", params=params)
@@ -214,7 +216,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
                         source=FunctionSource(path=f"{tmp_path}/games.py:rows"), template=template
                     ),
                     episodes=EpisodesConfig(environment=environment, processes=1, **settings),
-                    max_new_tokens=60,
+                    max_new_tokens=most,
                     store_uri=f"file://{tmp_path}/store",
                     store_options={},
                 )
@@ -244,7 +246,7 @@ class Play:
         found = self.ref.fetch_list(self.store, name)
         return [one.tolist() if isinstance(one, np.ndarray) else one for one in found]
 
-    def says(self, *texts: str | None, cut: bool = False) -> Any:
+    def says(self, *texts: str | None, cut: bool = False, sampled_seconds: float = 0.0) -> Any:
         """Each episode's next turn (None: it is over), and the environments' answers."""
         self.turn += 1
         before = [[] for _ in texts] if self.ref is None else self.column("response_ids")
@@ -272,7 +274,8 @@ class Play:
         if self.ref is not None:
             kept = [name for name in self.ref.names if name not in ref.names]
             ref = ref.with_columns(self.ref[kept])
-        result = self.engine.answer(ref, f"answer-{self.turn}.safetensors")
+        key = f"answer-{self.turn}.safetensors"
+        result = self.engine.answer(ref, key, sampled_seconds=sampled_seconds)
         self.ref = result.ref
         return result
 
@@ -312,6 +315,51 @@ def test_limits_of_seconds_have_names_of_their_own(
         assert play.column("turn_rewards")[0] == [0.75]
     play.says(None, "b", "bye")
     assert play.column("episode") == ["seconds", "", "done"], "each has seconds of its own"
+
+
+@pytest.mark.parametrize("reward", [None, 0.25])
+def test_an_episode_has_a_deadline_of_its_own(
+    make: Make, tmp_path: Path, reward: float | None
+) -> None:
+    """Sampling counts too; what was not over by then ends with the answer that took it beyond."""
+    params = {} if reward is None else {"reward": reward}
+    play = Play(make("Slow", deadline=9.0, params=params), tmp_path, 2)
+    play.says("a", "a", sampled_seconds=3.0)
+    assert play.column("episode") == ["", ""]
+    result = play.says("wait", "bye", sampled_seconds=7.0)
+    assert play.column("episode") == ["deadline", "done"]
+    if reward is None:
+        said = (
+            "the environment played until episodes.deadline = 9.0 s, and gave no reward at its end"
+        )
+        assert play.column("episode_error") == [said, ""]
+        assert play.column("status")[0] == SampleStatus.FAILED
+        assert [one.sample for one in result.failures] == [70]
+    else:
+        assert play.column("status")[0] == SampleStatus.OK
+        assert play.column("episode_error") == ["", ""]
+
+
+def test_samples_that_lie_apart_are_gathered(make: Make, tmp_path: Path) -> None:
+    """In the order of the prompts, those that were not begun among them, as empty ones."""
+    engine = make()
+    play = Play(engine, tmp_path, 2)
+    play.says("a", "bye")
+    assert play.ref is not None
+    parts = [play.ref.rows(1, 2), None, play.ref.rows(0, 1)]
+    ref = engine.gather(play.prompts, 3, parts, "gathered.safetensors")
+    whole = ref.fetch(play.store)
+    assert list(ref.fetch_list(play.store, "prompt_row")) == [1, 1, 1]
+    assert ref[["response_ids"]].objects == {"gathered.safetensors"}
+    assert whole["sample_id"].tolist() == [71, 7 * 3 + 1, 70], "numbers of samples stay"
+    assert whole["status"].tolist() == [SampleStatus.OK, *[SampleStatus.UNFINISHED] * 2]
+    assert ref.fetch_list(play.store, "finish_reason") == ["stop", "unfinished", "unfinished"]
+    assert ref.fetch_list(play.store, "episode") == ["done", "", ""]
+    assert ref.lengths(play.store, "response_ids")[1] == 0
+    for name in play.ref.names:
+        both = zip(ref.fetch_list(play.store, name)[::2], play.column(name)[::-1], strict=True)
+        for after, before in both:
+            np.testing.assert_array_equal(after, before, err_msg=name)
 
 
 def test_a_turn_without_an_answer_has_failed(make: Make, tmp_path: Path) -> None:
@@ -378,11 +426,10 @@ def test_limits_of_tokens(make: Make, tmp_path: Path) -> None:
 
 
 def test_tools(make: Make, tmp_path: Path) -> None:
-    play = Play(make("Adder", template="chat"), tmp_path, 4)
+    play = Play(make("Adder", template="chat", most=1000), tmp_path, 4)
     asked = play.tokenizer.decode(play.prompts.fetch_list(play.store, "prompt_ids")[0])
     assert '"name": "add"' in asked
     call = '<tool_call>{"name": "add", "arguments": {"number": %s}}</tool_call>'
-    play.engine._spec = play.engine._spec.model_copy(update={"max_new_tokens": 1000})
     play.says(call % 3, call % '"x"', "<tool_call>{add}</tool_call>", "nothing to add")
     assert play.column("episode") == ["", "", "", "done"]
     told = [play.tokenizer.decode(ids) for ids in play.column("response_ids")]
@@ -447,8 +494,8 @@ def test_each_protocol_trains_the_tokens_that_it_was_sent(
     make: Make, tmp_path: Path, route: str
 ) -> None:
     log = tmp_path / "log"
-    play = Play(make("speaks", "chat", params={"route": route, "log": str(log)}), tmp_path, 1)
-    play.engine._spec = play.engine._spec.model_copy(update={"max_new_tokens": 1000})
+    params = {"route": route, "log": str(log)}
+    play = Play(make("speaks", "chat", most=1000, params=params), tmp_path, 1)
     call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     texts = [f"<think>so</think>I add.{call}{call}", call, "<think>hm</think>10"]
     for text in texts:
@@ -487,7 +534,7 @@ def test_prompts_of_token_ids_are_checked(make: Make) -> None:
     with pytest.raises(EnvironmentFailed, match="the token id 1000000"):
         make("unknown_first").prompts([1], 5, "none.safetensors")
     long = make("by_ids")
-    agents = long._agents
+    agents = long._played[""].agents
     agents._data = agents._data.model_copy(update={"max_prompt_tokens": 2})
     made = long.prompts([1], 5, "none.safetensors")
     assert made.ref is None and made.dropped == ((1, "prompt_too_long"),)

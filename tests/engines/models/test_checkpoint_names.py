@@ -31,11 +31,8 @@ from engines.rollout.weight_reader import check_manifest
 from engines.train.fsdp_engine import FSDPEngine
 from storage.objects.errors import ObjectDamaged
 from storage.objects.store import Store
-from storage.runs.file_names import FILE_NAMES
-from storage.runs.origins import Origin
-from storage.runs.run_store import RunStore
-from storage.runs.weights import WeightsRef, open_manifest
-from storage.runs.weights_reading import stream
+from storage.runs.run_store import Origin, RunStore
+from storage.runs.weights import FILE_NAMES, WeightsRef, open_manifest, stream
 from storage.runs.weights_writing import copy_whole
 from tasks.run.run_record import VERSION_NAMES as FIELD
 from tasks.run.run_record import names_to_begin_with, version_names

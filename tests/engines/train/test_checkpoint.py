@@ -21,8 +21,7 @@ from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from storage.runs.commit_log import Commit, commit, read_commit
 from storage.runs.forks import begin_at
-from storage.runs.origins import FIELD
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import ORIGIN_FIELD, RunStore
 from storage.runs.snapshots import has_base, snapshots
 from storage.runs.weights import WeightsRef
 from tests.engines.train.train_ranks import MAX_NEW_TOKENS, TEMPERATURE, samples, spec, stored
@@ -109,7 +108,7 @@ def version(run: RunStore, number: int) -> WeightsRef:
 
 def child_of(parent: RunStore, name: str, step: int, **options: bool) -> RunStore:
     child = RunStore(parent.store, name)
-    child.write_run({FIELD: begin_at(parent, step, **options).model_dump(mode="json")})
+    child.write_run({ORIGIN_FIELD: begin_at(parent, step, **options).model_dump(mode="json")})
     return child
 
 

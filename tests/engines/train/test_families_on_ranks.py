@@ -15,8 +15,7 @@ from engines.train.fsdp_engine import FSDPEngine
 from engines.train.self_test.twin import build
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
-from storage.runs.weights import WeightsRef
-from storage.runs.weights_reading import stream
+from storage.runs.weights import WeightsRef, stream
 from tests.engines.models.families import config_of
 from tests.engines.train.train_ranks import Ranks, samples, spec, stored, update_of
 from tests.ports import free_ports

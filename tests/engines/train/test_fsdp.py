@@ -20,8 +20,7 @@ from storage.objects.errors import ObjectDamaged
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
 from storage.runs.snapshots import snapshots
-from storage.runs.weights import WeightsRef
-from storage.runs.weights_reading import stream
+from storage.runs.weights import WeightsRef, stream
 from tests.engines.train import naive_training as naive
 from tests.engines.train.conftest import Make
 from tests.engines.train.train_ranks import (

@@ -17,8 +17,7 @@ from engines.train.model.rendezvous import RendezvousFailed, meet
 from engines.train.spec import ColumnsResult, LogprobRequest, UpdateResult
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
-from storage.runs.weights import WeightsRef
-from storage.runs.weights_reading import stream
+from storage.runs.weights import WeightsRef, stream
 from tests.engines.train.naive_training import Sample
 from tests.engines.train.train_ranks import (
     TEMPERATURE,

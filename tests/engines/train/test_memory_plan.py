@@ -18,13 +18,13 @@ from configs.model import PretrainedModel
 from configs.train import TrainConfig
 from engines.models.checkpoints import build_empty, materialize
 from engines.models.facts import ModelShape, model_facts
+from engines.models.traced_shape import adapter_parameters
 from engines.train import logprobs, memory_plan, updater
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.memory_plan import (
     Batch,
     MemoryPlan,
     activation_bytes,
-    adapter_parameters,
     largest_batch,
     largest_turns,
     plan_rank,

@@ -24,8 +24,7 @@ from engines.train.publication import (
 from engines.workers import lanes
 from storage.objects.errors import StoreError
 from storage.objects.store import Store
-from storage.runs.weights import WeightsRef, open_manifest
-from storage.runs.weights_reading import stream
+from storage.runs.weights import WeightsRef, open_manifest, stream
 from storage.runs.weights_writing import publish, write_shard
 from tests.engines.train.train_ranks import Ranks
 

@@ -11,10 +11,9 @@ import torch
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects import documents
-from storage.objects.digests import digest
+from storage.objects.documents import digest
 from storage.runs.commit_log import Commit, Ledger, commit
-from storage.runs.origins import FIELD, Origin
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import ORIGIN_FIELD, Origin, RunStore
 from storage.runs.snapshots import INDEX, STATE_FORMAT, mark
 from storage.runs.weights import WeightsRef
 from storage.runs.weights_writing import publish
@@ -26,7 +25,7 @@ CODE = {"name": "length", "settings": {"kind": "function", "path": "mine:length"
 def begin(run: RunStore, origin: Origin | None = None) -> None:
     record: dict[str, object] = {"config": {}}
     if origin is not None:
-        record[FIELD] = origin.model_dump(mode="json")
+        record[ORIGIN_FIELD] = origin.model_dump(mode="json")
     run.write_run(record)
 
 

@@ -18,9 +18,8 @@ from storage.objects.usage import COUNTER
 from storage.prompts.cursor import Cursor, draw
 from storage.runs.commit_log import Commit, Ledger, commit
 from storage.runs.forks import begin_at
-from storage.runs.origins import Origin
 from storage.runs.retention import sweep
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import Origin, RunStore
 from storage.runs.weights import WeightsRef
 from tests.storage.audit import small_run
 

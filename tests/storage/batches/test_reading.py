@@ -15,10 +15,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from storage.batches import reading
 from storage.batches.refs import BatchRef
 from storage.batches.writing import Jagged, write_batch
-from storage.objects.cache import merge_ranges
-from storage.objects.digests import digest
+from storage.objects.documents import digest
 from storage.objects.errors import ObjectDamaged, ObjectMissing
-from storage.objects.store import GAP_BYTES, Store
+from storage.objects.store import GAP_BYTES, Store, merge_ranges
 
 
 class Recording(MemoryFileSystem):

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from storage.objects.errors import ObjectMissing
-from storage.objects.latency import BOUNDS, LATENCIES, Latencies, Latency
 from storage.objects.store import Store
+from storage.objects.usage import BOUNDS, LATENCIES, Latencies, Latency
 
 
 def test_tries_are_counted_by_their_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 0.0005, 10.0, 10.3, 20.0, 90.0])
-    monkeypatch.setattr("storage.objects.latency.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("storage.objects.usage.time.perf_counter", lambda: next(clock))
     counted = Latencies()
     for _ in range(3):
         with counted.timed("read"):

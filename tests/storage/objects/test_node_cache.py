@@ -14,8 +14,7 @@ from storage.objects.errors import ObjectMissing
 from storage.objects.node_cache import NodeCache, open_node_cache
 from storage.objects.store import Store
 from storage.objects.usage import COUNTER
-from storage.runs.weights import BaseVersion, open_manifest
-from storage.runs.weights_reading import stream
+from storage.runs.weights import BaseVersion, open_manifest, stream
 from storage.runs.weights_writing import publish
 
 DATA = bytes(range(256)) * 40

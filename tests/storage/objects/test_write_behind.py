@@ -14,12 +14,24 @@ import torch
 
 from storage.objects import node_cache
 from storage.objects.errors import ObjectDamaged, ObjectMissing, StoreError, StoreUnavailable
-from storage.objects.node_cache import NodeCache
+from storage.objects.node_cache import (
+    Behind,
+    NodeCache,
+    SyncBehind,
+    WriteBehind,
+    announced,
+    open_behind,
+)
 from storage.objects.store import Store
 from storage.objects.usage import COUNTER
-from storage.objects.write_behind import Behind, SyncBehind, WriteBehind, announced, open_behind
-from storage.runs.weights import MANIFEST, WeightsRef, find_manifest, open_manifest
-from storage.runs.weights_reading import stream, wait_until_readable
+from storage.runs.weights import (
+    MANIFEST,
+    WeightsRef,
+    find_manifest,
+    open_manifest,
+    stream,
+    wait_until_readable,
+)
 from storage.runs.weights_writing import (
     Contents,
     announce,

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.data import DataConfig, FileSource, FunctionSource, HubSource, ReasoningGymSource
-from storage.objects.json_values import pack, unpack
+from storage.objects.documents import pack, unpack
 from storage.prompts import functions
 from storage.prompts.cursor import Cursor, Exhausted, draw, epoch_order
 from storage.prompts.datasets import ReasoningGymRows, arrow_digest, open_source

@@ -9,7 +9,7 @@ from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.errors import ObjectDamaged, ObjectMissing
 from storage.objects.usage import COUNTER
-from storage.runs import commit_lists
+from storage.runs import commit_log
 from storage.runs.commit_log import (
     Commit,
     commit,
@@ -69,7 +69,7 @@ def test_an_outline_is_one_read(run: RunStore) -> None:
 
 
 def test_the_chain_vouches_for_the_lists(run: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit_lists, "INLINE_BYTES", 0)
+    monkeypatch.setattr(commit_log, "INLINE_BYTES", 0)
     small_run.make(run)
     assert audit(run).good and audit(run).orphans == []
     lists, other = (read_commit(run, step).lists for step in (2, 3))
@@ -84,7 +84,7 @@ def test_the_chain_vouches_for_the_lists(run: RunStore, monkeypatch: pytest.Monk
 def test_lists_stay_when_retention_removes_the_batches(
     run: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commit_lists, "INLINE_BYTES", 0)
+    monkeypatch.setattr(commit_log, "INLINE_BYTES", 0)
     small_run.make(run, steps=6, snapshots=(2, 4))
     assert any("/000001/rollout/" in key for key in sweep(run, 1, 1, 1))
     assert [one.dropped_rows for one in history(run)][3] == {"prompt too long": [99]}
@@ -95,10 +95,10 @@ def test_lists_stay_when_retention_removes_the_batches(
 def test_lists_of_a_commit_that_lost_are_an_orphan(
     run: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commit_lists, "INLINE_BYTES", 0)
+    monkeypatch.setattr(commit_log, "INLINE_BYTES", 0)
     small_run.make(run, steps=2)
     body = read_commit(run, 2).model_dump(mode="json") | {"attempts": [{"stage": "x"}]}
-    lost = commit_lists.detach(run, 2, body)["lists"]
+    lost = commit_log._detach(run, 2, body)["lists"]
     assert isinstance(lost, dict)
     assert orphans(run, 2) == audit(run).orphans == [lost["key"]]
 

@@ -15,9 +15,8 @@ from storage.runs.commit_log import (
     read_commit_digest,
 )
 from storage.runs.forks import NoSuchOrigin, begin_at, pin, pins, shared_weights
-from storage.runs.origins import FIELD, ancestry, committer, origin_of, start_of
 from storage.runs.retention import sweep
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import ORIGIN_FIELD, RunStore, ancestry, committer, origin_of, start_of
 from storage.runs.snapshots import ReplayStart, base_of, mark, snapshots
 from storage.runs.weights import WeightsRef
 from storage.runs.weights_writing import publish
@@ -68,7 +67,7 @@ def child_of(
 ) -> RunStore:
     child = RunStore(parent.store, name)
     origin = begin_at(parent, step, fork=fork, **options)
-    child.write_run({"config": {}, FIELD: origin.model_dump(mode="json")})
+    child.write_run({"config": {}, ORIGIN_FIELD: origin.model_dump(mode="json")})
     pin(child, origin)
     return child
 
@@ -191,6 +190,6 @@ def test_the_ledger_that_a_child_inherits_has_nothing_in_flight() -> None:
 
 def test_a_damaged_origin_is_named(parent: RunStore) -> None:
     child = RunStore(parent.store, "odd")
-    child.write_run({FIELD: {"run": 3}})
+    child.write_run({ORIGIN_FIELD: {"run": 3}})
     with pytest.raises(ObjectDamaged, match=r"odd/run\.json is no valid origin: "):
         origin_of(child)

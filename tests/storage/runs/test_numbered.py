@@ -2,7 +2,7 @@
 
 import pytest
 
-from storage.runs.origins import numbered
+from storage.runs.run_store import numbered
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from storage.audit.audit import audit
 from storage.objects.errors import ObjectDamaged
-from storage.runs.progress import Phase, Progress, read_progress, remove_progress, write_progress
+from storage.runs.live import Phase, Progress, read_progress, remove_progress, write_progress
 from storage.runs.run_store import RunStore
 from tests.storage.audit import small_run
 

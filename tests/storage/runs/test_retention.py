@@ -23,8 +23,8 @@ from storage.runs.weights import (
     BaseVersion,
     WeightsRef,
     open_manifest_at,
+    stream,
 )
-from storage.runs.weights_reading import stream
 from storage.runs.weights_writing import publish
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from storage.objects.digests import Digester, digest, key_of
+from storage.objects.documents import Digester, digest, key_of
 from storage.objects.errors import ObjectDamaged, StoreUnavailable
 from storage.objects.store import Store
 from storage.runs.run_store import FOLDERS, OwnRunStore, RunStore

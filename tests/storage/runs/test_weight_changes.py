@@ -10,10 +10,8 @@ from storage.objects.store import Store
 from storage.objects.usage import COUNTER
 from storage.runs import weights_writing
 from storage.runs.run_store import RunStore
-from storage.runs.weight_changes import base_for
-from storage.runs.weights import BaseVersion, WeightsRef, open_manifest
-from storage.runs.weights_reading import stream
-from storage.runs.weights_writing import copy_whole, outline_of, publish
+from storage.runs.weights import BaseVersion, WeightsRef, open_manifest, stream
+from storage.runs.weights_writing import base_for, copy_whole, outline_of, publish
 
 FILES = {"config.json": b"{}"}
 

@@ -18,10 +18,10 @@ from storage.runs.weights import (
     WeightsRef,
     open_chain,
     open_manifest_at,
+    stream,
     tensor_digest,
     weights_digest,
 )
-from storage.runs.weights_reading import stream
 from storage.runs.weights_writing import publish
 
 TENSORS = {f"layer.{n}.weight": torch.randn(8, 16) + n for n in range(6)}

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from configs.storage import TrackingConfig
-from storage.objects.json_values import JsonValue
+from storage.objects.documents import JsonValue
 from storage.tracking.connection import TrackingAddress, TrackingError
 from storage.tracking.plots import progress_png
 from storage.tracking.registered_versions import (

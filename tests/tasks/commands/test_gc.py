@@ -25,8 +25,7 @@ from storage.runs.forks import begin_at, check_state, pin
 from storage.runs.run_lease import LeaseHeld, RunLease
 from storage.runs.run_store import RunStore
 from storage.runs.snapshots import snapshots
-from storage.runs.weights import MANIFEST
-from storage.runs.weights_reading import stream
+from storage.runs.weights import MANIFEST, stream
 from storage.tracking.registry import Registry
 from storage.tracking.tracker import Tracker
 from tasks.commands import gc

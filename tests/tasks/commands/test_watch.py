@@ -15,8 +15,7 @@ from configs.recipe import load_recipe
 from configs.storage import StoreConfig
 from storage.objects.errors import StoreUnavailable
 from storage.objects.store import Store
-from storage.runs.live import End, RolledBack, write_end
-from storage.runs.progress import Phase, Progress, write_progress
+from storage.runs.live import End, Phase, Progress, RolledBack, write_end, write_progress
 from storage.runs.run_lease import RunLease
 from storage.runs.run_store import RunStore
 from tasks.commands import watch as module

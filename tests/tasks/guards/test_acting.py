@@ -11,7 +11,7 @@ from configs.grpo import GRPOConfig
 from configs.recipe import load_recipe
 from storage.runs.commit_log import GuardRecord
 from storage.runs.forks import NoSuchOrigin
-from storage.runs.origins import RollbackCause
+from storage.runs.run_store import RollbackCause
 from tasks.guards import acting, listener
 from tasks.guards.acting import GuardStopped, WentBack, carry_out, child_name, guards_on, judge_step
 from tasks.reporting.progress import ProgressLine

@@ -15,9 +15,8 @@ from configs.overrides import ConfigError, change
 from configs.recipe import load_recipe
 from configs.serve import ServeConfig
 from storage.objects.store import Store
-from storage.runs.file_names import FILE_NAMES, FileNames, Part
 from storage.runs.run_store import RunStore
-from storage.runs.weights import BaseVersion, WeightsRef
+from storage.runs.weights import FILE_NAMES, BaseVersion, FileNames, Part, WeightsRef
 from storage.runs.weights_writing import publish
 from tasks.launch.serving import (
     Served,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from engines.workers.messages import RunningCall
-from storage.runs.progress import Phase, Progress
+from storage.runs.live import Phase, Progress
 from tasks.reporting.progress import ProgressTracker
 from tasks.run.attempts import Attempt
 from tasks.run.events import (

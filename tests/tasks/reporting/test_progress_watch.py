@@ -14,7 +14,7 @@ from rich.console import Console
 from engines.workers.messages import RunningCall
 from storage.objects.errors import StoreUnavailable
 from storage.objects.store import Store
-from storage.runs.progress import Progress, read_progress
+from storage.runs.live import Progress, read_progress
 from storage.runs.run_store import RunStore
 from tasks.reporting import progress
 from tasks.reporting.progress import ProgressTracker, ProgressWatch

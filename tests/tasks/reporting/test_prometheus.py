@@ -25,8 +25,7 @@ from configs.overrides import ConfigError
 from engines.workers.gpus import GpuState
 from engines.workers.pool import PoolLoad
 from engines.workers.worker_metrics import DiskSpace, WorkerMetrics
-from storage.objects.latency import Latency
-from storage.objects.usage import Usage
+from storage.objects.usage import Latency, Usage
 from tasks.reporting.prometheus import MOST_METRICS, LiveMetrics, push, write_metrics
 from tasks.run.events import (
     AttemptBegan,

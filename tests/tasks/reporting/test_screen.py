@@ -12,7 +12,7 @@ import pyte
 import pytest
 from rich.console import Console
 
-from storage.runs.progress import Phase, Progress
+from storage.runs.live import Phase, Progress
 from tasks.reporting.progress import step_line
 from tasks.reporting.terminal import Terminal, aged, duration, headline, plain, screen
 

@@ -18,8 +18,7 @@ from storage.prompts.cursor import Cursor, draw
 from storage.prompts.datasets import open_source
 from storage.prompts.source import PromptSource
 from storage.runs.commit_log import Commit, commit
-from storage.runs.origins import FIELD, origin_of
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import ORIGIN_FIELD, RunStore, origin_of
 from storage.runs.seen_rows import seen_before, write_rows, write_seen
 from storage.runs.snapshots import mark
 from storage.runs.weights_writing import publish
@@ -79,7 +78,7 @@ def begun(parent: RunStore, name: str, config: GRPOConfig) -> tuple[RunStore, Cu
     origin, seen = beginning(config)
     run = RunStore(parent.store, name)
     write_seen(run, seen)
-    run.write_run({"config": {}, FIELD: origin.model_dump(mode="json")})
+    run.write_run({"config": {}, ORIGIN_FIELD: origin.model_dump(mode="json")})
     source = open_source(config.data.source)
     return run, first_cursor(parent.store, config, source, origin, seen)
 
@@ -105,7 +104,7 @@ def test_a_fork_of_a_run_that_began_with_unseen_rows_draws_those_first(
     record = {"config": config.model_dump(mode="json"), "flow": "flows.grpo:grpo"}
     origin = origin_of(run)
     assert origin is not None
-    run.write_run({**record, FIELD: origin.model_dump(mode="json")})
+    run.write_run({**record, ORIGIN_FIELD: origin.model_dump(mode="json")})
     version = publish(parent.store, "child", 1, [("w", torch.ones(2))], {})
     _, cursor = draw(source, cursor, 2, fresh=fresh_rows(cursor, source, seen_before(run)))
     batch = write_batch(run.store, run.stage_key(1, "b", 1, "k"), {"x": [1.0]})

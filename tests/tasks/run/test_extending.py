@@ -23,7 +23,7 @@ from engines.workers.pool import EnginePool
 from engines.workers.store_spec import StoreSpec
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
-from storage.objects.digests import key_of
+from storage.objects.documents import key_of
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
 from tasks.memory.holders import WorkerEngine

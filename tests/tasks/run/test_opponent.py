@@ -16,8 +16,7 @@ from storage.objects.store import Store
 from storage.runs.commit_log import Commit, commit, read_commit
 from storage.runs.forks import begin_at
 from storage.runs.opponents import FIELD, Opponent
-from storage.runs.origins import Origin
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import Origin, RunStore
 from storage.runs.snapshots import mark
 from storage.runs.weights_writing import publish
 from tasks.run.beginning import frozen_version

@@ -36,8 +36,7 @@ from engines.train.spec import ColumnsResult, LogprobRequest, TeachRequest, Trai
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
-from storage.runs.weights import WeightsRef
-from storage.runs.weights_reading import stream
+from storage.runs.weights import WeightsRef, stream
 from tests.engines.algorithms.test_tree_advantages import grown
 from tests.engines.train.conftest import Make
 from tests.engines.train.naive_training import Sample

@@ -22,8 +22,7 @@ from engines.train.spec import ColumnsResult, LogprobRequest, TrainSpec
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
-from storage.runs.weights import BaseVersion, WeightsRef, open_manifest
-from storage.runs.weights_reading import stream
+from storage.runs.weights import BaseVersion, WeightsRef, open_manifest, stream
 from tests.engines.train import naive_training as naive
 from tests.engines.train.conftest import Join, Make
 from tests.engines.train.train_ranks import (

@@ -22,8 +22,7 @@ from engines.train.model.lora import adapted_experts, factors, take_factors
 from engines.train.spec import TrainSpec
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
-from storage.runs.weights import StackedWeight, open_manifest
-from storage.runs.weights_reading import stream
+from storage.runs.weights import StackedWeight, open_manifest, stream
 from tests.engines.train import naive_training as naive
 from tests.engines.train.conftest import Join
 from tests.engines.train.model.test_lora import logprobs, update

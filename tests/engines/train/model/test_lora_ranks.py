@@ -19,8 +19,7 @@ from engines.train.self_test.twin import build
 from engines.train.spec import ColumnsResult, LogprobRequest, TrainSpec, UpdateResult
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
-from storage.runs.weights import WeightsRef
-from storage.runs.weights_reading import stream
+from storage.runs.weights import WeightsRef, stream
 from tests.engines.train.model.test_lora import LORA, PLAIN, lora_spec
 from tests.engines.train.train_ranks import (
     TEMPERATURE,

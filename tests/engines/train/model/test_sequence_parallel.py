@@ -19,8 +19,7 @@ from engines.train.model.sequence_parallel import SequenceGroup
 from engines.train.spec import ColumnsResult, LogprobRequest, TrainSpec, UpdateResult
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
-from storage.runs.weights import WeightsRef
-from storage.runs.weights_reading import stream
+from storage.runs.weights import WeightsRef, stream
 from tests.engines.train.test_fsdp_ranks import with_logprobs
 from tests.engines.train.test_sampling_mask import with_masks
 from tests.engines.train.train_ranks import (
