@@ -15,7 +15,7 @@ from engines.failures import ClusterLost, WorkerLost
 from engines.workers import calls
 from engines.workers.calls import PendingCall
 from engines.workers.engine import CallResult
-from engines.workers.transport import MOST, CallWatch, PushedResults, Sender, push
+from engines.workers.transport import PUSHED_BYTES, CallWatch, PushedResults, Sender, push
 
 
 @pytest.fixture
@@ -127,7 +127,9 @@ def test_a_small_result_is_pushed_and_a_large_one_is_fetched(
     for number in range(20):
         assert len(call_of(cluster, f"small-{number}", topic, 1000).wait(60.0).value or b"") == 1000
     assert not fetched
-    assert len(call_of(cluster, "large", topic, MOST).wait(60.0).value or b"") == MOST
+    assert (
+        len(call_of(cluster, "large", topic, PUSHED_BYTES).wait(60.0).value or b"") == PUSHED_BYTES
+    )
     assert fetched
     assert not cluster.pushed._came, "nothing is kept of calls that have ended"
 
