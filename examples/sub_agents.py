@@ -5,22 +5,23 @@ with episodes.credit = branch its tokens are compared with those of the same one
 """
 
 import asyncio
+from collections.abc import Callable
 
 import httpx
 
 
-async def lead(base_url, api_key, question):
+async def lead(base_url: str, api_key: str, question: str) -> dict[str, float]:
     """Two rounds of both sub-agents, each followed by a summary that the model writes."""
     headers = {"Authorization": f"Bearer {api_key}"}
     async with httpx.AsyncClient(headers=headers, timeout=None, verify=False) as client:
 
-        async def ask(messages, branch=""):
+        async def ask(messages: list[dict[str, str]], branch: str = "") -> str:
             body = {"messages": messages, "metadata": {"branch": branch}}
             answer = await client.post(f"{base_url}/chat/completions", json=body)
             answer.raise_for_status()
-            return answer.json()["choices"][0]["message"]["content"]
+            return str(answer.json()["choices"][0]["message"]["content"])
 
-        async def work(name, task):
+        async def work(name: str, task: str) -> str:
             chat = [{"role": "system", "content": name}, {"role": "user", "content": task}]
             written = ""
             for more in ("more", "end"):
@@ -45,11 +46,11 @@ async def lead(base_url, api_key, question):
     }
 
 
-def share(text, wanted):
+def share(text: str, wanted: Callable[[str], bool]) -> float:
     """Of the characters of a text, those that are wanted; 0 of none."""
     return sum(map(wanted, text)) / len(text) if text else 0.0
 
 
-def rows(size=64):
+def rows(size: int = 64) -> list[dict[str, str]]:
     """Tasks that differ in nothing but their number."""
     return [{"question": f"task {number}"} for number in range(size)]
