@@ -249,7 +249,10 @@ class Conversation:
         """
         if not self.rewrites or not tokens:
             return 0.0
-        _, new = self._rendered(turns, role)
+        try:
+            _, new = self._rendered(turns, role)
+        except ValueError:
+            return 1.0
         return (Counter(tokens) - Counter(new)).total() / len(tokens)
 
     def rendered(
@@ -258,7 +261,8 @@ class Conversation:
         """All that the model reads after these turns, as the template has it.
 
         prompt: token ids of the first one. turns: as in `rewritten`. For templates that rewrite; what
-        others add is told by `delta`, without encoding anything again.
+        others add is told by `delta`, without encoding anything again. ValueError, in a sentence, for
+        one that then writes the prompt otherwise.
         """
         left_out, new = self._rendered(turns, role)
         return [*prompt[: len(prompt) - left_out], *new]
@@ -277,7 +281,19 @@ class Conversation:
                 parts.append((found, place := found + len(observation.strip())))
         ids, prompt = self._encode(text, *parts), self._encode(self._render(asked))
         common = _common(ids, prompt)
+        _, _, after = self._render(asked).rpartition(_QUESTION)
+        if len(prompt) - common > len(self._encode(after)):
+            raise ValueError(
+                f"The chat template writes what was asked first otherwise after {len(turns)} turns. "
+                "Set episodes.past_turns = as_sampled, or data.template = plain."
+            )
         return len(prompt) - common, ids[common:]
+
+    def check_rendered(self, role: Role) -> None:
+        """ValueError, as `rendered` raises it, where the template may not be rendered anew each turn."""
+        if self.rewrites:
+            for turns in (1, 2):
+                self._rendered([(_THOUGHT + _ANSWER, _OBSERVED)] * turns, role)
 
     def role_of(self, role: Role) -> str:
         """The role that an observation's message gets: `user` where the template knows no `tool`.
