@@ -249,10 +249,7 @@ class Conversation:
         """
         if not self.rewrites or not tokens:
             return 0.0
-        try:
-            _, new = self._rendered(turns, role)
-        except ValueError:
-            return 1.0
+        _, new = self._rendered(turns, role)
         return (Counter(tokens) - Counter(new)).total() / len(tokens)
 
     def rendered(
@@ -265,6 +262,12 @@ class Conversation:
         one that then writes the prompt otherwise.
         """
         left_out, new = self._rendered(turns, role)
+        asked = self._render(first_chat(_QUESTION, self._config, self._words))
+        if left_out > len(self._encode(asked.rpartition(_QUESTION)[2])):
+            raise ValueError(
+                f"The chat template writes what was asked first otherwise after {len(turns)} turns. "
+                "Set episodes.past_turns = as_sampled, or data.template = plain."
+            )
         return [*prompt[: len(prompt) - left_out], *new]
 
     def _rendered(self, turns: Sequence[tuple[str, str]], role: Role) -> tuple[int, list[int]]:
@@ -281,19 +284,12 @@ class Conversation:
                 parts.append((found, place := found + len(observation.strip())))
         ids, prompt = self._encode(text, *parts), self._encode(self._render(asked))
         common = _common(ids, prompt)
-        _, _, after = self._render(asked).rpartition(_QUESTION)
-        if len(prompt) - common > len(self._encode(after)):
-            raise ValueError(
-                f"The chat template writes what was asked first otherwise after {len(turns)} turns. "
-                "Set episodes.past_turns = as_sampled, or data.template = plain."
-            )
         return len(prompt) - common, ids[common:]
 
     def check_rendered(self, role: Role) -> None:
-        """ValueError, as `rendered` raises it, where the template may not be rendered anew each turn."""
-        if self.rewrites:
-            for turns in (1, 2):
-                self._rendered([(_THOUGHT + _ANSWER, _OBSERVED)] * turns, role)
+        """ValueError, as `rendered` raises it, for a template that cannot be rendered at each turn."""
+        for turns in (1, 2) if self.rewrites else ():
+            self.rendered([], [(_THOUGHT + _ANSWER, _OBSERVED)] * turns, role)
 
     def role_of(self, role: Role) -> str:
         """The role that an observation's message gets: `user` where the template knows no `tool`.
