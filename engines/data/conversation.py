@@ -287,7 +287,7 @@ class Conversation:
         return len(prompt) - common, ids[common:]
 
     def check_rendered(self, role: Role) -> None:
-        """ValueError, as `rendered` raises it, for a template that cannot be rendered at each turn."""
+        """ValueError, as `rendered` raises it, for a template that cannot be rendered each turn."""
         for turns in (1, 2) if self.rewrites else ():
             self.rendered([], [(_THOUGHT + _ANSWER, _OBSERVED)] * turns, role)
 
