@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from storage.audit.audit import audit
+from storage.evaluations.results import evaluations_of
 from storage.runs.commit_log import Commit
 from tests.faults.ledger import committed
 from tests.faults.planted import Fault
@@ -82,12 +83,16 @@ def test_metrics_and_evaluations_are_of_their_task(whole: Launched) -> None:
         assert last.metrics[f"task/{task}/reward/{reward}"] == pytest.approx(mean)
         prompts = last.metrics[f"task/{task}/prompts"]
         assert last.metrics[f"task/{task}/samples/total"] == size * prompts
-    done = subprocess.run(
-        [sys.executable, "-m", "flows.evaluate", whole.files.run, "--json"],
-        cwd=whole.folder, capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert {"games", "words"} <= set(json.dumps(json.loads(done.stdout)).split('"'))
+    suites = {one.suite: one for one in evaluations_of(whole.files)}
+    assert sorted(suites) == ["games", "words"]
+    for name, turns in (("games", 2), ("words", 1)):
+        samples, store = suites[name].samples, whole.files.store
+        played = samples.fetch_list(store, "observations")
+        ends = samples.fetch_list(store, "episode")
+        assert len(played) == 6 and suites[name].version == 5
+        for answered, end in zip(played, ends, strict=True):
+            assert isinstance(answered, list)
+            assert len(answered) == turns if end == "done" else len(answered) < turns
 
 
 def test_a_step_is_replayed_and_its_games_are_played_again(whole: Launched) -> None:
