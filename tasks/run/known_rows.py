@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from storage.prompts.cursor import Cursor, unranked
+from storage.prompts.cursor import Cursor, Ranks, unranked
 from storage.runs.commit_log import Commit
 
 
@@ -17,7 +16,7 @@ class KnownRows:
     """What a draw goes by besides its cursor."""
 
     kept_out: NDArray[np.bool_] | None = None  # [rows of the data] in quarantine; None: no row
-    ranks: Callable[[int], np.ndarray | None] = unranked  # epoch -> by which its rows are ordered
+    ranks: Ranks = unranked  # by which rows are ordered, for an epoch of all, or of a task's
     readmissions: int = 0  # requests to readmit rows that it takes account of
 
 
