@@ -124,6 +124,11 @@ class RunConfig(Settings):
         return min((names or {"group_size": self.group_size}).items(), key=lambda one: one[1])
 
     @property
+    def same_sizes(self) -> bool:
+        """Whether all groups have as many completions."""
+        return self.smallest_group[1] == self.group_size
+
+    @property
     def trained_per_step(self) -> int:
         """Completions of one step that can train, at most: an opponent's do not."""
         alone = self.prompts_per_step * self.group_size
