@@ -120,6 +120,30 @@ def test_a_run_whose_flow_dies_ends_as_one_to_which_nothing_happened(
     ends_alike(whole, launch, tmp_path, WORDS, FAULTS[when])
 
 
+def test_episodes_that_are_driven_apart_are_the_same(launch: Launch, whole: Launched) -> None:
+    run = launch(*WORDS, "steps=2", "episodes.drive=apart", files=example()).whole()
+    found, expected = (
+        [one.version_out.digest for one in committed(one.files)[:2]] for one in (run, whole)
+    )
+    assert found == expected
+
+
+def test_games_that_a_step_does_not_wait_for_are_handed_on(launch: Launch) -> None:
+    run = launch(
+        *(RECIPE, "steps=5", "prompts_per_step=4", "max_staleness=1"),
+        *("rollout.over_sampling=1.5", "rollout.partial_rollout=carry"),
+        "algorithm.correction=[{kind: truncate}]",
+        files=example(),
+    ).whole()
+    assert audit(run.files).problems == []
+    commits = committed(run.files, max_staleness=1)
+    assert sum(len(one.carried) for one in commits) > 0
+    for commit in commits:
+        for task, size in (("game", 8), ("answers", 6)):
+            groups = Counter(of_task(run, commit, task)["group_id"])
+            assert set(groups.values()) <= {size}
+
+
 def test_both_are_learned_though_each_undoes_what_the_other_teaches(launch: Launch) -> None:
     run = launch(RECIPE, files=example()).whole()
     commits = committed(run.files)
