@@ -188,6 +188,28 @@ FEATURES = {
             "pyproject.toml": [r" \| rows(?=\")"],
         },
     ),
+    # The settings of data.source.tasks stay, and the kind `none` of environments.
+    "tasks": Rooms(
+        rooms=("configs/rules/tasks.py", "storage/prompts/tasks.py", "tasks/several_tasks"),
+        tests=("tests/configs/test_tasks.py", "tests/flows/test_tasks_with_environments.py"),
+        records={
+            **record("tasks"),
+            "configs/grpo.py": [
+                r"from configs.rules.tasks .*\n",
+                r"    \*ONE_TASK,\n",
+                r"    \*TASKS,\n",
+            ],
+            **{
+                f"configs/{flow}.py": [r"from configs.rules.tasks .*\n", r" +no_tasks\(.*\),\n"]
+                for flow in ("distill", "srpo", "tree")
+            },
+            "storage/prompts/datasets.py": [
+                r"    if isinstance\((?:config|data\.source), TasksSource\):\n"
+                r"        from storage.prompts.tasks .*\n\n(?:        .*\n)+",
+                r"    TasksSource,\n",
+            ],
+        },
+    ),
     "reward_models": Rooms(
         rooms=("engines/reward_models", "tasks/reward_models"),
         tests=("tests/flows/test_model_rewards.py",),

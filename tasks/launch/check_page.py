@@ -10,9 +10,9 @@ from rich.text import Text
 from configs.grpo import GRPOConfig
 from configs.terminal_text import terminal_text
 from engines.workers.engine import size_of
-from tasks.memory.places import Place
-from tasks.reporting.safe_console import SafeConsole
-from tasks.run.findings import Finding
+from tasks.memory.holders import Place
+from tasks.reporting.terminal import SafeConsole
+from tasks.run.features import Finding
 
 # By group, the checks whose findings it has; what is of no other group is of the last.
 GROUPS = {
@@ -96,10 +96,11 @@ def _bar(share: float) -> str:
 
 def _sampling(config: GRPOConfig) -> str:
     rollout = config.rollout
+    most = "" if config.same_sizes else "up to "
     return (
-        f"{config.samples_per_step} samples a step ({config.prompts_per_step} prompts x "
-        f"{config.group_size}) by {rollout.engine}, of up to {rollout.max_new_tokens} new tokens at "
-        f"temperature {rollout.temperature:g}"
+        f"{most}{config.samples_per_step} samples a step ({config.prompts_per_step} prompts x "
+        f"{most}{config.group_size}) by {rollout.engine}, of up to {rollout.max_new_tokens} new "
+        f"tokens at temperature {rollout.temperature:g}"
     )
 
 

@@ -14,8 +14,7 @@ from engines.workers.devices import DeviceTime
 from engines.workers.engine import CallId, Engine
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
-from tasks.run.attempt_log import AttemptLog
-from tasks.run.attempts import Attempt
+from tasks.run.attempts import Attempt, AttemptLog
 from tasks.run.stage import Stage
 
 
