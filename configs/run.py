@@ -271,7 +271,7 @@ class RunConfig(Settings):
             "elastic": self.train.engine == "elastic",
             "over_sampling": self.over_samples,
             "tasks": bool(self.data.tasks),
-            "coding": self.episodes is not None and self.episodes.workspace is not None,
+            "coding": self.episodes is not None and self.episodes.workspaces is not None,
             "quarantine": self.data.keeps_history,
             "guards": bool(self.guards),
             "promotion": self.promotion is not None,

@@ -11,7 +11,7 @@ from configs.run import RunConfig
 
 def _workspaces(config: RunConfig) -> Iterable[EpisodesConfig]:
     played = config.episodes
-    return [] if played is None or played.workspace is None else [played]
+    return [] if played is None or played.workspaces is None else [played]
 
 
 def _data(config: RunConfig) -> list[DataConfig]:
@@ -19,8 +19,8 @@ def _data(config: RunConfig) -> list[DataConfig]:
 
 
 def _answer_seconds(episodes: EpisodesConfig) -> float:
-    assert episodes.workspace is not None
-    return episodes.workspace.answer_seconds
+    assert episodes.workspaces is not None
+    return episodes.workspaces.answer_seconds
 
 
 CODING: tuple[Rule[RunConfig], ...] = (

@@ -21,8 +21,8 @@ TRIED = 2  # rows whose tests are run before a start
 
 def check(config: GRPOConfig) -> Iterable[Finding]:
     """Open a workspace of the first rows and run their tests; name the task folders left out."""
-    assert config.episodes is not None and config.episodes.workspace is not None
-    workspace = config.episodes.workspace
+    assert config.episodes is not None and config.episodes.workspaces is not None
+    workspace = config.episodes.workspaces
     prove(workspace.sandbox, "episodes.workspace.sandbox")
     for source in _sources(config.data.source):
         rows = open_source(source)
@@ -30,9 +30,8 @@ def check(config: GRPOConfig) -> Iterable[Finding]:
         for name, why in rows.left_out.items():
             yield Finding(check="task", found=f"{name} is left out: {why}.", warning=True)
         if rows.left_out:
-            yield Finding(
-                check="tasks", found=f"{len(rows)} of {len(rows) + len(rows.left_out)} run"
-            )
+            folders = len(rows) + len(rows.left_out)
+            yield Finding(check="tasks", found=f"{len(rows)} of {folders} task folders run")
         tried = range(min(TRIED, len(rows)))
         for number, row in zip(tried, rows.rows(tried), strict=True):
             try:
