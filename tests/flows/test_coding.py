@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from storage.audit.audit import audit
+from tests.examples.test_start_pages import Reader
 from tests.faults.ledger import committed
 from tests.faults.planted import Fault
 from tests.flows.conftest import ROOT, Launch, Launched, ends_alike, starting
@@ -70,6 +71,16 @@ KILLS = {
 def test_killed_in_mid_episode(launch: Launch, whole: Launched, tmp_path: Path, who: str) -> None:
     run = ends_alike(whole, launch, with_tasks(tmp_path), WORDS, KILLS[who])
     assert run.children() == []
+
+
+@pytest.mark.slow
+def test_the_page(prefect_api: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    reader = Reader(tmp_path / "empty", prefect_api)
+    assert "no token trained: the rewards of each group are equal" in reader.follow(
+        "coding-tasks.md"
+    )
+    assert {*reader.rewards()} == {0.0}
 
 
 def test_a_check_names_the_tasks_that_are_left_out(launch: Launch, tmp_path: Path) -> None:
