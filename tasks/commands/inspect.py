@@ -14,7 +14,7 @@ from configs.cluster.kinds import TemporaryTls
 from configs.flows import resume_command
 from configs.grpo import GRPOConfig
 from configs.terminal_text import bytes_text
-from engines.processes.certificates import Certificates, certificates_for
+from engines.processes.dask_settings import Certificates, certificates_for
 from engines.workers.inspection import NotReached, WorkerView, look
 from storage.evaluations.run_cost import RunCost, cost_of_run
 from storage.objects.errors import ObjectMissing

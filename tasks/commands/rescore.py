@@ -26,7 +26,7 @@ from engines.data.chat_template import prompts_of
 from engines.data.data_engine import with_episodes
 from engines.models.checkpoints import load_tokenizer, materialize
 from engines.rewards.comparison import RewardComparison, compare_rewards
-from engines.rewards.judge_answers import JudgeAnswers
+from engines.rewards.judge import JudgeAnswers
 from engines.rewards.protocol import TrainerState
 from engines.rewards.runner import RewardRunner, code_digest
 from storage.batches.refs import BatchRef

@@ -21,7 +21,7 @@ from configs.resolving import resolve, this_machine
 from engines.clusters.opening import check_cluster, open_cluster
 from engines.failures import InfrastructureError
 from engines.workers.cluster import Cluster
-from engines.workers.device_time import DeviceTime
+from engines.workers.devices import DeviceTime
 from storage.evaluations.results import EvaluationResult
 from storage.objects.errors import ObjectMissing, StoreError
 from storage.objects.store import Store

@@ -19,13 +19,11 @@ from configs.evaluation import EvaluationConfig
 from configs.overrides import ConfigError
 from engines.data.contract import PromptMaker, Scorer, ScoreRequest
 from engines.failures import WeightMismatch
-from engines.rewards.failing_samples import LoggedMetric, pooled
 from engines.rewards.protocol import TrainerState
-from engines.rewards.runner import RewardCode, code_digest
+from engines.rewards.runner import LoggedMetric, RewardCode, code_digest, pooled
 from engines.rollout.rollout_pool import RolloutPool
 from engines.workers.cluster import Cluster
-from engines.workers.engine import E, EngineSpec
-from engines.workers.messages import CallId
+from engines.workers.engine import CallId, E, EngineSpec
 from engines.workers.pool import EnginePool
 from storage.batches.refs import BatchRef
 from storage.evaluations.files import EvaluationFiles, prompts_key

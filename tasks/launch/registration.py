@@ -38,7 +38,7 @@ from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError, filled_in, no_such_settings
 from configs.recipe import DEMO, find_recipe, load_recipe
 from configs.yaml_text import read_yaml
-from engines.processes.node_process import python_path
+from engines.processes.node import python_path
 from tasks.launch.server import ServerError
 from tasks.run.run_record import load_flow, settings_class
 

@@ -24,9 +24,8 @@ from threading import Event, Lock
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from configs.storage import TrackingConfig
-from engines.processes.child_messages import Packed, by_name, packed, unpacked
 from engines.processes.child_process import CallLost, ChildProcess, NotStarted, Program
-from engines.processes.user_code import answer_calls, begin
+from engines.processes.user_code import Packed, answer_calls, begin, by_name, packed, unpacked
 from storage.tracking.connection import TrackingAddress, TrackingError
 from storage.tracking.tracked_run import TrackedRun
 from storage.tracking.tracker import Tracker

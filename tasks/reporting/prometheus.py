@@ -40,8 +40,7 @@ from configs.environment import push_gateway_login
 from configs.overrides import ConfigError
 from configs.storage import TrackingConfig
 from engines.failures import ClusterLost
-from engines.workers.gpus import GpuState
-from engines.workers.worker_metrics import WorkerMetrics
+from engines.workers.worker_metrics import GpuState, WorkerMetrics
 from storage.objects.usage import BOUNDS, Latency, Usage
 from storage.runs.commit_log import Commit
 from tasks.reporting.exporter import SUFFIX

@@ -19,15 +19,12 @@ from prefect.logging import get_run_logger
 from configs.cluster.cluster import Role
 from configs.cluster.kinds import TemporaryTls
 from engines.clusters.opening import open_cluster
-from engines.processes.certificates import Certificates
+from engines.processes.dask_settings import Certificates
 from engines.train.trainer import Trainer
-from engines.workers.cluster import Cluster
-from engines.workers.machines import look_at_machines
-from engines.workers.outages import Say, Wait
+from engines.workers.cluster import Cluster, Say, Wait
+from engines.workers.inspection import look_at_machines, running_calls, start_phases
 from engines.workers.pool import Assignment, EnginePool
-from engines.workers.spent import SpentOfPool, SpentSince
-from engines.workers.start_phases import running_calls, start_phases
-from engines.workers.worker_metrics import DiskSpace, measured_flow
+from engines.workers.worker_metrics import DiskSpace, SpentOfPool, SpentSince, measured_flow
 from storage.objects.usage import COUNTER, Usage
 from storage.tracking.machine_samples import MachineSample
 from tasks.results import Metrics

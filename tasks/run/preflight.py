@@ -31,7 +31,7 @@ from configs.storage import TrackingConfig
 from configs.train import TrainConfig
 from engines.models.checkpoints import UNPACKED, check_model, check_tokenizer, present
 from engines.models.facts import ModelFacts, model_facts
-from engines.processes.other_users import other_people
+from engines.processes.process_tree import other_people
 from engines.rollout.contract import NO_EXPERTS_ON_CPU, NO_MASK_ON_CPU
 from engines.rollout.memory_plan import BYTES
 from engines.train.model.compiled import check_compiling

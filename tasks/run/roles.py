@@ -23,9 +23,8 @@ from engines.train.opening import Opener, opener_of, trainer_on
 from engines.train.spec import TrainSpec
 from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster
-from engines.workers.engine import EngineSpec
+from engines.workers.engine import EngineSpec, StoreSpec
 from engines.workers.pool import EnginePool
-from engines.workers.store_spec import StoreSpec
 from storage.objects.store import Store
 from storage.runs import snapshots
 from storage.runs.adapters import trained_base

@@ -18,8 +18,8 @@ from configs.grpo import GRPOConfig
 from engines.algorithms.kl_controller import adapted_coefficient
 from engines.data.contract import Scorer
 from engines.rollout.contract import Sampling
-from engines.workers.device_time import DeviceTime
-from engines.workers.messages import CallId
+from engines.workers.devices import DeviceTime
+from engines.workers.engine import CallId
 from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import Commit, version_weights
 from storage.runs.run_lease import RunLease
