@@ -37,10 +37,10 @@ from storage.runs.commit_log import (
     read_commit,
     read_commit_digest,
 )
-from storage.runs.forks import check_state, pins
+from storage.runs.forks import check_state
 from storage.runs.live import PROGRESS_NAME as PROGRESS
 from storage.runs.opponents import recorded_opponent
-from storage.runs.retention import batches_below
+from storage.runs.retention import batches_below, pins
 from storage.runs.run_store import DATA_SUFFIX, Origin, RunStore, origin_of, parent_of
 from storage.runs.seen_rows import ROWS, SEEN
 from storage.runs.weights import MANIFEST, WeightsRef

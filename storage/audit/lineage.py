@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from storage.audit.sample_origins import Columns, SampleOrigin, samples_of
+from storage.audit.samples import Columns, SampleOrigin, samples_of
 from storage.audit.step_search import (
     Fate,
     Segment,

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from storage.objects.errors import ObjectDamaged
 from storage.runs.commit_log import version_weights
-from storage.runs.forks import pin_version
+from storage.runs.retention import pin_version
 from storage.runs.run_store import RunStore, start_of
 from storage.runs.weights import WeightsRef
 

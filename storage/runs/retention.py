@@ -1,37 +1,196 @@
-"""What is removed from a run's store, and what never is.
+"""What is removed from a run's store and what never is, by an index of what is there.
 
 Kept: the newest policy versions, the one with which the run began, those of kept snapshots, those
-that the last commit names, tagged ones, and the bases of all these; the newest snapshots; the batches
-of the newest steps and of every step after the oldest kept snapshot, which are needed to rebuild the
-trainer's state; what runs that began here share with it, or play against. Every commit stays. Nothing
-newer than HEAD is touched. Markers go before what they mark, so a reader sees all of a thing or
-nothing.
+that the last commit names, tagged ones, and the bases of all these; the newest snapshots; the
+batches of the newest steps and of every step after the oldest kept snapshot, which are needed to
+rebuild the trainer's state; what runs that began here share with it, or play against. Every commit
+stays. Nothing newer than HEAD is touched. Markers go before what they mark, so a reader sees all of
+a thing or nothing.
 
-What is there is known by an index (run_index.py); while that holds, only the folders of what goes are
-listed, whatever the number of steps.
+`index.json` is a note, never the truth, so that nobody lists the store or reads every commit for
+what is there: it names the commit that it goes up to by digest. Where the chain of commits does not
+bear that out, or there is no index, it is made anew from commits and listings. Only who holds the
+run's lease writes it.
+
+What writers that died left is removed when the run goes on. Nothing of it is wrong to leave, since
+readers trust markers and commits only. But a policy version or a snapshot of a step that was never
+committed would be in the way of the step's next try, which may sample otherwise; and what no commit
+names is only in the way of whoever pays for the store. Of the committed steps only those are looked
+at in which something may lie: the index knows in which an attempt failed, and which were under way
+when a flow died.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import replace
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from storage.objects import documents
-from storage.objects.errors import ObjectMissing
+from storage.objects.errors import ObjectDamaged, ObjectMissing, StoreError
 from storage.runs import commit_log as commits
-from storage.runs.forks import pins
-from storage.runs.run_index import (
-    RunIndex,
-    borrowed_objects,
-    make_index,
-    read_index,
-    write_index,
-)
-from storage.runs.run_store import TRAINED_ROLES, RunStore, start_of
+from storage.runs.commit_log import Commit, read_commit, read_commit_digest
+from storage.runs.run_store import DATA_SUFFIX, TRAINED_ROLES, RunStore, start_of
 from storage.runs.snapshots import MARKER
-from storage.runs.weights import MANIFEST
+from storage.runs.weights import MANIFEST, open_manifest_at
+
+log = logging.getLogger(__name__)
+
+INDEX_FORMAT = "refrain.index/1"
 
 FORMAT = "refrain.retention/1"
+PIN_FORMAT = "refrain.pin/1"
+YOUNG = 3600.0  # seconds in which a pin counts although its child has not been written yet
+
+
+class RunIndex(BaseModel):
+    """What is there, of the steps up to one. Changed in place by who writes it."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    step: int  # the committed step that it goes up to
+    commit_digest: str  # of that step's commit.json
+    versions: list[int] = Field(default_factory=list)  # policy versions with a folder, ascending
+    bases: dict[int, str] = Field(default_factory=dict)  # of those that have one: the base's folder
+    # Role -> steps with a snapshot of its trainer, ascending; and those with an unfinished one.
+    snapshots: dict[str, list[int]] = Field(default_factory=dict)
+    unfinished: dict[str, list[int]] = Field(default_factory=dict)
+    # Step -> objects of other steps that its commit names. Of the steps from `borrowed_from` on only
+    # those that have some; of others, which are kept for a child, all that are known.
+    borrowed: dict[int, list[str]] = Field(default_factory=dict)
+    borrowed_from: int
+    swept: int = 0  # of the steps below this one nothing is there but what the next two name
+    spared: dict[int, list[str]] = Field(default_factory=dict)  # swept step -> objects that stayed
+    pinned: list[int] = Field(default_factory=list)  # steps below `swept` that stayed for a child
+    # Steps in which something may lie that no commit names: a failed attempt's, or a dead flow's.
+    suspects: list[int] = Field(default_factory=list)
+
+
+def read_index(run: RunStore, head: int) -> RunIndex | None:
+    """The index, brought up to the last committed step; None where it is missing or does not hold.
+
+    It reads the commits since, of which the first must name the index's commit as its parent.
+    """
+    try:
+        body = documents.read(run.store, index_key(run), INDEX_FORMAT)
+        found = documents.validated(RunIndex, index_key(run), body)
+        if found.step > head or (found.step == head and not _holds(run, found)):
+            raise ObjectDamaged(f"Object {index_key(run)} is not of this run's commits.")
+        for step in range(found.step + 1, head + 1):
+            commit = read_commit(run, step)
+            if step == found.step + 1 and commit.parent_digest != found.commit_digest:
+                raise ObjectDamaged(f"Object {index_key(run)} is not of this run's commits.")
+            _add(run, found, commit)
+        if found.step < head:
+            found.step, found.commit_digest = head, read_commit_digest(run, head)
+        else:
+            _add_snapshots(run, found, head)  # one may be stored after its step is committed
+    except ObjectMissing:
+        return None
+    except ObjectDamaged as error:
+        log.warning("%s It is made anew.", error)
+        return None
+    return found
+
+
+def _holds(run: RunStore, index: RunIndex) -> bool:
+    return read_commit_digest(run, index.step) == index.commit_digest
+
+
+def write_index(run: RunStore, index: RunIndex) -> None:
+    """Put the index in place of an earlier one. Only under the run's lease."""
+    data = documents.encode(INDEX_FORMAT, index.model_dump(mode="json"), indent=None)
+    run.store.write(index_key(run), data)
+
+
+def make_index(run: RunStore, head: int) -> RunIndex:
+    """The index of a run up to a committed step, by listing its store."""
+    index = RunIndex(
+        step=head,
+        commit_digest=read_commit_digest(run, head),
+        versions=[version for version in run.versions() if version <= head],
+        borrowed_from=head + 1,
+        suspects=[step for step in run.steps() if step <= head],
+    )
+    for role in TRAINED_ROLES:
+        trained = replace(run, role=role)
+        steps = [step for step in trained.state_steps() if step <= head]
+        there = [step for step in steps if _marked(trained, step)]
+        index.snapshots[role] = there
+        index.unfinished[role] = [step for step in steps if step not in there]
+    for version in index.versions:
+        with contextlib.suppress(ObjectMissing, ObjectDamaged):  # then nothing can be read by it
+            base = open_manifest_at(run.store, run.weights_key(version)).base
+            if base is not None:
+                index.bases[version] = base.key
+    return index
+
+
+def _add(run: RunStore, index: RunIndex, commit: Commit) -> None:
+    """One more committed step."""
+    version = commit.version_out
+    if version.key == run.weights_key(version.version) and version.version not in index.versions:
+        index.versions.append(version.version)
+        if version.base is not None:
+            index.bases[version.version] = version.base.key
+    _add_snapshots(run, index, commit.step)
+    if index.borrowed_from > commit.step:
+        index.borrowed_from = commit.step
+    if others := borrowed_objects(run, commit):
+        index.borrowed[commit.step] = others
+    if commit.step not in index.suspects and (_failed(commit) or unnamed_objects(run, commit)):
+        index.suspects.append(commit.step)
+
+
+def _add_snapshots(run: RunStore, index: RunIndex, step: int) -> None:
+    """The snapshots of a step and of the one before; a critic's is written before the policy's."""
+    for at in (step - 1, step):
+        if at in index.snapshots.get("actor", []) or not _marked(replace(run, role="actor"), at):
+            continue
+        for role in TRAINED_ROLES:
+            known = index.snapshots.setdefault(role, [])
+            if at not in known and (role == "actor" or _marked(replace(run, role=role), at)):
+                index.snapshots[role] = sorted([*known, at])
+            unfinished = index.unfinished.get(role, [])
+            index.unfinished[role] = [one for one in unfinished if one != at]
+
+
+def _marked(trained: RunStore, step: int) -> bool:
+    return trained.store.exists(f"{trained.state_key(step)}/{MARKER}")
+
+
+def borrowed_objects(run: RunStore, commit: Commit) -> list[str]:
+    """Batch objects that a commit names and that lie with other steps, as a carried group's do."""
+    own = f"{run.step_key(commit.step)}/"
+    return sorted(key for key in commit.objects if not key.startswith(own))
+
+
+def unnamed_objects(run: RunStore, commit: Commit) -> list[str]:
+    """What lies with a committed step and is named by its commit nowhere: batches and lists."""
+    named = commit.objects | {"" if commit.lists is None else commit.lists.key}
+    return [
+        key
+        for key in run.store.list(run.step_key(commit.step))
+        if key not in named and (key.endswith(DATA_SUFFIX) or _is_lists(run, key))
+    ]
+
+
+def _is_lists(run: RunStore, key: str) -> bool:
+    return run.is_record(key) and not key.endswith("/commit.json")
+
+
+def _failed(commit: Commit) -> bool:
+    """Whether some attempt of the step failed, which may have left something."""
+    return any(one.get("error") or one.get("number") not in (None, 1) for one in commit.attempts)
+
+
+def index_key(run: RunStore) -> str:
+    return f"{run.run}/index.json"
 
 
 def sweep(
@@ -239,3 +398,125 @@ def _remove(run: RunStore, keys: list[str], marker: str) -> list[str]:
     run.store.delete(markers)
     run.store.delete(others)
     return markers + others
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pin:
+    """What a child needs of its parent."""
+
+    child: str  # name of the run
+    step: int  # the parent's step that it began at, or whose version it plays against
+    # The parent's snapshot from which that is rebuilt; 0: the beginning; None: that is not asked for.
+    snapshot: int | None
+    weights: bool = True  # the step's policy version was there to be shared when the child began
+
+
+def pin_version(child: RunStore, owner: RunStore, version: int, named: str) -> None:
+    """Have the owner's retention keep a policy version for as long as the child exists.
+
+    named: what the child takes it for, of which there may be several.
+    """
+    record = {
+        "child": child.run,
+        "step": version,
+        "snapshot": None,
+        "weights": True,
+        "made_at": time.time(),
+    }
+    write_pin(owner, f"{child.run}@{named}", record)
+
+
+def unpin_version(child: RunStore, owner: RunStore, named: str) -> None:
+    """Take back what `pin_version` did."""
+    owner.store.delete([f"{owner.run}/children/{child.run}@{named}.json"])
+
+
+def write_pin(parent: RunStore, name: str, record: Mapping[str, object]) -> None:
+    """`name`: that nothing else has which a child needs of `parent`."""
+    key = f"{parent.run}/children/{name}.json"
+    parent.store.write(key, documents.encode(PIN_FORMAT, record))
+
+
+def pins(run: RunStore) -> list[Pin]:
+    """The pins of the children that exist."""
+    found = []
+    for name in run.store.children(f"{run.run}/children"):
+        key = f"{run.run}/children/{name}"
+        record = documents.read(run.store, key, PIN_FORMAT)
+        child, step, snapshot = record["child"], record["step"], record["snapshot"]
+        if not isinstance(child, str) or not isinstance(step, int):
+            raise StoreError(f"Object {key} names no child. Remove it.")
+        if not isinstance(snapshot, int | None):
+            raise StoreError(f"Object {key} names no child. Remove it.")
+        young = time.time() - float(str(record.get("made_at", 0))) < YOUNG
+        if young or run.store.exists(RunStore(run.store, child).run_json_key):
+            weights = record.get("weights") is not False
+            found.append(Pin(child=child, step=step, snapshot=snapshot, weights=weights))
+    return found
+
+
+def clear(run: RunStore, head: int) -> list[str]:
+    """Remove what is left of writers that died; returns the keys.
+
+    `head`: the last committed step. Only under the run's lease, while none of its engines works.
+    Finished shards of the step after it stay: the next try reuses them.
+    """
+    committed = run.store.exists(run.commit_key(head))
+    index = (read_index(run, head) or make_index(run, head)) if committed else None
+    removed = orphans(run, head, [] if index is None else index.suspects)
+    run.store.delete(removed)
+    if index is not None:  # the steps under way have what a dead flow began, and their next try not
+        under_way = itertools.takewhile(
+            lambda step: run.store.list(run.step_key(step)), itertools.count(head + 1)
+        )
+        index.suspects = list(under_way)
+        write_index(run, index)
+    for keys, marker in _uncommitted(run, head):
+        first = [key for key in keys if key.endswith(marker)]
+        run.store.delete(first)  # readers trust the marker
+        run.store.delete([key for key in keys if key not in first])
+        removed += keys
+    asked = run.store.list(run.questions_key)  # of judges that died
+    run.store.delete(asked)
+    run.store.delete_unfinished(run.run)
+    return removed + asked
+
+
+def _uncommitted(run: RunStore, head: int) -> list[tuple[list[str], str]]:
+    """The files of versions and snapshots beyond `head`, each with the name of its marker."""
+    versions = [run.weights_key(version) for version in run.versions() if version > head]
+    found = [(run.store.list(key), MANIFEST) for key in versions]
+    for role in TRAINED_ROLES:
+        trained = replace(run, role=role)
+        states = [trained.state_key(step) for step in trained.state_steps() if step > head]
+        found += [(run.store.list(key), MARKER) for key in states]
+    return found
+
+
+def orphans(run: RunStore, head: int, steps: Collection[int] | None = None) -> list[str]:
+    """What dead attempts wrote beside the committed steps and versions: keys that nothing names.
+
+    steps: those to look at, with the versions that they made; None for all that there are.
+    """
+    found = []
+    for version in run.versions() if steps is None else steps:
+        if version <= head:
+            found += _beside_manifest(run, version)
+    for step in run.steps() if steps is None else steps:
+        if step <= head:
+            found += unnamed_objects(run, commits.read_commit(run, step))
+    return found
+
+
+def _beside_manifest(run: RunStore, version: int) -> list[str]:
+    key = run.weights_key(version)
+    files = run.store.list(key)
+    if not files:
+        return []
+    try:
+        manifest = open_manifest_at(run.store, key)
+    except ObjectMissing:
+        return files
+    return [
+        file for file in files if file.removeprefix(f"{key}/") not in {*manifest.files, MANIFEST}
+    ]

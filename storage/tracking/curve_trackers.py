@@ -19,8 +19,7 @@ import yaml
 
 from storage.objects.documents import JsonValue
 from storage.tracking.connection import TrackerUnusable, TrackingError
-from storage.tracking.mlflow_entities import shown_name
-from storage.tracking.tracked_run import LONGEST_PARAM
+from storage.tracking.tracker import LONGEST_PARAM, shown_name
 from storage.tracking.wandb_files import last_logged_step
 
 MARK = "refrain.last_step"  # file beside TensorBoard's, which would have to be read whole

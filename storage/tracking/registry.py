@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from storage.tracking.connection import TrackingAddress
-from storage.tracking.tracked_run import RUN_TAG, STORE_TAG
+from storage.tracking.tracker import RUN_TAG, STORE_TAG
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -7,9 +7,14 @@ never before: that takes seconds, and so does the first migration of a new SQLit
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import logging
+import posixpath
+import re
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
@@ -27,14 +32,7 @@ from storage.tracking.connection import (
     has_pages,
 )
 from storage.tracking.machine_samples import MachineSample
-from storage.tracking.mlflow_entities import (
-    finished,
-    known_model,
-    logged_model,
-    machine_metrics,
-    shown_metrics,
-    watched_machine,
-)
+from storage.tracking.plots import REWARD_MEAN
 from storage.tracking.registered_versions import (
     RegisteredVersion,
     let_go,
@@ -42,27 +40,32 @@ from storage.tracking.registered_versions import (
     take_back,
     versions_of,
 )
-from storage.tracking.traces import TracedSample, trace_of
-from storage.tracking.tracked_run import (
-    DIGEST_TAG,
-    RECORD_TAG,
-    RUN_TAG,
-    STORE_TAG,
-    URI_TAG,
-    VERSION_TAG,
-    TrackedData,
-    TrackedEvaluation,
-    TrackedRun,
-    flatten,
-    short_digest,
-    tags_of,
-)
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import LoggedModel, Run
+    from mlflow.entities import LoggedModel, Run, Span, TraceInfo
     from mlflow.entities.model_registry import ModelVersion
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+RUN_TAG = "refrain.run"
+STORE_TAG = "refrain.store"
+RECORD_TAG = "refrain.record"  # of a run's page; see TrackedRun.record
+VERSION_TAG = "refrain.version"  # of a model and a registered version, as the next two
+DIGEST_TAG = "refrain.digest"
+URI_TAG = "refrain.uri"
+LONGEST_PARAM = 500  # characters of a setting shown among the parameters; config.yaml has it whole
+
+LONGEST_TEXT = 16_000  # characters of a prompt or an answer in a trace; the store has them whole
+PREVIEW = 1000  # MLflow's limit for what its list shows
+
+_logger = logging.getLogger(__name__)
+
+# MLflow 3.17 sorts the charts of a run's page by name, capitals first: this one of reward/mean leads.
+FIRST = "Overview/reward"
+MODEL_TYPE = "policy"
+_NOT_IN_MODEL_NAMES = re.compile(r"[/:.%\"']")
+KEPT = 10_000  # values of a machine's metrics that wait while MLflow is away: some hours of them
+_NAME_CHARACTERS = 250  # MLflow's limit for the name of a metric
 
 _PARAMS_PER_CALL, _METRICS_PER_CALL = 100, 1000  # MLflow's limits
 
@@ -72,6 +75,306 @@ OLD_TAGS = {"refrain.batch.last"}  # of older Refrains: keys of objects, which c
 KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"
 UI_ADDRESS = "http://127.0.0.1:5000"  # of `mlflow ui`, unless it is told another
 CURVES = "/model-metrics?workflowType=machine_learning"  # of a run's address
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackedData:
+    """The data set, as MLflow shows it among a run's inputs."""
+
+    name: str
+    digest: str  # sha256:<hex>
+    source: Mapping[str, JsonValue]  # settings of the source
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackedRun:
+    """What a run's page says about it."""
+
+    run: str  # name of the run in the store
+    store_uri: str
+    settings: Mapping[str, JsonValue]  # the resolved configuration
+    data: TrackedData
+    model_name: str  # name in the model registry, where the settings give none
+    flow_run_id: str | None = None  # of Prefect
+    flow_run_url: str | None = None  # of its page on Prefect's dashboard
+    forked_from: str | None = None  # run in the same store that this one continues from
+    forked_at: int | None = None  # its step
+    rollback: str | None = None  # why a guard had it go on from there; None: a person did
+    git_commit: str | None = None  # of the working folder
+    # Digest of the run's own record in its store, which stays what it is wherever the store is moved;
+    # None: the run is known by its name and its store alone.
+    record: str | None = None
+    parent_record: str | None = None  # the same of forked_from
+    # store.options, by which versions that are registered are read
+    store_options: Mapping[str, JsonValue] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackedEvaluation:
+    """What a suite says of a policy version."""
+
+    version: int
+    weights_digest: str  # of the version
+    suite: str
+    rows_digest: str  # of rows and manner: only evaluations with the same one can be compared
+    metrics: Mapping[str, float]  # eval/SUITE/…
+    at: float  # seconds since 1970
+
+
+_DIGEST_CHARACTERS = 36  # MLflow's limit for the digest of a dataset
+
+
+def short_digest(digest: str) -> str:
+    """A digest as MLflow takes it for a dataset: the hex digits after its kind, so many of them."""
+    return digest.rpartition(":")[2][:_DIGEST_CHARACTERS]
+
+
+def flatten(settings: Mapping[str, JsonValue], prefix: str = "") -> dict[str, str]:
+    """Nested settings as dotted names and short text; lists as JSON."""
+    flat: dict[str, str] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value)
+            short = text if len(text) <= LONGEST_PARAM else f"{text[: LONGEST_PARAM - 1]}…"
+            flat[f"{prefix}{key}"] = short
+    return flat
+
+
+def tags_of(tracked: TrackedRun) -> dict[str, str]:
+    """The tags of the run's page."""
+    tags = {
+        RUN_TAG: tracked.run,
+        STORE_TAG: tracked.store_uri,
+        RECORD_TAG: tracked.record,
+        "refrain.forked_from": tracked.forked_from,
+        "refrain.forked_at": None if tracked.forked_at is None else str(tracked.forked_at),
+        "refrain.rollback": tracked.rollback,
+        "prefect.flow_run_id": tracked.flow_run_id,
+        "prefect.flow_run_url": tracked.flow_run_url,
+        "mlflow.source.name": "refrain",
+        "mlflow.source.type": "LOCAL",
+        "mlflow.source.git.commit": tracked.git_commit,
+    }
+    if tracked.flow_run_url is not None:
+        tags["mlflow.note.content"] = f"[Prefect flow run]({tracked.flow_run_url})"
+    return {name: value for name, value in tags.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedSample:
+    """A sample of a committed step."""
+
+    sample: str  # its id
+    step: int
+    at: float  # when the step was committed, in seconds since 1970
+    prompt: str
+    response: str
+    reward: float | None  # None: scoring failed
+    tokens: int
+    ending: str
+    # Who wrote what of an episode, in order: policy, environment; of others nothing.
+    parts: Sequence[tuple[str, str]] = ()
+    more: Mapping[str, str] = field(default_factory=dict)  # shown as tags
+
+
+def trace_of(one: TracedSample, run_id: str, experiment: str) -> tuple[TraceInfo, list[Span]]:
+    """A sample's trace. The same sample of the same run has the same ids, so that MLflow keeps one.
+
+    run_id: MLflow's.
+    """
+    from mlflow.entities import (
+        AssessmentSource,
+        Feedback,
+        TraceInfo,
+        TraceLocation,
+        TraceState,
+    )
+
+    number = _hex(f"{run_id} {one.step} {one.sample}", 32)
+    trace_id, nanoseconds = f"tr-{number}", int(one.at * 1e9)
+    prompt, response = _short(one.prompt), _short(one.response)
+    failed = one.reward is None
+
+    def span(name: str, kind: str, place: int, given: object, out: object) -> Span:
+        attributes = {
+            "mlflow.traceRequestId": trace_id,
+            "mlflow.spanType": kind,
+            "mlflow.spanInputs": given,
+            "mlflow.spanOutputs": out,
+        }
+        return _span(number, name, place, nanoseconds, attributes, failed)
+
+    spans = [span("sample", "LLM", 0, {"prompt": prompt}, {"response": response})]
+    for place, (who, text) in enumerate(one.parts, start=1):
+        kind = "LLM" if who == "policy" else "TOOL"
+        spans.append(span(who, kind, place, None, {"text": _short(text)}))
+    reward = Feedback(
+        name="reward",
+        value=one.reward,
+        error=None if one.reward is not None else "scoring failed",
+        source=AssessmentSource(source_type="CODE", source_id="refrain"),
+        create_time_ms=nanoseconds // 1_000_000,
+        last_update_time_ms=nanoseconds // 1_000_000,
+        trace_id=trace_id,
+    )
+    reward.assessment_id = f"a-{number}"
+    info = TraceInfo(
+        trace_id=trace_id,
+        trace_location=TraceLocation.from_experiment_id(experiment),
+        request_time=nanoseconds // 1_000_000,
+        execution_duration=0,
+        state=TraceState.ERROR if failed else TraceState.OK,
+        request_preview=prompt[:PREVIEW],
+        response_preview=response[:PREVIEW],
+        client_request_id=one.sample,
+        trace_metadata={"mlflow.sourceRun": run_id, "mlflow.trace_schema.version": "3"},
+        tags={
+            "mlflow.traceName": f"step {one.step}",
+            "refrain.step": str(one.step),
+            "refrain.tokens": str(one.tokens),
+            "refrain.ending": one.ending,
+            **one.more,
+        },
+        assessments=[reward],
+    )
+    return info, spans
+
+
+def _span(
+    number: str, name: str, place: int, at: int, attributes: Mapping[str, object], failed: bool
+) -> Span:
+    """A span by its place in the trace; all but the first are below it. at: nanoseconds since 1970.
+
+    As MLflow reads one that it has stored: its other ways to make one choose ids themselves.
+    """
+    from mlflow.entities import Span
+
+    root = _hex(f"{number} 0", 16)
+    return Span.from_dict(
+        {
+            "name": name,
+            "trace_id": f"tr-{number}",
+            "span_id": _hex(f"{number} {place}", 16),
+            "parent_span_id": root if place else None,
+            "start_time_unix_nano": at,
+            "end_time_unix_nano": at,
+            "status": {"code": "ERROR" if failed else "OK", "message": ""},
+            "attributes": {key: json.dumps(value) for key, value in attributes.items()},
+            "events": [],
+        }
+    )
+
+
+def _short(text: str) -> str:
+    if len(text) <= LONGEST_TEXT:
+        return text
+    half = LONGEST_TEXT // 2
+    return f"{text[:half]}\n[… {len(text) - 2 * half} characters …]\n{text[-half:]}"
+
+
+def _hex(text: str, digits: int) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:digits]
+
+
+def shown_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """A step's metrics under names that MLflow takes, and its mean reward as FIRST too."""
+    first = {FIRST: metrics[REWARD_MEAN]} if REWARD_MEAN in metrics else {}
+    return {shown_name(name): float(value) for name, value in {**first, **metrics}.items()}
+
+
+def machine_metrics(sample: MachineSample) -> dict[str, float]:
+    """A machine's metrics by the names under which MLflow's pages show those of a system."""
+    host = sample.host.replace("/", "_")
+    return {shown_name(f"system/{host}/{name}"): value for name, value in sample.metrics.items()}
+
+
+def shown_name(name: str) -> str:
+    """A metric's name as MLflow takes it: `_` for other signs; users' functions name metrics too."""
+    allowed = re.sub(r"[^/\w.\- :]", "_", name)[:_NAME_CHARACTERS]
+    if posixpath.normpath(allowed) != allowed or allowed.startswith((".", "/")):  # read as a path
+        return re.sub(r"[./]", "_", allowed)
+    return allowed
+
+
+def logged_model(
+    client: MlflowClient, run: Run, version: int, step: int, tags: Mapping[str, str]
+) -> LoggedModel:
+    """A policy version as a model of the run, made when there is none; `finished` ends its making.
+
+    Its tags are those of the registered version, its parameters the run's.
+    """
+    known = known_model(client, run, version, tags["refrain.digest"])
+    if known is not None:
+        return known
+    name = _NOT_IN_MODEL_NAMES.sub("-", f"{run.info.run_name}-v{version}")
+    return client.create_logged_model(
+        run.info.experiment_id,
+        name,
+        run.info.run_id,
+        tags=dict(tags),
+        params=dict(client.get_run(run.info.run_id).data.params),
+        model_type=MODEL_TYPE,
+    )
+
+
+def known_model(client: MlflowClient, run: Run, version: int, digest: str) -> LoggedModel | None:
+    """The model of the run that a policy version is, where there is one."""
+    found = client.search_logged_models(
+        [run.info.experiment_id],
+        f"source_run_id = '{run.info.run_id}' AND tags.`refrain.version` = '{version}'",
+    )
+    return next((one for one in found if one.tags.get("refrain.digest") == digest), None)
+
+
+def finished(client: MlflowClient, run: Run, model: LoggedModel, step: int) -> None:
+    """Say that a model has what belongs to it, and that the run made it; once."""
+    from mlflow.entities import LoggedModelOutput
+
+    if str(model.status) != "READY":
+        client.finalize_logged_model(model.model_id, "READY")
+    outputs = client.get_run(run.info.run_id).outputs
+    made = [] if outputs is None else [one.model_id for one in outputs.model_outputs]
+    if model.model_id not in made:
+        client.log_outputs(run.info.run_id, [LoggedModelOutput(model.model_id, step)])
+
+
+def watched_machine(run_id: str, uri: str, every: int, resumed: bool) -> SystemMetricsMonitor:
+    """MLflow's monitor, begun: it samples the machine of this process every so many seconds.
+
+    `resumed`: the page has samples, after which these are counted.
+    """
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+    class Monitor(SystemMetricsMonitor):
+        """MLflow's own loop reads the whole run before each sample, to see whether it has ended.
+
+        That took an eighth of an idle flow's work; here finish() says so.
+        """
+
+        def monitor(self) -> None:
+            self.collect_metrics()  # what is used per interval begins here
+            told = False  # that MLflow is away, once for each time that it is
+            while not self._shutdown_event.wait(self.sampling_interval):
+                try:
+                    self.collect_metrics()
+                    self.publish_metrics(self.aggregate_metrics())
+                    told = False
+                except Exception as error:  # its logger keeps what did not get through
+                    if not told:
+                        _logger.warning("Samples of this machine wait for MLflow: %s", error)
+                    told = True
+                    del self.mlflow_logger.data[:-KEPT]
+                    self._logging_step += 1  # publish_metrics goes on so, where nothing fails
+                    for one in self.monitors:
+                        one.clear_metrics()
+
+    logging.getLogger("mlflow.system_metrics").setLevel(logging.ERROR)  # of GPUs that are not there
+    monitor = Monitor(run_id, sampling_interval=every, resume_logging=resumed, tracking_uri=uri)
+    monitor.start()
+    return monitor
 
 
 class Tracker:

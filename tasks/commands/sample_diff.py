@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from storage.audit.transcripts import Transcript, printable
+from storage.audit.samples import Transcript, printable
 from tasks.commands.command import Answer, heading, text
 from tasks.commands.lineage import spans
 from tasks.commands.stored_samples import StoredSamples

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from storage.audit.transcripts import WROTE, Transcript, ending, few, printable
+from storage.audit.samples import WROTE, Transcript, ending, few, printable
 from tasks.commands import sample_diff
 from tasks.commands.command import Answer, Request, heading, text
 from tasks.commands.lineage import spans

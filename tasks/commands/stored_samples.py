@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from storage.audit.transcripts import (
+from storage.audit.samples import (
     Transcript,
     evaluation_transcripts,
     judged,

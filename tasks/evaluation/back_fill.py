@@ -26,8 +26,8 @@ from storage.evaluations.results import EvaluationResult
 from storage.objects.errors import ObjectMissing, StoreError
 from storage.objects.store import Store
 from storage.runs.commit_log import head, version_weights
-from storage.runs.forks import pin_version, unpin_version
 from storage.runs.opponents import opponent_of
+from storage.runs.retention import pin_version, unpin_version
 from storage.runs.run_store import RunStore, numbered, start_of
 from storage.runs.weights import WeightsRef, open_chain
 from tasks.evaluation.engines import EvaluationPlace

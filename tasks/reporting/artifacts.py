@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
 from configs.flows import command
-from storage.audit.transcripts import (
+from storage.audit.samples import (
     WROTE,
     Transcript,
     ending,

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from configs.storage import TrackingConfig
-from storage.audit.transcripts import WROTE, ending
+from storage.audit.samples import WROTE, ending
 from storage.evaluations.results import EvaluationResult, evaluations_of
 from storage.objects.documents import digest
 from storage.objects.errors import ObjectMissing
@@ -21,9 +21,13 @@ from storage.tracking.connection import TrackingAddress, TrackingError
 from storage.tracking.cost import DEVICE_HOURS_SO_FAR, MONEY_SO_FAR, SO_FAR
 from storage.tracking.machine_samples import MachineSample
 from storage.tracking.registered_versions import RegisteredVersion, that_stay, unsaid
-from storage.tracking.traces import TracedSample
-from storage.tracking.tracked_run import TrackedData, TrackedEvaluation, TrackedRun
-from storage.tracking.tracker import Tracker
+from storage.tracking.tracker import (
+    TracedSample,
+    TrackedData,
+    TrackedEvaluation,
+    TrackedRun,
+    Tracker,
+)
 from tasks.evaluation.summary import evaluation_metrics
 from tasks.reporting.machine_watch import MachineWatch
 from tasks.reporting.mlflow_process import PageWriter

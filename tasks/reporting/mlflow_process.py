@@ -30,8 +30,7 @@ from engines.processes.user_code import answer_calls, begin
 from storage.tracking.connection import TrackingAddress, TrackingError
 from storage.tracking.machine_samples import MachineSample
 from storage.tracking.registered_versions import RegisteredVersion
-from storage.tracking.traces import TracedSample
-from storage.tracking.tracked_run import TrackedEvaluation, TrackedRun
+from storage.tracking.tracker import TracedSample, TrackedEvaluation, TrackedRun
 from tasks.reporting.registered_files import Page
 
 PROGRAM = Program(main="tasks.reporting.mlflow_process:main")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from storage.audit.sample_origins import origins_of
-from storage.audit.transcripts import (
+from storage.audit.samples import (
     NoTokenizer,
     Transcript,
     few,
     judged,
+    origins_of,
     tokenizer_of,
     transcribed,
 )

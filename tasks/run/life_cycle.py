@@ -14,7 +14,7 @@ from engines.failures import ClusterLost, InfrastructureError
 from engines.workers.cluster import Cluster
 from storage.prompts.datasets import open_source
 from storage.runs.live import DataOver, End, workers_ended, write_end
-from storage.runs.orphans import clear
+from storage.runs.retention import clear
 from storage.runs.seen_rows import write_rows
 from tasks.results import RunSummary
 from tasks.run.code_changes import code_sentence

@@ -26,7 +26,7 @@ from storage.runs.commit_log import Ledger, head, read_commit
 from storage.runs.forks import pin
 from storage.runs.opponents import FIELD as OPPONENT
 from storage.runs.opponents import keep, recorded_opponent
-from storage.runs.orphans import clear
+from storage.runs.retention import clear
 from storage.runs.run_lease import RunLease, acquire_patiently
 from storage.runs.run_store import (
     ORIGIN_FIELD,

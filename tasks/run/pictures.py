@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from storage.runs.commit_log import Commit, history
 from storage.runs.curves import History
 from storage.runs.run_store import RunStore
-from storage.tracking.plots import progress_png
-from storage.tracking.timeline import TimelineCall, timeline_png
+from storage.tracking.plots import TimelineCall, progress_png, timeline_png
 
 TIMELINE_STEPS = 12  # the last ones; more would only blur
 TRAINERS = "train"  # in the timeline, for calls that all train workers carry out together

@@ -23,7 +23,7 @@ from engines.workers.engine import EngineSpec
 from engines.workers.gang import Gang
 from storage.objects.errors import StoreError
 from storage.objects.store import Store
-from storage.runs.forks import YOUNG, pin_version
+from storage.runs.retention import YOUNG, pin_version
 from storage.runs.run_store import Origin, RunStore
 from tasks.launch.service_keys import check_key
 from tasks.run.forking import parent_config

@@ -13,7 +13,7 @@ import pytest
 from configs.storage import TrackingConfig
 from storage.runs.commit_log import read_commit
 from storage.runs.run_store import RunStore
-from storage.tracking.tracked_run import TrackedData, TrackedRun
+from storage.tracking.tracker import TrackedData, TrackedRun
 from tasks.reporting.mlflow_page import record_of
 from tasks.reporting.registered_files import Page
 from tasks.run.packages import installed

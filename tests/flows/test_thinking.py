@@ -10,7 +10,7 @@ import pytest
 from configs.model import RandomModel
 from engines.models.making import character_tokenizer, draw
 from storage.audit.audit import audit
-from storage.audit.transcripts import tokenizer_of
+from storage.audit.samples import tokenizer_of
 from storage.batches.columns import Author
 from tests.faults.ledger import committed
 from tests.faults.planted import Fault

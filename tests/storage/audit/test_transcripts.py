@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from storage.audit.sample_origins import SampleOrigin
-from storage.audit.transcripts import ending, few, printable
+from storage.audit.samples import SampleOrigin, ending, few, printable
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from storage.objects import documents
 from storage.objects.store import Store
 from storage.runs.adapters import base_key, find_base
 from storage.runs.commit_log import Commit, commit, head, read_commit
-from storage.runs.retention import sweep
-from storage.runs.run_index import index_key
+from storage.runs.retention import index_key, sweep
 from storage.runs.run_store import RunStore
 from storage.runs.snapshots import mark, snapshots
 from storage.runs.weights import (

@@ -7,7 +7,7 @@ import pytest
 
 from storage.audit.audit_objects import Read, check_snapshot
 from storage.objects.errors import ObjectDamaged, ObjectMissing, StoreError
-from storage.runs.orphans import clear
+from storage.runs.retention import clear
 from storage.runs.run_store import RunStore
 from storage.runs.snapshots import mark, read, snapshots
 

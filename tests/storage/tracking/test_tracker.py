@@ -28,8 +28,7 @@ from storage.tracking.registered_versions import (
     unsaid,
 )
 from storage.tracking.registry import Registry
-from storage.tracking.tracked_run import TrackedData, TrackedRun
-from storage.tracking.tracker import Tracker, flatten
+from storage.tracking.tracker import TrackedData, TrackedRun, Tracker, flatten
 
 SETTINGS: dict[str, JsonValue] = {
     "seed": 3,
