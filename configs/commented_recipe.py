@@ -11,12 +11,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from configs.grpo import GRPOConfig
-from configs.overrides import ConfigError, changed
+from configs.overrides import ConfigError, changed, read_settings
 from configs.recipe import find_recipe, read_recipe
 from configs.recipe_files import flow_of, remarks
-from configs.setting_paths import kind_of
-from configs.settings_file import read_settings
-from configs.settings_help import groups_of
+from configs.settings_help import groups_of, kind_of
 
 WIDTH = 96  # characters of a line
 

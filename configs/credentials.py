@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from pydantic import BaseModel
 
-from configs.cluster.kinds import JsonObject, KubernetesPods
+from configs.cluster import JsonObject, KubernetesPods
 from configs.environment import SECRET
 
 # Of variables, parameters and headers, beside those of configs.environment.

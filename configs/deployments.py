@@ -24,8 +24,7 @@ from typing import Any
 from pydantic import Field
 
 from configs.base import Settings
-from configs.overrides import ConfigError, validate
-from configs.settings_file import read_settings
+from configs.overrides import ConfigError, read_settings, validate
 
 DEFAULT_FILE = "deployment.yaml"  # in the folder that is deployed from
 # What an entry has of Prefect's own, under its names: as in a prefect.yaml.

@@ -7,7 +7,7 @@ from pydantic import Field, field_validator
 
 from configs.algorithm.distillation import DistillAlgorithm
 from configs.base import Settings
-from configs.cluster.cluster import PoolConfig, Role
+from configs.cluster import PoolConfig, Role
 from configs.grpo import GRPOConfig
 from configs.resolving import Decider, Decision, Machine
 from configs.rewards import RewardsConfig

@@ -1,14 +1,20 @@
-"""What Refrain reads of its environment, its folder too, and credentials that belong nowhere else.
+"""What Refrain finds where it runs: variables, the working folder, packages; credentials it refuses.
 
 No other module reads a variable. Settings are stored, shown and logged, so what looks like a
-credential is refused there.
+credential is refused there. Refrain is on no package index, so an extra of it can be named in a
+checkout alone. The packages themselves are there, and their ranges are in the metadata of what is
+installed.
 """
+
+from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Mapping
 from functools import cache
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 SECRET = re.compile(
@@ -16,6 +22,9 @@ SECRET = re.compile(
     re.IGNORECASE,
 )
 IN_ADDRESS = re.compile(r"^[a-z0-9+.-]+://[^/@]*:[^/@]+@", re.IGNORECASE)
+
+DISTRIBUTION = "refrain-rl"
+_NAME = re.compile(r"[\w.-]+")
 
 
 def user() -> str:
@@ -122,3 +131,27 @@ def refuse_password(where: str, address: str) -> None:
             "Prefect. Take it out of the address and give it by the environment, on Kubernetes by a "
             "Secret (cluster.kubernetes.secret)."
         )
+
+
+def pip_install(*packages: str) -> str:
+    """`pip install` of packages, each in the range that Refrain goes with; any where none is said."""
+    ranges = _ranges()
+    return shlex.join(["pip", "install", *(ranges.get(name, name) for name in packages)])
+
+
+def installed(package: str) -> str | None:
+    """Version of an installed package, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _ranges() -> dict[str, str]:
+    """Packages of all extras by name, as pip takes them."""
+    try:
+        lines = requires(DISTRIBUTION) or []
+    except PackageNotFoundError:  # a checkout that is not installed
+        return {}
+    wanted = [line.partition(";")[0].strip() for line in lines]
+    return {match.group(): line for line in wanted if (match := _NAME.match(line))}

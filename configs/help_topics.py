@@ -9,8 +9,7 @@ from difflib import get_close_matches
 from pydantic import BaseModel
 
 from configs.overrides import ConfigError
-from configs.setting_paths import like
-from configs.settings_help import fields
+from configs.settings_help import fields, like
 
 WIDTH = 92  # characters of a line
 ALL = "all"

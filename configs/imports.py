@@ -19,7 +19,7 @@ from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
-from configs.private_folder import machine_folder
+from configs.process import machine_folder
 
 
 def imported(path: str) -> Any:

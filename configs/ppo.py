@@ -6,9 +6,9 @@ from pydantic import Field, model_validator
 
 from configs.algorithm.advantages import ADVANTAGE_KINDS
 from configs.base import Settings
-from configs.cluster.cluster import Role
+from configs.cluster import Role
 from configs.grpo import OF_EVERY_FLOW, GRPOConfig
-from configs.rules.batches import BATCHES, mini_batches
+from configs.rules.every_run import BATCHES, mini_batches
 from configs.rules.rule import Rule
 from configs.train import TrainConfig
 

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.base import Settings
-from configs.cluster.cluster import ClusterConfig, Role
+from configs.cluster import ClusterConfig, Role
 from configs.data import DataConfig
 from configs.episodes import EpisodesConfig, OpponentConfig
 from configs.evaluation import EvaluationConfig

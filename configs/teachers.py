@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from configs.base import Settings
-from configs.cluster.cluster import ClusterConfig, PoolConfig, RolesConfig
+from configs.cluster import ClusterConfig, PoolConfig, RolesConfig
 from configs.environment import refuse_password
 from configs.model import Model
 from configs.resolving import SLOW, Decider, Decision, Machine

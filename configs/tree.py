@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from configs.base import Settings
 from configs.grpo import OF_EVERY_FLOW, GRPOConfig
-from configs.rules.batches import BATCHES
+from configs.rules.every_run import BATCHES
 from configs.rules.rule import Rule
 from configs.rules.tasks import no_tasks
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from configs.algorithm.methods import Method, UserFunction
+from configs.base import Method, UserFunction
 
 Lone = Annotated[
     Literal["reward", "zero"],

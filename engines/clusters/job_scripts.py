@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from configs.cluster.cluster import ClusterConfig, PoolConfig
+from configs.cluster import ClusterConfig, PoolConfig
 from engines.processes.certificates import Certificates
 from engines.processes.process_setup import C_LIBRARIES
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from configs.cluster.cluster import ClusterConfig, PoolConfig
+from configs.cluster import ClusterConfig, PoolConfig
 from engines.clusters.job_scripts import worker_options, worker_variables
 from engines.clusters.job_workers import (
     GRACE,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from configs.cluster.kinds import NoTls, TemporaryTls, Tls
+from configs.cluster import NoTls, TemporaryTls, Tls
 
 if TYPE_CHECKING:
     from distributed import Security

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 from distributed import Client
 
-from configs.cluster.cluster import ClusterConfig
+from configs.cluster import ClusterConfig
 from engines.failures import CallCancelled, ClusterLost, NoWorkers
 from engines.processes.certificates import Certificates
 from engines.processes.node_process import NodeProcess

@@ -24,7 +24,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from configs.private_folder import machine_folder, private_folder
+from configs.process import machine_folder, private_folder
 from storage.objects.backends import Range
 from storage.objects.errors import ObjectDamaged, StoreError
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeVar, cast
 
-from configs.optional_packages import pip_install
+from configs.environment import pip_install
 from storage.objects.backends import Backend, FsspecBackend, Keys, LocalBackend, Range, clean_key
 from storage.objects.errors import (
     Conflict,

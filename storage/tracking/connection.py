@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from configs.environment import cache_folder
-from configs.private_folder import private_folder
+from configs.process import private_folder
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

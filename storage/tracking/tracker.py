@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 import yaml
 
-from configs.optional_packages import pip_install
+from configs.environment import pip_install
 from configs.storage import TrackingConfig
 from storage.objects.documents import JsonValue
 from storage.tracking.connection import (

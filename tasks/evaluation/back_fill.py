@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from configs.cluster.cluster import ClusterConfig
+from configs.cluster import ClusterConfig
 from configs.evaluation import BackFillConfig
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError, change

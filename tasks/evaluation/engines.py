@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from configs.cluster.cluster import Role
+from configs.cluster import Role
 from engines.rollout.rollout_pool import RolloutPool
 from engines.workers.cluster import Cluster
 from engines.workers.engine import E, EngineSpec

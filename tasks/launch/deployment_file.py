@@ -19,9 +19,8 @@ import yaml
 
 from configs.deployments import DeploymentEntry, DeploymentFile, words_of
 from configs.grpo import GRPOConfig
-from configs.overrides import ConfigError, filled_in, no_such_settings
+from configs.overrides import ConfigError, filled_in, no_such_settings, read_yaml
 from configs.recipe import DEMO, find_recipe, load_recipe
-from configs.yaml_text import read_yaml
 from engines.processes.node_process import python_path
 from tasks.run.recorded_flow import load_flow, settings_class
 

@@ -10,8 +10,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from configs.environment import given, mlflow_database
-from configs.optional_packages import pip_install
+from configs.environment import given, mlflow_database, pip_install
 from configs.terminal_text import print_text
 from tasks.launch.server_process import KeptServer, ServerError, ServerProcess
 from tasks.launch.team_addresses import Place, check_free, is_loopback

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from configs.cluster.cluster import Role
+from configs.cluster import Role
 from configs.grpo import GRPOConfig
 from configs.lora import LoraConfig
 from configs.model import Model, PretrainedModel

@@ -19,7 +19,7 @@ from typing import cast
 
 import yaml
 
-from configs.optional_packages import installed
+from configs.environment import installed
 from engines.models.adapters import stream_whole
 from storage.objects.documents import JsonValue
 from storage.objects.store import Store

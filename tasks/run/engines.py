@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
-from configs.cluster.cluster import Role
-from configs.cluster.kinds import TemporaryTls
+from configs.cluster import Role, TemporaryTls
 from engines.clusters.opening import open_cluster
 from engines.processes.certificates import Certificates
 from engines.train.trainer import Trainer

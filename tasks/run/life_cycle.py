@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from configs.new_run import warnings_of
+from configs.grpo import warnings_of
 from engines.data.contract import Scorer
 from engines.failures import ClusterLost, InfrastructureError
 from engines.workers.cluster import Cluster

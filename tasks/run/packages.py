@@ -7,9 +7,9 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
+from configs.environment import installed as installed
+from configs.environment import pip_install
 from configs.grpo import GRPOConfig
-from configs.optional_packages import installed as installed
-from configs.optional_packages import pip_install
 from configs.overrides import ConfigError
 from tasks.run.features import features_of
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING
 
-from configs.cluster.cluster import Role
+from configs.cluster import Role
 from configs.credentials import credential_sentence
-from configs.grpo import GRPOConfig
+from configs.environment import pip_install
+from configs.grpo import GRPOConfig, check_finite, check_new_run, warnings_of
 from configs.model import RandomModel
-from configs.new_run import check_finite, check_new_run, warnings_of
-from configs.optional_packages import pip_install
 from configs.rollout import RolloutConfig
 from configs.storage import TrackingConfig
 from engines.models.checkpoints import UNPACKED

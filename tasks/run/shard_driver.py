@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from prefect.futures import PrefectFuture
 
-from configs.cluster.cluster import PoolConfig
+from configs.cluster import PoolConfig
 from engines.workers.cluster import raise_if_set
 from tasks.run.attempts import logged_together
 

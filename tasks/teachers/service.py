@@ -31,7 +31,7 @@ from tasks.run.roles.specs import MODELS
 from tasks.teachers.models import origin_of_version
 
 if TYPE_CHECKING:
-    from configs.cluster.cluster import ClusterConfig
+    from configs.cluster import ClusterConfig
     from configs.model import Model
 
 FAILED = 1
