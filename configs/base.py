@@ -58,29 +58,29 @@ class Settings(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _kinds_by_default(cls, given: Any) -> Any:
+    def _kinds_by_default(cls, settings: Any) -> Any:
         """A group that names no kind has that which it would have if left out.
 
         So algorithm.loss.clip_high can be set alone.
         """
-        if not isinstance(given, Mapping):
-            return given
+        if not isinstance(settings, Mapping):
+            return settings
         changed = {}
-        for name, value in given.items():
+        for name, value in settings.items():
             field = cls.model_fields.get(name)
             if field is not None and isinstance(value, Mapping) and "kind" not in value:
                 default = field.get_default(call_default_factory=True)
                 if isinstance(default, Settings) and "kind" in type(default).model_fields:
                     changed[name] = {"kind": default.model_dump(include={"kind"})["kind"], **value}
-        return {**given, **changed} if changed else given
+        return {**settings, **changed} if changed else settings
 
     @classmethod
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        found = handler.resolve_ref_schema(handler(core_schema))
-        found.update(with_tabs(found, handler.resolve_ref_schema, cls.form_first))
-        return found
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        schema.update(with_tabs(schema, handler.resolve_ref_schema, cls.form_first))
+        return schema
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,8 +119,8 @@ def _program(name: str, info: ValidationInfo) -> str:
 
 def _model(path: str, info: ValidationInfo) -> str:
     """A hub id or the like as it is; a path to what exists as an absolute one."""
-    seen = _seen(path, info)
-    return seen if os.path.exists(seen) else path
+    absolute = _seen(path, info)
+    return absolute if os.path.exists(absolute) else path
 
 
 LocalFile = Annotated[str, AfterValidator(_seen)]
@@ -200,9 +200,9 @@ def with_tabs(schema: Schema, resolve: Resolve, first: Sequence[str] = ()) -> Sc
 
     first: the settings that stand before the others.
     """
-    found = schema.get("properties", {})
-    names = [*first, *(name for name in found if name not in first)]
-    properties = {name: _property(found[name], resolve) for name in names}
+    fields = schema.get("properties", {})
+    names = [*first, *(name for name in fields if name not in first)]
+    properties = {name: _property(fields[name], resolve) for name in names}
     return {**schema, "properties": placed(properties)} if properties else schema
 
 
@@ -218,7 +218,7 @@ def _property(schema: Schema, resolve: Resolve) -> Schema:
         items = dict(schema["items"])
         shown = _one_group(items, resolve) if _is_choice(items) else _property(items, resolve)
         return {**schema, "items": shown}
-    if [_is_choice(one) for one in schema.get("anyOf", [])] == [True, False]:
+    if [_is_choice(part) for part in schema.get("anyOf", [])] == [True, False]:
         choice, nothing = schema["anyOf"]
         inner = _property({**schema, **choice, "anyOf": ()}, resolve)
         if "anyOf" not in inner:
@@ -228,10 +228,10 @@ def _property(schema: Schema, resolve: Resolve) -> Schema:
     if not _is_choice(schema):
         return schema
     choices = [resolve(choice) for choice in schema["oneOf"]]
-    found = tabs(choices)
-    if len(found) > MOST_TABS:
+    groups = tabs(choices)
+    if len(groups) > MOST_TABS:
         return _one_group(schema, resolve)
-    return {**_without_choice(schema), "anyOf": found, **rules(choices)}
+    return {**_without_choice(schema), "anyOf": groups, **rules(choices)}
 
 
 def _is_choice(schema: Schema) -> bool:
@@ -268,16 +268,17 @@ def _optional(name: str, members: Sequence[Schema], of_all: bool) -> Schema:
     """A setting of these choices, as a field that may be left empty."""
     meanings: dict[str, list[str]] = {}
     for choice in members:
-        said, meaning = choice["properties"][name], ""
-        if said.get("description"):
-            meaning = str(said["description"])
-        if said.get("default") is not None:
-            meaning = f"{meaning} Empty: {_written(said['default'])}.".strip()
+        schema = choice["properties"][name]
+        meaning = str(schema.get("description") or "")
+        if schema.get("default") is not None:
+            meaning = f"{meaning} Empty: {_written(schema['default'])}.".strip()
         meanings.setdefault(meaning, []).append(_kind(choice))
     alike = of_all and len(meanings) == 1
-    told = [f"{'' if alike else ', '.join(kinds) + ': '}{said}" for said, kinds in meanings.items()]
+    texts = [
+        f"{'' if alike else ', '.join(kinds) + ': '}{text}" for text, kinds in meanings.items()
+    ]
     field = _field([choice["properties"][name] for choice in members])
-    return {"title": title_of(name), "description": " ".join(told).strip(), **field}
+    return {"title": title_of(name), "description": " ".join(texts).strip(), **field}
 
 
 def _written(default: Any) -> str:
@@ -288,26 +289,30 @@ def _written(default: Any) -> str:
 
 def _field(members: Sequence[Schema]) -> Schema:
     """What the form shows for one of these: a field, a drop-down, or else JSON (no type at all)."""
-    if any("anyOf" in one for one in members):  # perhaps no value
+    if any("anyOf" in member for member in members):  # perhaps no value
         values = [
-            [two for two in one.get("anyOf", [one]) if two.get("type") != "null"] for one in members
+            [value for value in member.get("anyOf", [member]) if value.get("type") != "null"]
+            for member in members
         ]
-        inner = _field([two for one in values for two in one])
+        inner = _field([value for member in values for value in member])
         return {"anyOf": [inner, {"type": "null"}]} if inner.get("type") in PLAIN else {}
-    if any("$ref" in one or "if" in one for one in members):
+    if any("$ref" in member or "if" in member for member in members):
         return {}
-    types = {one.get("type") for one in members}
+    types = {member.get("type") for member in members}
     if types == {"boolean"}:  # of a boolean that is left out, the form would make one that is off
         return {"enum": [True, False]}
-    if types == {"string"} and all("enum" in one or "const" in one for one in members):
-        named = [one.get("enum", [one.get("const")]) for one in members]
-        return {"type": "string", "enum": list(dict.fromkeys(two for one in named for two in one))}
+    if types == {"string"} and all("enum" in member or "const" in member for member in members):
+        named = [member.get("enum", [member.get("const")]) for member in members]
+        return {
+            "type": "string",
+            "enum": list(dict.fromkeys(value for member in named for value in member)),
+        }
     if types <= {"integer", "number"}:
         return {"type": "number" if "number" in types else "integer"}
     if types == {"string"}:
         return {"type": "string"}
     items = members[0].get("items", {})
-    if types == {"array"} and all(one.get("items") == items for one in members):
+    if types == {"array"} and all(member.get("items") == items for member in members):
         return {"type": "array", "items": items} if items.get("type") in PLAIN else {}
     return {}
 
@@ -328,29 +333,29 @@ def tabs(choices: list[Schema]) -> list[Schema]:
 def rules(choices: Sequence[Schema]) -> Schema:
     """What the server checks: the rules of the choice that `kind` names, and it names the field."""
     kinds = [_kind(choice) for choice in choices]
-    found: Schema = {"required": ["kind"], "properties": {"kind": {"enum": kinds}}}
+    schema: Schema = {"required": ["kind"], "properties": {"kind": {"enum": kinds}}}
     for kind, choice in zip(kinds, choices, strict=True):
         when = {"properties": {"kind": {"const": kind}}, "required": ["kind"]}
         then = {k: choice[k] for k in (*CHECKED, "description") if k in choice}
-        found = {"if": when, "then": then, "else": found}
-    return found
+        schema = {"if": when, "then": then, "else": schema}
+    return schema
 
 
 def without(choice: Schema, kinds: Collection[str]) -> Schema:
     """A choice that is shown as one group, without some kinds."""
-    kept = [one for one in _choices_of(choice) if _kind(one) not in kinds]
+    options = [option for option in _choices_of(choice) if _kind(option) not in kinds]
     rest = dict(choice)
     if rest.get("default", {}).get("kind") in kinds:
         del rest["default"]
-    return {**rest, **one_group(kept)}
+    return {**rest, **one_group(options)}
 
 
-def _choices_of(found: Schema) -> list[Schema]:
+def _choices_of(schema: Schema) -> list[Schema]:
     """What `rules` were made of, in its order."""
     choices = []
-    while "if" in found:
-        choices.append(found["then"])
-        found = found["else"]
+    while "if" in schema:
+        choices.append(schema["then"])
+        schema = schema["else"]
     return choices[::-1]
 
 
@@ -359,7 +364,9 @@ def _tab(members: list[Schema]) -> Schema:
     if len(kinds) == 1:
         kind["default"] = kinds[0]
     common = _common([member["properties"] for member in members])
-    properties = {"kind": kind} | {name: said for name, said in common.items() if name != "kind"}
+    properties = {"kind": kind} | {
+        name: schema for name, schema in common.items() if name != "kind"
+    }
     return {
         "type": "object",
         "title": " / ".join(kinds),
@@ -383,16 +390,16 @@ def _kind(choice: Schema) -> str:
 def _common(members: list[dict[str, Schema]]) -> dict[str, Schema]:
     """Each property with what all members say of it, and with each one's description, for display."""
     first, *others = members
-    found: dict[str, Schema] = {}
-    for name, said in first.items():
-        found[name] = {
+    properties: dict[str, Schema] = {}
+    for name, schema in first.items():
+        properties[name] = {
             key: value
-            for key, value in said.items()
+            for key, value in schema.items()
             if key not in BOUNDS and all(other[name].get(key) == value for other in others)
         }
-        meanings = dict.fromkeys(str(one[name].get("description", "")) for one in members)
-        found[name]["description"] = " ".join(meanings)
-    return found
+        meanings = dict.fromkeys(str(member[name].get("description", "")) for member in members)
+        properties[name]["description"] = " ".join(meanings)
+    return properties
 
 
 OWN = {"configs", "engines", "flows", "storage", "tasks"}  # Refrain's packages
@@ -479,7 +486,7 @@ def _refuse_taken_names(tree: ast.Module, file: Path) -> None:
             continue
         for name in {module.partition(".")[0] for module in modules} & OWN:
             beside = (file.with_name(name), file.with_name(f"{name}.py"))
-            if any(one.exists() for one in beside):
+            if any(path.exists() for path in beside):
                 raise ValueError(
                     f"'{file}' imports '{name}', which is a package of Refrain's and a neighbour of "
                     "the file: it would get Refrain's. Give the neighbour another name."

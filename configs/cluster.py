@@ -331,12 +331,12 @@ class KubernetesFlow(KubernetesPods):
         return url
 
 
-def lies_in(one: IPv4Network | IPv6Network, other: IPv4Network | IPv6Network) -> bool:
+def lies_in(network: IPv4Network | IPv6Network, larger: IPv4Network | IPv6Network) -> bool:
     """Whether all addresses of a network are of another one."""
-    if isinstance(one, IPv4Network) and isinstance(other, IPv4Network):
-        return one.subnet_of(other)
-    if isinstance(one, IPv6Network) and isinstance(other, IPv6Network):
-        return one.subnet_of(other)
+    if isinstance(network, IPv4Network) and isinstance(larger, IPv4Network):
+        return network.subnet_of(larger)
+    if isinstance(network, IPv6Network) and isinstance(larger, IPv6Network):
+        return network.subnet_of(larger)
     return False
 
 
@@ -355,7 +355,7 @@ class NetworkDestination(Settings):
             network = ip_network(cidr)
         except ValueError as error:
             raise ValueError(f"{cidr} is no network: {error}. Write such as 10.1.0.0/16.") from None
-        if any(lies_in(network, one) for one in METADATA):
+        if any(lies_in(network, addresses) for addresses in METADATA):
             raise ValueError(
                 f"{cidr} is where clouds hand out credentials, and programs that a model wrote run "
                 "in these pods. Leave it out; give credentials by cluster.kubernetes.secret."
@@ -430,8 +430,8 @@ def _faults(place: str, patch: Any, programs: Sequence[str]) -> Iterator[str]:
                 yield f"{below}.{number} has no {key}, by which entries are merged. Set it."
                 continue
             if field in ("containers", "initContainers"):
-                own = programs if field == "containers" else ()
-                yield from _foreign(below, str(entry[key]), "image" in entry, own)
+                names = programs if field == "containers" else ()
+                yield from _foreign(below, str(entry[key]), "image" in entry, names)
             yield from _faults(f"{below}.{number}", entry, programs)
 
 
@@ -442,8 +442,8 @@ def _foreign(place: str, name: str, image: bool, programs: Sequence[str]) -> Ite
     if near := difflib.get_close_matches(name.lower(), programs, n=1):
         yield f"{place} has {name}. Did you mean {near[0]}? Call another container less like it."
     elif not image:
-        own = f", and that of these pods is {' or '.join(programs)}" if programs else ""
-        yield f"{place} has {name} without an image{own}. Give it an image, or the pods' own name."
+        hint = f", and that of these pods is {' or '.join(programs)}" if programs else ""
+        yield f"{place} has {name} without an image{hint}. Give it an image, or the pods' own name."
 
 
 class PoolConfig(Settings):
@@ -642,25 +642,25 @@ class ClusterConfig(Settings):
         return self
 
     def _whole_jobs(self) -> None:
-        for pool, wanted in self.pools.items():
+        for pool, config in self.pools.items():
             per_job = self.slurm.workers_per_job(pool)
-            if wanted.workers % per_job:
+            if config.workers % per_job:
                 raise ValueError(
                     f"cluster.slurm.pools.{pool}.workers_per_job = {per_job} does not divide "
-                    f"cluster.pools.{pool}.workers. Set it to a divisor of {wanted.workers}."
+                    f"cluster.pools.{pool}.workers. Set it to a divisor of {config.workers}."
                 )
 
     def _pools_of_pods(self) -> None:
-        for name, own in self.kubernetes.pools.items():
+        for name, pods in self.kubernetes.pools.items():
             if name not in self.pools:
                 raise ValueError(
                     f"cluster.kubernetes.pools.{name} is of no pool. Name it as one of "
                     f"{sorted(self.pools)}, or add cluster.pools.{name}."
                 )
             memory = self.pools[name].memory_gib
-            if memory is not None and own.shared_memory_gib >= memory:
+            if memory is not None and pods.shared_memory_gib >= memory:
                 raise ValueError(
-                    f"cluster.kubernetes.pools.{name}.shared_memory_gib = {own.shared_memory_gib:g} "
+                    f"cluster.kubernetes.pools.{name}.shared_memory_gib = {pods.shared_memory_gib:g} "
                     f"counts to cluster.pools.{name}.memory_gib = {memory:g}, and leaves nothing of "
                     "it. Set one lower or the other higher."
                 )

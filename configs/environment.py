@@ -34,7 +34,9 @@ def user() -> str:
 
 def push_gateway_login() -> tuple[str, str] | None:
     """User and password that a Prometheus push gateway asks for, or a proxy before it."""
-    user, password = (os.environ.get(f"REFRAIN_PUSH_GATEWAY_{one}") for one in ("USER", "PASSWORD"))
+    user, password = (
+        os.environ.get(f"REFRAIN_PUSH_GATEWAY_{part}") for part in ("USER", "PASSWORD")
+    )
     return None if user is None or password is None else (user, password)
 
 
@@ -75,8 +77,8 @@ def cpu_multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
         lines = cpuinfo.read_text(errors="replace").splitlines()
     except OSError:
         return True
-    found = [line.split(":", 1)[1] for line in lines if line.startswith(("flags", "Features"))]
-    return not found or {"avx512bw", "bf16"} & set(found[0].split()) != set()
+    features = [line.split(":", 1)[1] for line in lines if line.startswith(("flags", "Features"))]
+    return not features or {"avx512bw", "bf16"} & set(features[0].split()) != set()
 
 
 def given(names: Iterable[str]) -> dict[str, str]:
@@ -153,5 +155,5 @@ def _ranges() -> dict[str, str]:
         lines = requires(DISTRIBUTION) or []
     except PackageNotFoundError:  # a checkout that is not installed
         return {}
-    wanted = [line.partition(";")[0].strip() for line in lines]
-    return {match.group(): line for line in wanted if (match := _NAME.match(line))}
+    packages = [line.partition(";")[0].strip() for line in lines]
+    return {match.group(): line for line in packages if (match := _NAME.match(line))}

@@ -114,11 +114,11 @@ class GRPOConfig(RunConfig):
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        found = super().__get_pydantic_json_schema__(core_schema, handler)
-        algorithm = handler.resolve_ref_schema(found["properties"]["algorithm"])
+        schema = super().__get_pydantic_json_schema__(core_schema, handler)
+        algorithm = handler.resolve_ref_schema(schema["properties"]["algorithm"])
         choices = algorithm["properties"]
         choices["advantage"] = without(choices["advantage"], cls.unfit)
-        return found
+        return schema
 
     @model_validator(mode="after")
     def _rules_hold(self) -> Self:

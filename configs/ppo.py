@@ -89,11 +89,11 @@ class PPOConfig(GRPOConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _gae_by_default(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or not isinstance(given.get("algorithm", {}), dict):
-            return given
-        algorithm = given.get("algorithm", {})
+    def _gae_by_default(cls, settings: Any) -> Any:
+        if not isinstance(settings, dict) or not isinstance(settings.get("algorithm", {}), dict):
+            return settings
+        algorithm = settings.get("algorithm", {})
         advantage = algorithm.get("advantage", {})
         if isinstance(advantage, dict):
             advantage = {"kind": "gae", **advantage}
-        return {**given, "algorithm": {**algorithm, "advantage": advantage}}
+        return {**settings, "algorithm": {**algorithm, "advantage": advantage}}

@@ -88,8 +88,8 @@ def close_folder(folder: Path) -> None:
     """
     with contextlib.suppress(FileNotFoundError):
         status = folder.lstat()
-        own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-        if own and not status.st_mode & stat.S_ISGID and status.st_mode & 0o077:
+        is_user_folder = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+        if is_user_folder and not status.st_mode & stat.S_ISGID and status.st_mode & 0o077:
             folder.chmod(0o700)
 
 
@@ -113,8 +113,8 @@ def past_proxies() -> None:
     for name, value in listed.items():
         hosts = [host.strip() for host in (value or other[name] or "").split(",") if host.strip()]
         if "*" not in hosts:
-            own = [host for host in (*LOOPBACK, socket.gethostname()) if host not in hosts]
-            os.environ[name] = ",".join([*hosts, *own])
+            names = [host for host in (*LOOPBACK, socket.gethostname()) if host not in hosts]
+            os.environ[name] = ",".join([*hosts, *names])
 
 
 def drop_unusable_certificates() -> None:
@@ -153,11 +153,11 @@ def shorten_temporary_folder() -> None:
     digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]
     for place in filter(os.path.isdir, SHORT_FOLDERS):
         with contextlib.suppress(OSError):
-            own = private_folder(Path(place, f"refrain-{os.getuid()}"))
-            for old in own.iterdir():
+            parent = private_folder(Path(place, f"refrain-{os.getuid()}"))
+            for old in parent.iterdir():
                 if old.is_symlink() and not old.exists():  # of a job that is over
                     old.unlink(missing_ok=True)
-            link = own / digest
+            link = parent / digest
             with contextlib.suppress(FileExistsError):
                 link.symlink_to(folder)
             if os.readlink(link) == folder:

@@ -139,17 +139,17 @@ class UnitTestsReward(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _a_test_ends_with_its_sandbox(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping) or "test_timeout" in given:
-            return given
-        sandbox = given.get("sandbox")
+    def _a_test_ends_with_its_sandbox(cls, settings: Any) -> Any:
+        if not isinstance(settings, Mapping) or "test_timeout" in settings:
+            return settings
+        sandbox = settings.get("sandbox")
         limits = dict(sandbox) if isinstance(sandbox, Mapping | Settings) else {}
         try:
             seconds = float(limits.get("timeout", math.inf))
         except (TypeError, ValueError):  # the sandbox's settings say what is wrong
-            return given
+            return settings
         usual = cls.model_fields["test_timeout"].default
-        return {**given, "test_timeout": seconds} if 0 < seconds < usual else given
+        return {**settings, "test_timeout": seconds} if 0 < seconds < usual else settings
 
     @model_validator(mode="after")
     def _tests_fit(self) -> "UnitTestsReward":
@@ -203,17 +203,17 @@ class RewardsConfig(Settings):
     @property
     def on_engines(self) -> tuple[EngineReward, ...]:
         """The functions that are models, whose engines are a role of their own."""
-        return tuple(one for one in self.functions if isinstance(one, EngineReward))
+        return tuple(reward for reward in self.functions if isinstance(reward, EngineReward))
 
     @property
     def models(self) -> tuple[RewardModelReward, ...]:
         """The reward models among them."""
-        return tuple(one for one in self.functions if isinstance(one, RewardModelReward))
+        return tuple(reward for reward in self.functions if isinstance(reward, RewardModelReward))
 
     @property
     def judges(self) -> tuple[LocalJudgeReward, ...]:
         """The judges among them."""
-        return tuple(one for one in self.functions if isinstance(one, LocalJudgeReward))
+        return tuple(reward for reward in self.functions if isinstance(reward, LocalJudgeReward))
 
     @model_validator(mode="after")
     def _names_differ(self) -> "RewardsConfig":

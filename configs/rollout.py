@@ -215,10 +215,10 @@ class RolloutConfig(Settings):
 
     @field_validator("engine_args")
     @classmethod
-    def _engine_args_are_further_ones(cls, given: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        for name in given:
+    def _engine_args_are_further_ones(cls, arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        for name in arguments:
             if name in OWN_ENGINE_ARGS:
                 instead = OWN_ENGINE_ARGS[name]
                 remedy = f"Set {instead} instead." if instead else "Remove it."
                 raise ValueError(f"rollout.engine_args.{name} is set by Refrain itself. {remedy}")
-        return given
+        return arguments

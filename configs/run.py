@@ -100,7 +100,7 @@ class RunConfig(Settings):
     @property
     def rollback_steps(self) -> int:
         """Steps that guards may go back, whose trainer state retention keeps; 0: none does."""
-        back = [one.rollback.steps for one in self.guards if one.action == "rollback"]
+        back = [guard.rollback.steps for guard in self.guards if guard.action == "rollback"]
         return max(back, default=0) if self.max_rollbacks else 0
 
     @property
@@ -179,17 +179,21 @@ class RunConfig(Settings):
         Judges and unit tests keep deadlines of their own, and the calls of a worker's slots wait for
         each other there: at a judge each for its own, at unit tests all for those of the step.
         """
-        judges = [one.deadline for one in self.rewards.functions if one.kind == "judge"]
+        judges = [reward.deadline for reward in self.rewards.functions if reward.kind == "judge"]
         slots = self.cluster.pools[self.cluster.roles.reward].slots
         samples = self.groups_at_once * self.samples_per_prompt
-        tests = [one.seconds(samples) for one in self.rewards.functions if one.kind == "unit_tests"]
+        tests = [
+            reward.seconds(samples)
+            for reward in self.rewards.functions
+            if reward.kind == "unit_tests"
+        ]
         waits = slots * max(judges, default=0.0) + max(tests, default=0.0)
         return self.rollout.deadline + waits
 
     @property
     def model_scoring_deadline(self) -> float:
         """The same of the workers of reward models and of the run's own judges, which take turns."""
-        return self.rollout.deadline + sum(one.deadline for one in self.rewards.judges)
+        return self.rollout.deadline + sum(judge.deadline for judge in self.rewards.judges)
 
     @property
     def keeps_frames(self) -> bool:
@@ -210,7 +214,10 @@ class RunConfig(Settings):
     def features(self) -> tuple[str, ...]:
         """Names of the features that a run uses; tasks/run/features.py has their records."""
         suites = () if self.evaluation is None else self.evaluation.suites.values()
-        rewards = [self.rewards, *(one.rewards for one in suites if one.rewards is not None)]
+        rewards = [
+            self.rewards,
+            *(section.rewards for section in suites if section.rewards is not None),
+        ]
         used = {
             "elastic": self.train.engine == "elastic",
             "over_sampling": self.over_samples,
@@ -218,7 +225,7 @@ class RunConfig(Settings):
             "quarantine": self.data.keeps_history,
             "guards": bool(self.guards),
             "promotion": self.promotion is not None,
-            "reward_models": any(one.on_engines for one in rewards),
+            "reward_models": any(section.on_engines for section in rewards),
         }
         return tuple(name for name, uses in used.items() if uses)
 
@@ -257,8 +264,8 @@ class RunConfig(Settings):
     def sampling_roles(self) -> list[Role]:
         """Roles of the engines that sample: of the policy, of an opponent, of evaluations."""
         sampling: tuple[Role, ...] = ("rollout", "opponent")
-        found = [role for role in self.engine_roles if role in sampling]
-        return [*found, "evaluation"] if self.evaluates_aside else found
+        roles = [role for role in self.engine_roles if role in sampling]
+        return [*roles, "evaluation"] if self.evaluates_aside else roles
 
     @property
     def evaluates_aside(self) -> bool:
@@ -268,18 +275,18 @@ class RunConfig(Settings):
     @property
     def longest_sequence(self) -> int:
         """The longest that an engine samples, prompt and completion together, in tokens."""
-        own = self.data.max_prompt_tokens + self.rollout.max_new_tokens
-        return max(own, *self.longest_of_suites.values(), 0)
+        longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
+        return max(longest, *self.longest_of_suites.values(), 0)
 
     @property
     def longest_of_suites(self) -> dict[str, int]:
         """The same of each suite, by its name."""
         data, longest = self.data.max_prompt_tokens, self.rollout.max_new_tokens
-        found = {}
+        lengths = {}
         for name, suite in {} if self.evaluation is None else self.evaluation.suites.items():
             prompt = data if suite.prompt is None else suite.prompt.max_prompt_tokens
-            found[name] = prompt + (suite.max_new_tokens or longest)
-        return found
+            lengths[name] = prompt + (suite.max_new_tokens or longest)
+        return lengths
 
     @property
     def used_pools(self) -> set[str]:

@@ -91,15 +91,15 @@ class SettingPlace:
     def kinds_with(self, name: str) -> list[str]:
         """The other kinds of its group that have a setting of that name."""
         return [
-            kind_of(one)
-            for one in self.choices
-            if name in one.model_fields and kind_of(one) != self.kind
+            kind_of(choice)
+            for choice in self.choices
+            if name in choice.model_fields and kind_of(choice) != self.kind
         ]
 
     @property
     def kinds(self) -> list[str]:
         """All kinds of its group."""
-        return [kind_of(one) for one in self.choices]
+        return [kind_of(choice) for choice in self.choices]
 
 
 def place_of(model: type[BaseModel], location: Sequence[int | str]) -> SettingPlace:
@@ -114,7 +114,7 @@ def place_of(model: type[BaseModel], location: Sequence[int | str]) -> SettingPl
     for part in location:
         groups = tuple(groups_of(here))
         if _is_union_of_groups(here):
-            chosen = {kind_of(one): one for one in groups}
+            chosen = {kind_of(group): group for group in groups}
             if part in chosen:
                 choices, kind, here = groups, str(part), chosen[str(part)]
                 continue
@@ -138,15 +138,15 @@ def place_of(model: type[BaseModel], location: Sequence[int | str]) -> SettingPl
 
 def like(model: type[BaseModel], path: str) -> str | None:
     """A setting that is probably meant by a name which is none; None where no name is near it."""
-    known = dict.fromkeys(_as_in(path, name) for name, *_ in fields(model) if " " not in name)
+    names = dict.fromkeys(_as_in(path, name) for name, *_ in fields(model) if " " not in name)
     *groups, last = path.split(".")
     for depth in reversed(range(len(groups) + 1)):  # in a group around it
-        if (outer := ".".join([*groups[:depth], last])) in known:
+        if (outer := ".".join([*groups[:depth], last])) in names:
             return outer
-    same = [name for name in known if name.rpartition(".")[2] == last]
+    same = [name for name in names if name.rpartition(".")[2] == last]
     if len(same) == 1:
         return same[0]
-    near = difflib.get_close_matches(path, known, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(path, names, n=1, cutoff=0.6)
     return near[0] if near else None
 
 
@@ -172,7 +172,7 @@ def _unwrapped(annotation: Any) -> tuple[type | None, Any]:
     if get_origin(annotation) is Annotated:
         return _unwrapped(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
-        inner = [one for one in get_args(annotation) if one is not type(None)]
+        inner = [part for part in get_args(annotation) if part is not type(None)]
         return _unwrapped(inner[0]) if len(inner) == 1 else (None, annotation)
     origin = get_origin(annotation)
     return (origin if origin in (tuple, list, dict) else None), annotation

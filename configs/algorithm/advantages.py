@@ -249,5 +249,5 @@ Advantage = Annotated[
     Field(discriminator="kind"),
 ]
 ADVANTAGE_KINDS: tuple[str, ...] = tuple(
-    one.model_fields["kind"].default for one in get_args(get_args(Advantage)[0])
+    choice.model_fields["kind"].default for choice in get_args(get_args(Advantage)[0])
 )

@@ -442,7 +442,7 @@ def _alone(config: RunConfig) -> str | None:
 def _gym_sources(config: RunConfig, position: int) -> int:
     """How many sources of reasoning-gym a reward scores; 0 where it scores others too."""
     data = config.data.scored_by(config.rewards.functions[position].label)
-    gym = [isinstance(one.source, ReasoningGymSource) for one in data]
+    gym = [isinstance(prompts.source, ReasoningGymSource) for prompts in data]
     return len(gym) if all(gym) else 0
 
 

@@ -121,8 +121,8 @@ class _Chain:
         if self.first is None:
             self.first = commit
         self.last, self.head = commit, commit.step
-        for made in (commit.version_in, commit.version_out):
-            self.versions[made.key] = made
+        for ref in (commit.version_in, commit.version_out):
+            self.versions[ref.key] = ref
         self.digests.setdefault(commit.version_out.version, commit.version_out.digest)
 
 
@@ -133,53 +133,53 @@ def audit(run: RunStore) -> Audit:
     """
     run = replace(run, store=run.store.with_cache(CACHE_BYTES))
     origin = origin_of(run)
-    found = Audit(run=run.run, origin=None if origin is None else str(origin))
+    report = Audit(run=run.run, origin=None if origin is None else str(origin))
     chain = _Chain(head=0 if origin is None else origin.at)
-    kept: set[str] = set()
+    live_keys: set[str] = set()
     gone_below = batches_below(run)
-    before, handed_on = _ledger_before(run, origin, found), _carried_before(run, origin)
+    before, handed_on = _ledger_before(run, origin, report), _carried_before(run, origin)
     cursor: Mapping[str, object] | None = _cursor_before(run, origin)
-    for commit in _commits(run, origin, found):
+    for commit in _commits(run, origin, report):
         chain.add(commit)
-        there = _batches(run, commit, found, kept, gone_below)
-        with found.noting("ledger", commit.step):
+        there = _batches(run, commit, report, live_keys, gone_below)
+        with report.noting("ledger", commit.step):
             totals = check_counts(run.store, commit, before, handed_on, cursor, there)
-            found.steps.append(totals)
+            report.steps.append(totals)
         before, handed_on, cursor = commit.ledger, commit.refs.get("carried"), commit.cursor
         if there:
-            with found.noting("sample", commit.step):
+            with report.noting("sample", commit.step):
                 check_samples(run, commit, chain.digests)
-    _versions(run, chain, found, kept)
-    _opponent(run, found)
-    with found.noting("evaluation"):
+    _versions(run, chain, report, live_keys)
+    _opponent(run, report)
+    with report.noting("evaluation"):
         for suite, version, key in notes_of(run).values():
-            with found.noting("evaluation", version):
-                check_evaluation(run, suite, version, key, chain.digests, found.read)
-                found.evaluations += 1
-    _snapshots(run, chain.head, found, kept)
+            with report.noting("evaluation", version):
+                check_evaluation(run, suite, version, key, chain.digests, report.read)
+                report.evaluations += 1
+    _snapshots(run, chain.head, report, live_keys)
     if origin is not None:
-        _shared(run, origin, chain, found)
-    _leftovers(run, chain.head, found, kept)
-    return found
+        _shared(run, origin, chain, report)
+    _leftovers(run, chain.head, report, live_keys)
+    return report
 
 
-def _commits(run: RunStore, origin: Origin | None, found: Audit) -> Iterator[Commit]:
+def _commits(run: RunStore, origin: Origin | None, report: Audit) -> Iterator[Commit]:
     """Every commit that can be read; each must follow the one before it, and HEAD the last."""
     start = 0 if origin is None else origin.at
     expected = None
     if origin is not None:
         expected = origin.commit_digest
-        with found.noting("origin"):
+        with report.noting("origin"):
             parents = read_commit_digest(parent_of(run, origin), origin.step)
             if parents != expected:
                 raise ValueError(f"The commit of {origin} was altered since {run.run} began there.")
     folders = reversed(run.steps())
-    last = next((one for one in folders if run.store.exists(run.commit_key(one))), start)
+    last = next((folder for folder in folders if run.store.exists(run.commit_key(folder))), start)
     for step in range(start + 1, last + 1):
-        own = record = None
-        with found.noting("chain", step):
+        actual = record = None
+        with report.noting("chain", step):
             data = run.store.read(run.commit_key(step))
-            own = digest(data)
+            actual = digest(data)
             record = parse_commit(run, step, data)
             if expected is not None and record.parent_digest != expected:
                 raise ValueError(
@@ -188,8 +188,8 @@ def _commits(run: RunStore, origin: Origin | None, found: Audit) -> Iterator[Com
                 )
         if record is not None:  # out of its chain, it can still be looked at
             yield record
-        expected = own
-    with found.noting("chain"):
+        expected = actual
+    with report.noting("chain"):
         _head(run, last, expected, start)
 
 
@@ -210,9 +210,9 @@ def _head(run: RunStore, last: int, expected: str | None, start: int) -> None:
         raise ValueError(f"HEAD names step {body['step']}, but the last commit is of step {last}.")
 
 
-def _ledger_before(run: RunStore, origin: Origin | None, found: Audit) -> Ledger:
+def _ledger_before(run: RunStore, origin: Origin | None, report: Audit) -> Ledger:
     if origin is not None and origin.fork:
-        with found.noting("origin"):
+        with report.noting("origin"):
             ledger = read_commit(parent_of(run, origin), origin.step).ledger
             return ledger if origin.cursor else ledger.settled()
     return Ledger()
@@ -232,27 +232,29 @@ def _cursor_before(run: RunStore, origin: Origin | None) -> dict[str, object] | 
     return dict(read_commit(parent_of(run, origin), origin.step).cursor)
 
 
-def _batches(run: RunStore, commit: Commit, found: Audit, kept: set[str], gone_below: int) -> bool:
+def _batches(
+    run: RunStore, commit: Commit, report: Audit, live_keys: set[str], gone_below: int
+) -> bool:
     """Read every object that a commit names; returns whether all are there and good."""
     good = True
-    kept.update(() if commit.lists is None else (commit.lists.key,))
+    live_keys.update(() if commit.lists is None else (commit.lists.key,))
     for key, source in sources_of(commit).items():
-        kept.add(key)
-        before = len(found.problems)
-        with found.noting("batch", commit.step):
+        live_keys.add(key)
+        before = len(report.problems)
+        with report.noting("batch", commit.step):
             try:
-                check_batch(run.store, source, found.read)
+                check_batch(run.store, source, report.read)
             except ObjectMissing:
                 if commit.step >= gone_below:
                     raise
-                found.removed += 1
-                found.without.add(commit.step)
+                report.removed += 1
+                report.without.add(commit.step)
                 good = False
-        good = good and len(found.problems) == before
+        good = good and len(report.problems) == before
     return good
 
 
-def _versions(run: RunStore, chain: _Chain, found: Audit, kept: set[str]) -> None:
+def _versions(run: RunStore, chain: _Chain, report: Audit, live_keys: set[str]) -> None:
     """Every version that is there, and those that must be: the last commit's and children's."""
     must = {pin.step for pin in pins(run) if pin.weights}
     must |= {chain.last.version_out.version} if chain.last is not None else set()
@@ -261,41 +263,43 @@ def _versions(run: RunStore, chain: _Chain, found: Audit, kept: set[str]) -> Non
         key = run.weights_key(number)
         if run.store.exists(f"{key}/{MANIFEST}"):
             there.add(number)
-            with found.noting("weights", number):
-                kept.update(check_version(run.store, key, chain.versions.get(key), found.read))
-                found.versions += 1
+            with report.noting("weights", number):
+                live_keys.update(
+                    check_version(run.store, key, chain.versions.get(key), report.read)
+                )
+                report.versions += 1
     for key in base_keys(run):  # also one on which no adapter has been kept
-        with found.noting("weights"):
-            kept.update(check_version(run.store, key, None, found.read))
+        with report.noting("weights"):
+            live_keys.update(check_version(run.store, key, None, report.read))
     for number in sorted(must - there):
         message = f"Policy version {number} of run {run.run} is missing: there is no manifest."
-        found.problems.append(Problem(kind="weights", step=number, message=message))
+        report.problems.append(Problem(kind="weights", step=number, message=message))
 
 
-def _opponent(run: RunStore, found: Audit) -> None:
+def _opponent(run: RunStore, report: Audit) -> None:
     """Whether the version of another run that plays against this one is there and good."""
-    with found.noting("origin"):
+    with report.noting("origin"):
         opponent = recorded_opponent(run)
         if opponent is None:
             return
         try:
-            check_version(run.store, opponent.weights.key, opponent.weights, found.read)
+            check_version(run.store, opponent.weights.key, opponent.weights, report.read)
         except ObjectMissing as error:
             raise ValueError(
                 f"The weights of {opponent}, the opponent of {run.run}, are gone: {error}."
             ) from error
 
 
-def _snapshots(run: RunStore, head: int, found: Audit, kept: set[str]) -> None:
+def _snapshots(run: RunStore, head: int, report: Audit, live_keys: set[str]) -> None:
     for step, folder in state_folders(run):
         if run.store.exists(f"{folder}/marker.json"):
-            kept.update(run.store.list(folder) if step > head else ())
-            with found.noting("state", step):
-                kept.update(check_snapshot(run, folder, found.read))
-                found.snapshots += 1
+            live_keys.update(run.store.list(folder) if step > head else ())
+            with report.noting("state", step):
+                live_keys.update(check_snapshot(run, folder, report.read))
+                report.snapshots += 1
 
 
-def _shared(run: RunStore, origin: Origin, chain: _Chain, found: Audit) -> None:
+def _shared(run: RunStore, origin: Origin, chain: _Chain, report: Audit) -> None:
     """What a child needs of its parent: the weights that it sampled with first, and a state.
 
     A child that trains on from a state does without the weights, where retention had removed them.
@@ -303,17 +307,17 @@ def _shared(run: RunStore, origin: Origin, chain: _Chain, found: Audit) -> None:
     first = chain.first
     shared = first is not None and first.version_in.key == origin.weights.key
     if shared or not origin.trainer_state:
-        with found.noting("origin"):
+        with report.noting("origin"):
             try:
-                check_version(run.store, origin.weights.key, origin.weights, found.read)
+                check_version(run.store, origin.weights.key, origin.weights, report.read)
             except ObjectMissing as error:
                 raise ValueError(
                     f"The weights of {origin}, which {run.run} shares, are gone: {error}."
                 ) from error
-    own = any(origin.at <= step <= chain.head for step, _ in state_folders(run))
-    if own or not origin.trainer_state:
+    has_snapshot = any(origin.at <= step <= chain.head for step, _ in state_folders(run))
+    if has_snapshot or not origin.trainer_state:
         return
-    with found.noting("origin"):
+    with report.noting("origin"):
         try:
             check_state(parent_of(run, origin), origin.step)
         except ObjectMissing as error:
@@ -322,25 +326,25 @@ def _shared(run: RunStore, origin: Origin, chain: _Chain, found: Audit) -> None:
             ) from error
 
 
-def _leftovers(run: RunStore, head: int, found: Audit, kept: set[str]) -> None:
+def _leftovers(run: RunStore, head: int, report: Audit, live_keys: set[str]) -> None:
     """Sort what no record names into work under way and orphans."""
-    damaged = {key for key in kept if key not in found.read.done}
+    damaged = {key for key in live_keys if key not in report.read.done}
     everything = run.store.list(run.run)
     markers = [key for key in everything if _is_marker(run, key)]
-    damaged.update(key for key in markers if _data_of(key) in kept)
+    damaged.update(key for key in markers if _data_of(key) in live_keys)
     # The data of others may be under a name of its own, which only the marker knows.
     others = [key for key in markers if key not in damaged]
     for marker, named in marked_objects(run.store, others).items():
-        if not named.isdisjoint(kept):
+        if not named.isdisjoint(live_keys):
             damaged.add(marker)
     for key in everything:
         top, *rest = key.removeprefix(f"{run.run}/").split("/")
-        own = (not rest and top in RECORDS) or top in FOLDERS or rest[1:] == ["commit.json"]
-        if own or key in kept or key in damaged or _part_of_bad(key, found):
+        of_run = (not rest and top in RECORDS) or top in FOLDERS or rest[1:] == ["commit.json"]
+        if of_run or key in live_keys or key in damaged or _part_of_bad(key, report):
             continue
         number = rest[0].removeprefix("v") if rest else ""
         later = number.isascii() and number.isdigit() and int(number) > head
-        (found.unfinished if later else found.orphans).append(key)
+        (report.unfinished if later else report.orphans).append(key)
 
 
 def _is_marker(run: RunStore, key: str) -> bool:
@@ -353,12 +357,12 @@ def _data_of(marker: str) -> str:
     return marker.removesuffix(".json") + DATA_SUFFIX
 
 
-def _part_of_bad(key: str, found: Audit) -> bool:
+def _part_of_bad(key: str, report: Audit) -> bool:
     """Whether a file belongs to a version or snapshot that a problem names already."""
     folders = {"weights": "/weights/v{:06d}/", "state": "/state/{:06d}/"}
     return any(
         problem.kind in folders
         and problem.step is not None
         and folders[problem.kind].format(problem.step) in key
-        for problem in found.problems
+        for problem in report.problems
     )

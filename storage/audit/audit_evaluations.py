@@ -31,10 +31,10 @@ def check_evaluation(
     result = read_result(run.store, key)
     read.count(key, run.store.size(key))
     name = f"The evaluation of {suite} on version {version} of {run.run}"
-    known = digests.get(version)
-    if known is not None and result.weights.digest != known:
+    expected = digests.get(version)
+    if expected is not None and result.weights.digest != expected:
         raise ValueError(
-            f"{name} measured weights {result.weights.digest}, and the version has {known}."
+            f"{name} measured weights {result.weights.digest}, and the version has {expected}."
         )
     for source in sources_in((result.prompts, result.samples)).values():
         check_batch(run.store, source, read)
@@ -44,7 +44,7 @@ def check_evaluation(
 def _check_samples(run: RunStore, name: str, result: EvaluationResult) -> None:
     """Counts, mean, and the weights that each sample was drawn with."""
     samples = result.samples.of_policy(run.store)
-    rewards, status = (samples.fetch_numpy(run.store, one)[0] for one in ("reward", "status"))
+    rewards, status = (samples.fetch_numpy(run.store, column)[0] for column in ("reward", "status"))
     failed = np.isnan(rewards)
     if not (failed == (status == SampleStatus.FAILED)).all():
         raise ValueError(f"{name} has samples that failed and have a reward, or the reverse.")
@@ -54,15 +54,15 @@ def _check_samples(run: RunStore, name: str, result: EvaluationResult) -> None:
             raise ValueError(
                 f"{name} says {metric} = {result.metrics.get(metric)}, and its samples are {count}."
             )
-    drawn = set(samples.fetch_list(run.store, "weights_digest"))
-    if drawn != {result.weights.digest}:
+    digests = set(samples.fetch_list(run.store, "weights_digest"))
+    if digests != {result.weights.digest}:
         raise ValueError(
             f"{name} is of weights {result.weights.digest}, and samples were drawn with "
-            f"{', '.join(sorted(map(str, drawn - {result.weights.digest})))}."
+            f"{', '.join(sorted(map(str, digests - {result.weights.digest})))}."
         )
-    said, found = result.metrics.get("reward"), _mean(rewards, samples, run)
-    if found is not None and (said is None or abs(found - said) > 1e-9):
-        raise ValueError(f"{name} says reward = {said}, and its samples {found}.")
+    recorded, mean = result.metrics.get("reward"), _mean(rewards, samples, run)
+    if mean is not None and (recorded is None or abs(mean - recorded) > 1e-9):
+        raise ValueError(f"{name} says reward = {recorded}, and its samples {mean}.")
 
 
 def _mean(rewards: NDArray[Any], samples: BatchRef, run: RunStore) -> float | None:

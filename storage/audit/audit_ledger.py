@@ -155,7 +155,9 @@ def _check_members(
             f"{len(on)} on."
         )
     reasons = ("over_sampled", "overdue")  # dropped without being part of the batch
-    left = sum(commit.ledger.dropped.get(one, 0) - before.dropped.get(one, 0) for one in reasons)
+    left = sum(
+        commit.ledger.dropped.get(reason, 0) - before.dropped.get(reason, 0) for reason in reasons
+    )
     if len(had) != len(known) + left:
         raise ValueError(
             f"Step {commit.step} had {len(had)} groups, of which {len(members)} are in its batch, "
@@ -176,11 +178,11 @@ def _check_tasks(
         rows = range(first, first + int(place["size"]))
         first = rows.stop
         dropped = sum(row in rows for many in commit.dropped_rows.values() for row in many)
-        drawn = names.count(name) + dropped
+        count = names.count(name) + dropped
         moved = _place(place) - _place(_tasks(cursor or {}).get(name, {}))
-        if not drawn <= moved <= drawn + passed:
+        if not count <= moved <= count + passed:
             raise ValueError(
-                f"Step {commit.step} drew {drawn} rows of the task {name}, but the task's place in "
+                f"Step {commit.step} drew {count} rows of the task {name}, but the task's place in "
                 f"its data moved by {moved}."
             )
 
@@ -226,11 +228,11 @@ def check_samples(run: RunStore, commit: Commit, digests: dict[int, str | None])
 def _held(store: Store, samples: BatchRef) -> list[tuple[int, str]]:
     """Versions that wrote the samples' last tokens, each with the digests that engines had of it."""
     spans, offsets = samples.fetch_numpy(store, "weight_spans")
-    held = samples.fetch_list(store, "weights_digest")
+    digests = samples.fetch_list(store, "weights_digest")
     assert offsets is not None
     wrote = np.diff(offsets) > 0  # one of several players may have had no turn
     last = spans[offsets[1:][wrote] - 3]
-    told = [digest for digest, any_ in zip(held, wrote, strict=True) if any_]
+    told = [digest for digest, any_ in zip(digests, wrote, strict=True) if any_]
     return sorted({(int(v), str(d)) for v, d in zip(last, told, strict=True)})
 
 
@@ -238,12 +240,12 @@ def _check_opponent(run: RunStore, commit: Commit, samples: BatchRef) -> None:
     """Whether the opponent's samples are of its version, and none of them trained; ValueError."""
     opponent = opponent_of(run)
     frozen = samples.take(np.flatnonzero(samples.fetch_numpy(run.store, "frozen")[0]))
-    wanted = (opponent.weights.version, opponent.weights.digest)
-    for found in _held(run.store, frozen):
-        if found != wanted:
+    expected = (opponent.weights.version, opponent.weights.digest)
+    for holder in _held(run.store, frozen):
+        if holder != expected:
             raise ValueError(
-                f"Samples of the opponent in step {commit.step} were written by version {found[0]} "
-                f"with digest {found[1]}, and the opponent is {opponent} with {wanted[1]}."
+                f"Samples of the opponent in step {commit.step} were written by version {holder[0]} "
+                f"with digest {holder[1]}, and the opponent is {opponent} with {expected[1]}."
             )
     ids, used = (
         ref.fetch_numpy(run.store, "sample_id")[0] for ref in (frozen, commit.refs["batch"])

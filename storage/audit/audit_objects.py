@@ -80,9 +80,9 @@ def check_version(store: Store, key: str, ref: WeightsRef | None, read: Read) ->
 
 
 def _check_file(store: Store, key: str, nbytes: int, expected: str, read: Read) -> None:
-    found = store.size(key)
-    if found != nbytes:
-        raise ObjectDamaged(f"Object {key} is damaged: {found} bytes of {nbytes}.")
+    size = store.size(key)
+    if size != nbytes:
+        raise ObjectDamaged(f"Object {key} is damaged: {size} bytes of {nbytes}.")
     if key in read.done:
         return
     total = Digester()
@@ -101,13 +101,13 @@ def check_snapshot(run: RunStore, folder: str, read: Read) -> list[str]:
     snapshot = snapshots.Snapshot.model_validate(body)
     for name, file in snapshot.files.items():
         key = f"{folder}/{name}"
-        found = run.store.size(key)
-        if found != file.nbytes:
-            raise ObjectDamaged(f"Object {key} is damaged: {found} bytes of {file.nbytes}.")
+        size = run.store.size(key)
+        if size != file.nbytes:
+            raise ObjectDamaged(f"Object {key} is damaged: {size} bytes of {file.nbytes}.")
         if file.digest is not None:
             _check_file(run.store, key, file.nbytes, file.digest, read)
         elif key not in read.done:
-            read.count(key, found)
+            read.count(key, size)
     if snapshots.INDEX in snapshot.files:
         snapshots.check_pieces(run, folder)
     return [f"{folder}/{name}" for name in (*snapshot.files, snapshots.MARKER)]
@@ -123,12 +123,12 @@ def state_folders(run: RunStore) -> Iterator[tuple[int, str]]:
 
 def marked_objects(store: Store, markers: Iterable[str]) -> dict[str, set[str]]:
     """Stage markers, each with the batch objects that its record names."""
-    found = {}
+    objects = {}
     for key in markers:
         try:
             text = json.loads(store.read(key))
             sources = text["body"]["ref"]["sources"]
-            found[key] = {str(source[0]) for source in sources}
+            objects[key] = {str(source[0]) for source in sources}
         except (ValueError, KeyError, TypeError, IndexError, ObjectMissing):
-            found[key] = set()
-    return found
+            objects[key] = set()
+    return objects

@@ -102,9 +102,9 @@ def origins_of(
     opponent = str(opponent_of(run)) if "frozen" in ref.names else ""
     scores = [name for name in ref.names if name.startswith(SCORE)]
     extras = [name for name in ref.names if name.startswith(EXTRA)]
-    found = []
+    origins = []
     for row, sample in enumerate(columns.numbers("sample_id")):
-        found.append(
+        origins.append(
             SampleOrigin(
                 run=run.run,
                 step=step,
@@ -134,7 +134,7 @@ def origins_of(
                 teacher_digest=columns.text("teacher_digest")[row] or None,
             )
         )
-    return found
+    return origins
 
 
 class Columns:
@@ -145,8 +145,8 @@ class Columns:
 
     def __init__(self, run: RunStore, ref: BatchRef) -> None:
         self._count = len(ref)
-        wanted = [name for name in ref.names if name in TOLD or name.startswith((SCORE, EXTRA))]
-        self._read = reading.read_columns(run.store, ref[wanted].columns)
+        names = [name for name in ref.names if name in TOLD or name.startswith((SCORE, EXTRA))]
+        self._read = reading.read_columns(run.store, ref[names].columns)
         self._lists: dict[str, list[Any]] = {}
         self.lengths: list[int] = ref.lengths(run.store, "response_ids").tolist()
 
@@ -234,11 +234,11 @@ def ending(origin: SampleOrigin) -> str:
     of one that failed why."""
     if not origin.episode_end:
         return origin.finish_reason
-    said = f"episode ended: {origin.episode_end}"
+    text = f"episode ended: {origin.episode_end}"
     if origin.episode_error:
-        return f"{said}, {origin.episode_error}"
-    turns = ["-" if one is None else f"{one:.4g}" for one in origin.turn_rewards]
-    return f"{said}, rewards by turn {' '.join(turns)}" if set(turns) - {"-"} else said
+        return f"{text}, {origin.episode_error}"
+    turns = ["-" if reward is None else f"{reward:.4g}" for reward in origin.turn_rewards]
+    return f"{text}, rewards by turn {' '.join(turns)}" if set(turns) - {"-"} else text
 
 
 class NoTokenizer(ValueError):
@@ -281,14 +281,14 @@ def transcribed(
     parts: list[tuple[tuple[str, str], ...]] = [()] * len(responses)
     if "author" in ref.names:
         parts = [
-            by_author(words, *one)
-            for one in zip(
+            by_author(words, *row)
+            for row in zip(
                 _lists(run, ref, "response_ids"), _lists(run, ref, "author"), strict=True
             )
         ]
     return [
-        Transcript(origin=origin, prompt=prompt, response=response, parts=said)
-        for origin, prompt, response, said in zip(origins, prompts, responses, parts, strict=True)
+        Transcript(origin=origin, prompt=prompt, response=response, parts=turns)
+        for origin, prompt, response, turns in zip(origins, prompts, responses, parts, strict=True)
     ]
 
 
@@ -307,16 +307,16 @@ def by_author(
     """Who wrote what of a response [T]: policy, environment and template, as text."""
     cut = [0, *(np.flatnonzero(np.diff(authors)) + 1).tolist(), len(tokens)]
     runs = [(authors[a], tokens[a:b]) for a, b in pairwise(cut) if a < b]
-    said = words.decode_batch([ids for _, ids in runs], skip_special_tokens=False)
+    texts = words.decode_batch([ids for _, ids in runs], skip_special_tokens=False)
     return tuple(
-        (Author(who).name.lower(), text) for (who, _), text in zip(runs, said, strict=True)
+        (Author(who).name.lower(), text) for (who, _), text in zip(runs, texts, strict=True)
     )
 
 
 def judged(run: RunStore, samples: BatchRef) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of each of a step's samples: its reward, whether it failed, its group; [N] each."""
-    wanted = [name for name in ("reward", "status", "group_id") if name in samples.names]
-    read = reading.read_columns(run.store, samples[wanted].columns)
+    names = [name for name in ("reward", "status", "group_id") if name in samples.names]
+    read = reading.read_columns(run.store, samples[names].columns)
     status, groups = (read[name].numpy()[0] for name in ("status", "group_id"))
     rewards = read["reward"].numpy()[0] if "reward" in read else np.full(len(samples), np.nan)
     return rewards, (status == SampleStatus.FAILED) | ~np.isfinite(rewards), groups
@@ -330,16 +330,16 @@ def few(by_reward: list[int], failed: list[int], count: int) -> list[int]:
     return [by_reward[round(place)] for place in places]
 
 
-def printable(said: str, characters: int) -> str:
+def printable(text: str, characters: int) -> str:
     """Text of a model, made harmless for a terminal; the middle of a long one is left out.
 
     characters: that are left; 0: all.
     """
-    if characters and len(said) > characters:
+    if characters and len(text) > characters:
         half = max(1, characters // 2)
-        left_out = len(said) - 2 * half
-        said = f"{said[:half]}\n[… {left_out} characters …]\n{said[-half:]}"
-    return terminal_text(said)
+        left_out = len(text) - 2 * half
+        text = f"{text[:half]}\n[… {left_out} characters …]\n{text[-half:]}"
+    return terminal_text(text)
 
 
 _TOKENIZERS: dict[tuple[Store, str], Tokenizer] = {}  # of the last run that was asked for
@@ -347,12 +347,12 @@ _TOKENIZERS: dict[tuple[Store, str], Tokenizer] = {}  # of the last run that was
 
 def tokenizer_of(run: RunStore, versions: Sequence[WeightsRef]) -> Tokenizer:
     """The tokenizer that was stored with one of these versions, or with others of the run."""
-    known = (run.store, run.run)
-    if known not in _TOKENIZERS:
-        found = _stored_tokenizer(run, versions)
+    key = (run.store, run.run)
+    if key not in _TOKENIZERS:
+        tokenizer = _stored_tokenizer(run, versions)
         _TOKENIZERS.clear()
-        _TOKENIZERS[known] = found
-    return _TOKENIZERS[known]
+        _TOKENIZERS[key] = tokenizer
+    return _TOKENIZERS[key]
 
 
 def _stored_tokenizer(run: RunStore, versions: Sequence[WeightsRef]) -> Tokenizer:

@@ -10,9 +10,8 @@ from pydantic import Field, JsonValue
 from storage.batches.refs import BatchRef
 from storage.evaluations.files import NOTES, note_key
 from storage.objects import documents
-from storage.objects.documents import key_of
+from storage.objects.documents import StoredRecord, key_of
 from storage.objects.store import Store
-from storage.runs.commit_log import Record
 from storage.runs.run_store import RunStore
 from storage.runs.weights import WeightsRef
 
@@ -20,7 +19,7 @@ FORMAT = "refrain.evaluation/1"
 NOTE_FORMAT = "refrain.evaluation-note/1"
 
 
-class ConfidenceInterval(Record):
+class ConfidenceInterval(StoredRecord):
     """A 95 % interval."""
 
     low: float
@@ -28,7 +27,7 @@ class ConfidenceInterval(Record):
     kind: Literal["wilson", "bootstrap"]
 
 
-class EvaluationResult(Record):
+class EvaluationResult(StoredRecord):
     """One suite on one policy version. Means are over prompts, of scored samples alone."""
 
     key: str  # _evaluations/<key>/: of version, prompts, sampling and scoring code
@@ -99,12 +98,12 @@ def note(run: RunStore, suite: str, version: int, result_key: str) -> None:
 
 def notes_of(run: RunStore) -> dict[str, tuple[str, int, str]]:
     """The run's notes by key: suite, version, key of the result. Raises ObjectDamaged."""
-    found = {}
+    notes = {}
     for key in sorted(run.store.list(f"{run.run}/{NOTES}")):
         if key.endswith(".json"):
             body = documents.read(run.store, key, NOTE_FORMAT)
-            found[key] = (str(body["suite"]), int(str(body["version"])), str(body["result"]))
-    return found
+            notes[key] = (str(body["suite"]), int(str(body["version"])), str(body["result"]))
+    return notes
 
 
 def evaluations_of(
@@ -115,12 +114,12 @@ def evaluations_of(
     Of several of one suite on one version, as after a change of its settings, the last is newest.
     Raises ObjectMissing, ObjectDamaged.
     """
-    found = [
+    results = [
         read_result(run.store, key).known_as(name, number)
         for name, number, key in notes_of(run).values()
         if suite in (None, name) and version in (None, number)
     ]
-    return sorted(found, key=lambda one: (one.suite, one.version, one.made_at))
+    return sorted(results, key=lambda result: (result.suite, result.version, result.made_at))
 
 
 def newest_evaluations(run: RunStore) -> dict[str, EvaluationResult]:
@@ -131,7 +130,7 @@ def newest_evaluations(run: RunStore) -> dict[str, EvaluationResult]:
     newest: dict[tuple[str, int], tuple[str, EvaluationResult]] = {}
     for suite, version, key in notes_of(run).values():
         result = read_result(run.store, key).known_as(suite, version)
-        known = newest.get((suite, version))
-        if known is None or result.made_at >= known[1].made_at:
+        previous = newest.get((suite, version))
+        if previous is None or result.made_at >= previous[1].made_at:
             newest[suite, version] = (key, result)
     return dict(newest[name] for name in sorted(newest))

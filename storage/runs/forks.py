@@ -11,7 +11,7 @@ import time
 from storage.objects.errors import ObjectMissing
 from storage.runs import snapshots
 from storage.runs.commit_log import head, read_commit, read_commit_digest
-from storage.runs.retention import write_pin
+from storage.runs.retention import Pin, write_pin
 from storage.runs.run_store import Origin, RunStore, committer, numbered, origin_of, parent_of
 from storage.runs.weights import WeightsRef, open_chain
 
@@ -38,16 +38,16 @@ def begin_at(
     last = head(run)
     if last is None:
         raise NoSuchOrigin(f"Run {run.run} has no committed step, so nothing can begin from it.")
-    wanted = last if step is None else step
-    if not 1 <= wanted <= last:
+    target = last if step is None else step
+    if not 1 <= target <= last:
         raise NoSuchOrigin(
-            f"Run {run.run} has no committed step {wanted}: its last is {last}. {numbered(1, last)}"
+            f"Run {run.run} has no committed step {target}: its last is {last}. {numbered(1, last)}"
         )
-    owner, number = committer(run, wanted)
+    owner, number = committer(run, target)
     origin = Origin(
         run=owner.run,
         step=number,
-        at=wanted if fork else 0,
+        at=target if fork else 0,
         commit_digest=read_commit_digest(owner, number),
         weights=read_commit(owner, number).version_out,
         trainer_state=trainer_state,
@@ -104,12 +104,12 @@ def pin(child: RunStore, origin: Origin) -> None:
     """Have the parent's retention keep what the child shares, for as long as the child exists."""
     parent = parent_of(child, origin)
     base = snapshots.base_of(parent, origin.step)
-    own = base is not None and base.run == parent.run
-    record = {
-        "child": child.run,
-        "step": origin.step,
-        "snapshot": base.step if base is not None and own else 0,
-        "weights": has_weights(child, origin),
-        "made_at": time.time(),
-    }
+    in_parent = base is not None and base.run == parent.run
+    record = Pin(
+        child=child.run,
+        step=origin.step,
+        snapshot=base.step if base is not None and in_parent else 0,
+        weights=has_weights(child, origin),
+        made_at=time.time(),
+    )
     write_pin(parent, child.run, record)

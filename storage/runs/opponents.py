@@ -7,8 +7,7 @@ opponent is the version that the run began with.
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
-
+from storage.objects.documents import StoredRecord
 from storage.objects.errors import ObjectDamaged
 from storage.runs.commit_log import version_weights
 from storage.runs.retention import pin_version
@@ -18,10 +17,8 @@ from storage.runs.weights import WeightsRef
 FIELD = "opponent"  # of run.json
 
 
-class Opponent(BaseModel):
+class Opponent(StoredRecord):
     """A policy version of another run of the same store."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     run: str  # in whose folder it lies
     weights: WeightsRef

@@ -26,24 +26,24 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import replace
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from storage.objects import documents
+from storage.objects.documents import StoredRecord
 from storage.objects.errors import ObjectDamaged, ObjectMissing, StoreError
-from storage.runs import commit_log as commits
-from storage.runs.commit_log import Commit, read_commit, read_commit_digest
+from storage.runs.commit_log import Commit, read_commit, read_commit_digest, read_outline
+from storage.runs.commit_log import head as committed_head
 from storage.runs.run_store import DATA_SUFFIX, TRAINED_ROLES, RunStore, start_of
-from storage.runs.snapshots import MARKER
+from storage.runs.snapshots import MARKER, is_marked
 from storage.runs.weights import MANIFEST, open_manifest_at
 
 log = logging.getLogger(__name__)
 
-INDEX_FORMAT = "refrain.index/1"
-
-FORMAT = "refrain.retention/1"
+INDEX, INDEX_FORMAT = "index.json", "refrain.index/1"
+SWEPT, FORMAT = "retention.json", "refrain.retention/1"
 PIN_FORMAT = "refrain.pin/1"
 YOUNG = 3600.0  # seconds in which a pin counts although its child has not been written yet
 
@@ -76,36 +76,34 @@ def read_index(run: RunStore, head: int) -> RunIndex | None:
 
     It reads the commits since, of which the first must name the index's commit as its parent.
     """
+    key = f"{run.run}/{INDEX}"
+    foreign = ObjectDamaged(f"Object {key} is not of this run's commits.")
     try:
-        body = documents.read(run.store, index_key(run), INDEX_FORMAT)
-        found = documents.validated(RunIndex, index_key(run), body)
-        if found.step > head or (found.step == head and not _holds(run, found)):
-            raise ObjectDamaged(f"Object {index_key(run)} is not of this run's commits.")
-        for step in range(found.step + 1, head + 1):
+        index = documents.validated(RunIndex, key, documents.read(run.store, key, INDEX_FORMAT))
+        if index.step > head or (
+            index.step == head and read_commit_digest(run, head) != index.commit_digest
+        ):
+            raise foreign
+        for step in range(index.step + 1, head + 1):
             commit = read_commit(run, step)
-            if step == found.step + 1 and commit.parent_digest != found.commit_digest:
-                raise ObjectDamaged(f"Object {index_key(run)} is not of this run's commits.")
-            _add(run, found, commit)
-        if found.step < head:
-            found.step, found.commit_digest = head, read_commit_digest(run, head)
+            if step == index.step + 1 and commit.parent_digest != index.commit_digest:
+                raise foreign
+            _add(run, index, commit)
+        if index.step < head:
+            index.step, index.commit_digest = head, read_commit_digest(run, head)
         else:
-            _add_snapshots(run, found, head)  # one may be stored after its step is committed
+            _add_snapshots(run, index, head)  # one may be stored after its step is committed
     except ObjectMissing:
         return None
     except ObjectDamaged as error:
         log.warning("%s It is made anew.", error)
         return None
-    return found
-
-
-def _holds(run: RunStore, index: RunIndex) -> bool:
-    return read_commit_digest(run, index.step) == index.commit_digest
+    return index
 
 
 def write_index(run: RunStore, index: RunIndex) -> None:
     """Put the index in place of an earlier one. Only under the run's lease."""
-    data = documents.encode(INDEX_FORMAT, index.model_dump(mode="json"), indent=None)
-    run.store.write(index_key(run), data)
+    documents.write_record(run.store, f"{run.run}/{INDEX}", INDEX_FORMAT, index, indent=None)
 
 
 def make_index(run: RunStore, head: int) -> RunIndex:
@@ -120,9 +118,8 @@ def make_index(run: RunStore, head: int) -> RunIndex:
     for role in TRAINED_ROLES:
         trained = replace(run, role=role)
         steps = [step for step in trained.state_steps() if step <= head]
-        there = [step for step in steps if _marked(trained, step)]
-        index.snapshots[role] = there
-        index.unfinished[role] = [step for step in steps if step not in there]
+        index.snapshots[role] = [step for step in steps if is_marked(trained, step)]
+        index.unfinished[role] = sorted({*steps} - {*index.snapshots[role]})
     for version in index.versions:
         with contextlib.suppress(ObjectMissing, ObjectDamaged):  # then nothing can be read by it
             base = open_manifest_at(run.store, run.weights_key(version)).base
@@ -141,56 +138,46 @@ def _add(run: RunStore, index: RunIndex, commit: Commit) -> None:
     _add_snapshots(run, index, commit.step)
     if index.borrowed_from > commit.step:
         index.borrowed_from = commit.step
-    if others := borrowed_objects(run, commit):
-        index.borrowed[commit.step] = others
-    if commit.step not in index.suspects and (_failed(commit) or unnamed_objects(run, commit)):
+    if keys := borrowed_objects(run, commit):
+        index.borrowed[commit.step] = keys
+    failed = any(
+        attempt.get("error") or attempt.get("number") not in (None, 1)
+        for attempt in commit.attempts
+    )
+    if commit.step not in index.suspects and (failed or unnamed_objects(run, commit)):
         index.suspects.append(commit.step)
 
 
 def _add_snapshots(run: RunStore, index: RunIndex, step: int) -> None:
     """The snapshots of a step and of the one before; a critic's is written before the policy's."""
     for at in (step - 1, step):
-        if at in index.snapshots.get("actor", []) or not _marked(replace(run, role="actor"), at):
+        if at in index.snapshots.get("actor", []) or not is_marked(replace(run, role="actor"), at):
             continue
         for role in TRAINED_ROLES:
-            known = index.snapshots.setdefault(role, [])
-            if at not in known and (role == "actor" or _marked(replace(run, role=role), at)):
-                index.snapshots[role] = sorted([*known, at])
+            steps = index.snapshots.setdefault(role, [])
+            if at not in steps and (role == "actor" or is_marked(replace(run, role=role), at)):
+                index.snapshots[role] = sorted([*steps, at])
             unfinished = index.unfinished.get(role, [])
-            index.unfinished[role] = [one for one in unfinished if one != at]
-
-
-def _marked(trained: RunStore, step: int) -> bool:
-    return trained.store.exists(f"{trained.state_key(step)}/{MARKER}")
+            index.unfinished[role] = [number for number in unfinished if number != at]
 
 
 def borrowed_objects(run: RunStore, commit: Commit) -> list[str]:
     """Batch objects that a commit names and that lie with other steps, as a carried group's do."""
-    own = f"{run.step_key(commit.step)}/"
-    return sorted(key for key in commit.objects if not key.startswith(own))
+    folder = f"{run.step_key(commit.step)}/"
+    return sorted(key for key in commit.objects if not key.startswith(folder))
 
 
 def unnamed_objects(run: RunStore, commit: Commit) -> list[str]:
     """What lies with a committed step and is named by its commit nowhere: batches and lists."""
-    named = commit.objects | {"" if commit.lists is None else commit.lists.key}
+    objects = commit.objects | {
+        run.commit_key(commit.step),
+        "" if commit.lists is None else commit.lists.key,
+    }
     return [
         key
         for key in run.store.list(run.step_key(commit.step))
-        if key not in named and (key.endswith(DATA_SUFFIX) or _is_lists(run, key))
+        if key not in objects and (key.endswith(DATA_SUFFIX) or run.is_record(key))
     ]
-
-
-def _is_lists(run: RunStore, key: str) -> bool:
-    return run.is_record(key) and not key.endswith("/commit.json")
-
-
-def _failed(commit: Commit) -> bool:
-    """Whether some attempt of the step failed, which may have left something."""
-    return any(one.get("error") or one.get("number") not in (None, 1) for one in commit.attempts)
-
-
-def index_key(run: RunStore) -> str:
-    return f"{run.run}/index.json"
 
 
 def sweep(
@@ -210,20 +197,24 @@ def sweep(
     may_go: asked last of all which of the policy versions that go may. It
     may be stopped and run again at any time. Run it only under the run's lease.
     """
-    head = commits.head(run)
+    head = committed_head(run)
     if head is None:
         return []
     index, start = read_index(run, head) or make_index(run, head), start_of(run)
-    kept = _kept(index, keep_snapshots, head if rebuilt_from is None else rebuilt_from)
+    snapshots = _kept(index, keep_snapshots, head if rebuilt_from is None else rebuilt_from)
     shared = pins(run)
-    stay = {*kept} | {pin.snapshot for pin in shared if pin.snapshot is not None}
-    oldest = kept[0] if kept and (rebuilt_from is None or kept[0] <= rebuilt_from) else start
+    stay = {*snapshots} | {pin.snapshot for pin in shared if pin.snapshot is not None}
+    oldest = (
+        snapshots[0]
+        if snapshots and (rebuilt_from is None or snapshots[0] <= rebuilt_from)
+        else start
+    )
     first_kept = start + 1 if keep_steps is None else min(head - keep_steps, oldest) + 1
     # Where every batch is kept every step can be replayed, those after a fork's beginning too.
     stay |= {start} if first_kept <= start + 1 else set()
-    removed = _sweep_snapshots(run, index, kept, stay)
+    removed = _sweep_snapshots(run, index, snapshots, stay)
     # What a run is compared with is the version that it began with.
-    named = {start, *kept, *tagged, *(pin.step for pin in shared)}
+    named = {start, *snapshots, *tagged, *(pin.step for pin in shared)}
     removed += _sweep_versions(run, index, head, keep_versions, named, may_go)
     if keep_steps is None:
         index.borrowed, index.borrowed_from = {}, head + 1  # nobody asks
@@ -241,26 +232,28 @@ def sweep(
 
 def _kept(index: RunIndex, keep: int, rebuilt_from: int) -> list[int]:
     """The newest snapshots, and those before them down to one from which a step is rebuilt."""
-    known = index.snapshots.get("actor", [])
-    before = [step for step in known if step <= rebuilt_from]
-    first = min(len(known) - keep, len(before) - 1 if before else 0)
-    return known[max(0, first) :]
+    steps = index.snapshots.get("actor", [])
+    before = [step for step in steps if step <= rebuilt_from]
+    first = min(len(steps) - keep, len(before) - 1 if before else 0)
+    return steps[max(0, first) :]
 
 
 def _sweep_snapshots(
-    run: RunStore, index: RunIndex, kept: list[int], stay: Collection[int]
+    run: RunStore, index: RunIndex, newest: list[int], stay: Collection[int]
 ) -> list[str]:
     """Snapshots older than the kept ones, and unfinished ones older than the newest of them."""
-    if not kept:
+    if not newest:
         return []
     removed = []
     for role in TRAINED_ROLES:  # the critic's are written at the same steps
         trained = replace(run, role=role)
-        for known in (index.snapshots, index.unfinished):
-            gone = [step for step in known.get(role, []) if step < kept[-1] and step not in stay]
+        for listing in (index.snapshots, index.unfinished):
+            gone = [
+                step for step in listing.get(role, []) if step < newest[-1] and step not in stay
+            ]
             for step in gone:
                 removed += _remove(run, run.store.list(trained.state_key(step)), MARKER)
-            known[role] = [step for step in known.get(role, []) if step not in gone]
+            listing[role] = [step for step in listing.get(role, []) if step not in gone]
     return removed
 
 
@@ -273,7 +266,7 @@ def _sweep_versions(
     may_go: Callable[[Collection[int]], Collection[int]] | None,
 ) -> list[str]:
     """named: versions that stay besides the newest and those of the last commit."""
-    last = commits.read_outline(run, head)
+    last = read_outline(run, head)
     stay = {last.version_in.version, last.version_out.version, *named}
     stay.update(index.versions[-keep_versions:])
     stay |= _bases(run, index, stay)
@@ -298,34 +291,34 @@ def is_there(run: RunStore, version: int) -> bool:
 
 def removed_versions(run: RunStore, keys: Collection[str]) -> list[int]:
     """The policy versions that are gone with these keys, ascending."""
-    folder, found = f"{run.run}/weights/v", []
+    folder, versions = f"{run.run}/weights/v", []
     for key in keys:
         place, _, name = key.rpartition("/")
         if name == MANIFEST and place.startswith(folder):
-            found.append(int(place.removeprefix(folder)))
-    return sorted(found)
+            versions.append(int(place.removeprefix(folder)))
+    return sorted(versions)
 
 
 def _bases(run: RunStore, index: RunIndex, versions: Collection[int]) -> set[int]:
     """The run's versions without which some of these cannot be read, bases of bases among them."""
     number = {run.weights_key(version): version for version in index.versions}
-    found: set[int] = set()
-    left = [index.bases[version] for version in versions if version in index.bases]
-    while left:
-        version = number.get(left.pop())
-        if version is not None and version not in found:
-            found.add(version)
-            left += [index.bases[version]] if version in index.bases else []
-    return found
+    bases: set[int] = set()
+    pending = [index.bases[version] for version in versions if version in index.bases]
+    while pending:
+        version = number.get(pending.pop())
+        if version is not None and version not in bases:
+            bases.add(version)
+            pending += [index.bases[version]] if version in index.bases else []
+    return bases
 
 
 def _sweep_batches(
-    run: RunStore, index: RunIndex, kept: range, pinned: Collection[int]
+    run: RunStore, index: RunIndex, newest: range, pinned: Collection[int]
 ) -> list[str]:
     """The stage results of the steps before the kept ones that no kept commit or child names."""
-    first = max(kept.start, index.swept)
+    first = max(newest.start, index.swept)
     if index.swept == 0:  # a new index: which steps are there is known by listing them
-        old = [step for step in run.steps() if step < kept.start]
+        old = [step for step in run.steps() if step < newest.start]
     else:
         old = [*index.pinned, *range(index.swept, first)]
     index.swept = first
@@ -333,8 +326,8 @@ def _sweep_batches(
         return []
     if first > batches_below(run):  # said before it is done: what is missing then is no damage
         record = {"steps_below": first, "batches_below": first}
-        run.store.write(_swept_key(run), documents.encode(FORMAT, record))
-    needed = _borrowed(run, index, kept, pinned)
+        run.store.write(f"{run.run}/{SWEPT}", documents.encode(FORMAT, record))
+    needed = _borrowed(run, index, newest, pinned)
     removed = []
     for step, keys in sorted(index.spared.items()):
         removed += _remove(run, [key for key in keys if key not in needed], ".json")
@@ -350,58 +343,46 @@ def _sweep_batches(
 
 
 def _borrowed(
-    run: RunStore, index: RunIndex, kept: range, pinned: Collection[int]
+    run: RunStore, index: RunIndex, newest: range, pinned: Collection[int]
 ) -> frozenset[str]:
     """What the commits that are kept, or pinned by a child, name of other steps' batches."""
-    for step in kept:  # none, once the index has them: of a new index, or one with more to keep
+    for step in newest:  # none, once the index has them: of a new index, or one with more to keep
         if step >= index.borrowed_from:
             break
-        _add_borrowed(run, index, step)
-    index.borrowed_from = min(index.borrowed_from, kept.start)
+        index.borrowed[step] = borrowed_objects(run, read_commit(run, step))
+    index.borrowed_from = min(index.borrowed_from, newest.start)
     for step in pinned:
         if step < index.borrowed_from and step not in index.borrowed:
-            _add_borrowed(run, index, step)
+            index.borrowed[step] = borrowed_objects(run, read_commit(run, step))
     index.borrowed = {
         step: keys
         for step, keys in index.borrowed.items()
-        if (step in kept and keys) or step in pinned
+        if (step in newest and keys) or step in pinned
     }
-    index.borrowed_from = kept.start
+    index.borrowed_from = newest.start
     return frozenset(key for keys in index.borrowed.values() for key in keys)
-
-
-def _add_borrowed(run: RunStore, index: RunIndex, step: int) -> None:
-    index.borrowed[step] = borrowed_objects(run, commits.read_commit(run, step))
-
-
-def _swept_key(run: RunStore) -> str:
-    return f"{run.run}/retention.json"
 
 
 def batches_below(run: RunStore) -> int:
     """Of the steps before this one only batches that something still needs are there."""
-    return max(_recorded(run, "batches_below"), _recorded(run, "steps_below"))
-
-
-def _recorded(run: RunStore, field: str) -> int:
     try:
-        number = documents.read(run.store, _swept_key(run), FORMAT).get(field)
+        record = documents.read(run.store, f"{run.run}/{SWEPT}", FORMAT)
     except ObjectMissing:
         return 0
-    return number if isinstance(number, int) else 0
+    numbers = (record.get(field) for field in ("batches_below", "steps_below"))
+    return max((number for number in numbers if isinstance(number, int)), default=0)
 
 
 def _remove(run: RunStore, keys: list[str], marker: str) -> list[str]:
-    """Delete the keys, those that end like a marker first."""
+    """Delete the keys, those that end like a marker first: readers trust it."""
     markers = [key for key in keys if key.endswith(marker)]
-    others = [key for key in keys if not key.endswith(marker)]
+    data = [key for key in keys if not key.endswith(marker)]
     run.store.delete(markers)
-    run.store.delete(others)
-    return markers + others
+    run.store.delete(data)
+    return markers + data
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pin:
+class Pin(StoredRecord):
     """What a child needs of its parent."""
 
     child: str  # name of the run
@@ -409,6 +390,7 @@ class Pin:
     # The parent's snapshot from which that is rebuilt; 0: the beginning; None: that is not asked for.
     snapshot: int | None
     weights: bool = True  # the step's policy version was there to be shared when the child began
+    made_at: float = 0.0  # seconds since 1970
 
 
 def pin_version(child: RunStore, owner: RunStore, version: int, named: str) -> None:
@@ -416,14 +398,8 @@ def pin_version(child: RunStore, owner: RunStore, version: int, named: str) -> N
 
     named: what the child takes it for, of which there may be several.
     """
-    record = {
-        "child": child.run,
-        "step": version,
-        "snapshot": None,
-        "weights": True,
-        "made_at": time.time(),
-    }
-    write_pin(owner, f"{child.run}@{named}", record)
+    pin = Pin(child=child.run, step=version, snapshot=None, made_at=time.time())
+    write_pin(owner, f"{child.run}@{named}", pin)
 
 
 def unpin_version(child: RunStore, owner: RunStore, named: str) -> None:
@@ -431,32 +407,30 @@ def unpin_version(child: RunStore, owner: RunStore, named: str) -> None:
     owner.store.delete([f"{owner.run}/children/{child.run}@{named}.json"])
 
 
-def write_pin(parent: RunStore, name: str, record: Mapping[str, object]) -> None:
+def write_pin(parent: RunStore, name: str, pin: Pin) -> None:
     """`name`: that nothing else has which a child needs of `parent`."""
     key = f"{parent.run}/children/{name}.json"
-    parent.store.write(key, documents.encode(PIN_FORMAT, record))
+    documents.write_record(parent.store, key, PIN_FORMAT, pin)
 
 
 def pins(run: RunStore) -> list[Pin]:
     """The pins of the children that exist."""
-    found = []
+    live = []
     for name in run.store.children(f"{run.run}/children"):
         key = f"{run.run}/children/{name}"
         record = documents.read(run.store, key, PIN_FORMAT)
-        child, step, snapshot = record["child"], record["step"], record["snapshot"]
-        if not isinstance(child, str) or not isinstance(step, int):
-            raise StoreError(f"Object {key} names no child. Remove it.")
-        if not isinstance(snapshot, int | None):
-            raise StoreError(f"Object {key} names no child. Remove it.")
-        young = time.time() - float(str(record.get("made_at", 0))) < YOUNG
-        if young or run.store.exists(RunStore(run.store, child).run_json_key):
-            weights = record.get("weights") is not False
-            found.append(Pin(child=child, step=step, snapshot=snapshot, weights=weights))
-    return found
+        try:
+            pin = Pin.model_validate(record)
+        except ValidationError:
+            raise StoreError(f"Object {key} names no child. Remove it.") from None
+        young = time.time() - pin.made_at < YOUNG
+        if young or run.store.exists(RunStore(run.store, pin.child).run_json_key):
+            live.append(pin)
+    return live
 
 
 def clear(run: RunStore, head: int) -> list[str]:
-    """Remove what is left of writers that died; returns the keys.
+    """Remove what is left of writers that died; returns the keys, in that order.
 
     `head`: the last committed step. Only under the run's lease, while none of its engines works.
     Finished shards of the step after it stay: the next try reuses them.
@@ -471,26 +445,18 @@ def clear(run: RunStore, head: int) -> list[str]:
         )
         index.suspects = list(under_way)
         write_index(run, index)
-    for keys, marker in _uncommitted(run, head):
-        first = [key for key in keys if key.endswith(marker)]
-        run.store.delete(first)  # readers trust the marker
-        run.store.delete([key for key in keys if key not in first])
-        removed += keys
-    asked = run.store.list(run.questions_key)  # of judges that died
-    run.store.delete(asked)
-    run.store.delete_unfinished(run.run)
-    return removed + asked
-
-
-def _uncommitted(run: RunStore, head: int) -> list[tuple[list[str], str]]:
-    """The files of versions and snapshots beyond `head`, each with the name of its marker."""
-    versions = [run.weights_key(version) for version in run.versions() if version > head]
-    found = [(run.store.list(key), MANIFEST) for key in versions]
+    for version in run.versions():
+        if version > head:
+            removed += _remove(run, run.store.list(run.weights_key(version)), MANIFEST)
     for role in TRAINED_ROLES:
         trained = replace(run, role=role)
-        states = [trained.state_key(step) for step in trained.state_steps() if step > head]
-        found += [(run.store.list(key), MARKER) for key in states]
-    return found
+        for step in trained.state_steps():
+            if step > head:
+                removed += _remove(run, run.store.list(trained.state_key(step)), MARKER)
+    questions = run.store.list(run.questions_key)  # of judges that died
+    run.store.delete(questions)
+    run.store.delete_unfinished(run.run)
+    return removed + questions
 
 
 def orphans(run: RunStore, head: int, steps: Collection[int] | None = None) -> list[str]:
@@ -498,14 +464,14 @@ def orphans(run: RunStore, head: int, steps: Collection[int] | None = None) -> l
 
     steps: those to look at, with the versions that they made; None for all that there are.
     """
-    found = []
+    keys = []
     for version in run.versions() if steps is None else steps:
         if version <= head:
-            found += _beside_manifest(run, version)
+            keys += _beside_manifest(run, version)
     for step in run.steps() if steps is None else steps:
         if step <= head:
-            found += unnamed_objects(run, commits.read_commit(run, step))
-    return found
+            keys += unnamed_objects(run, read_commit(run, step))
+    return keys
 
 
 def _beside_manifest(run: RunStore, version: int) -> list[str]:

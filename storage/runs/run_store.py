@@ -24,10 +24,11 @@ from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import TYPE_CHECKING, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from configs.stored import renamed_settings, upgraded_settings
 from storage.objects import documents
+from storage.objects.documents import StoredRecord
 from storage.objects.errors import ObjectDamaged, ObjectMissing
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef
@@ -285,10 +286,8 @@ def _numbers(names: Iterable[str]) -> list[int]:
     return sorted(int(name) for name in names if name.isascii() and name.isdigit())
 
 
-class RollbackCause(BaseModel):
+class RollbackCause(StoredRecord):
     """Why a run began: a guard took another one back to an earlier step."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     run: str  # that went back; the origin's, or one that had begun there
     after: int  # its step after which the guard decided so
@@ -298,10 +297,8 @@ class RollbackCause(BaseModel):
     change: list[str] = Field(default_factory=list)  # settings that changed, as key=value
 
 
-class Origin(BaseModel):
+class Origin(StoredRecord):
     """A place in another run of the same store, and what is taken over from it."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     run: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")  # the parent
     step: int  # its committed step with whose result the child begins
@@ -351,11 +348,11 @@ def parent_of(run: RunStore, origin: Origin) -> RunStore:
 def ancestry(run: RunStore) -> Iterator[tuple[RunStore, Origin | None]]:
     """The run, its parent, and so on, each with its own origin."""
     current: RunStore | None = run
-    seen: set[str] = set()
+    names: set[str] = set()
     while current is not None:
-        if current.run in seen:
+        if current.run in names:
             raise ObjectDamaged(f"Object {run.run_json_key} is, by way of others, its own origin.")
-        seen.add(current.run)
+        names.add(current.run)
         origin = origin_of(current)
         yield current, origin
         current = None if origin is None else parent_of(current, origin)

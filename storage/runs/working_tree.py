@@ -5,16 +5,14 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from storage.objects.documents import StoredRecord
 
 FIELD = "git"  # of run.json
 TIMEOUT = 10.0  # seconds that git may take
 
 
-class WorkingTree(BaseModel):
+class WorkingTree(StoredRecord):
     """The state of a working folder."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     commit: str  # digest of the last commit
     changed: bool  # whether a file that is under git, or could be, differs from it
@@ -31,7 +29,7 @@ def working_tree(folder: Path) -> WorkingTree | None:
 def _git(folder: Path, *words: str) -> str:
     """What git says; empty where it fails."""
     try:
-        said = subprocess.run(
+        result = subprocess.run(
             ["git", "-C", str(folder), *words],
             capture_output=True,
             text=True,
@@ -40,4 +38,4 @@ def _git(folder: Path, *words: str) -> str:
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return said.stdout.strip() if said.returncode == 0 else ""
+    return result.stdout.strip() if result.returncode == 0 else ""

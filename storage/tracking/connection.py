@@ -61,13 +61,13 @@ def _template(package: str, migrate: Callable[[Path], object]) -> Path:
 def _appear(file: Path, make: Callable[[Path], object]) -> None:
     """Have a file made beside its place and put there; the first of several stays."""
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=f"{file.name}-") as beside:
-        made = Path(beside, file.name)
-        make(made)
+        draft = Path(beside, file.name)
+        make(draft)
         try:
-            os.link(made, file)
+            os.link(draft, file)
         except OSError:  # another has made it, or the file system has no links
             if not file.exists():
-                made.rename(file)
+                draft.rename(file)
 
 
 class TrackingError(RuntimeError):

@@ -126,8 +126,8 @@ class WeightsAndBiases(CurveTracker):
             self.last_step = last_logged_step(place.parent, name, project)
         else:
             self.link = str(page.url)
-            known = page.summary.get("step") if page.resumed else None
-            self.last_step = None if known is None else int(known)
+            last = page.summary.get("step") if page.resumed else None
+            self.last_step = None if last is None else int(last)
 
     def log(self, step: int, metrics: Mapping[str, float], at: float) -> None:
         self._page.log({**_numbers(metrics), "step": step})
@@ -256,9 +256,9 @@ def _settings(run: CurvesOf) -> dict[str, JsonValue]:
 def _short(value: JsonValue) -> JsonValue:
     """A setting with every text as long as MLflow shows it."""
     if isinstance(value, Mapping):
-        return {name: _short(one) for name, one in value.items()}
+        return {name: _short(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_short(one) for one in value]
+        return [_short(item) for item in value]
     if isinstance(value, str) and len(value) > LONGEST_PARAM:
         return f"{value[: LONGEST_PARAM - 1]}…"
     return value

@@ -183,12 +183,12 @@ def idle_shares(work: Sequence[TimelineCall]) -> dict[str, float]:
     """
     if not work:
         return {}
-    begin, end = min(one.start for one in work), max(one.end for one in work)
-    busy = dict.fromkeys(sorted({one.engine for one in work}), 0.0)
+    begin, end = min(call.start for call in work), max(call.end for call in work)
+    busy = dict.fromkeys(sorted({call.engine for call in work}), 0.0)
     until = dict.fromkeys(busy, begin)
-    for one in sorted(work, key=lambda one: one.start):
-        busy[one.engine] += max(0.0, one.end - max(until[one.engine], one.start))
-        until[one.engine] = max(until[one.engine], one.end)
+    for call in sorted(work, key=lambda call: call.start):
+        busy[call.engine] += max(0.0, call.end - max(until[call.engine], call.start))
+        until[call.engine] = max(until[call.engine], call.end)
     return {engine: 1.0 - seconds / max(end - begin, 1e-9) for engine, seconds in busy.items()}
 
 
@@ -219,22 +219,22 @@ def timeline_png(work: Sequence[TimelineCall], title: str = "") -> bytes:
         title += f": the {len(engines)} of {len(shares)} engines that were idle most and least"
     if title:
         figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=12, fontweight="bold")
-    stages = list(dict.fromkeys(one.stage for one in work))
+    stages = list(dict.fromkeys(call.stage for call in work))
     colours = {s: STAGE_COLOURS[n % len(STAGE_COLOURS)] for n, s in enumerate(stages)}
-    begin = min((one.start for one in work), default=0.0)
+    begin = min((call.start for call in work), default=0.0)
     rows = {engine: row for row, engine in enumerate(engines)}
     # A collection of rectangles for all calls: a bar each takes matplotlib milliseconds.
-    shown = [one for one in work if one.engine in rows]
+    shown = [call for call in work if call.engine in rows]
     axes.add_collection(
         PolyCollection(
-            [_rectangle(one, rows[one.engine], begin) for one in shown],
-            facecolors=[(colours[one.stage], 0.95 if one.step % 2 else 0.55) for one in shown],
+            [_rectangle(call, rows[call.engine], begin) for call in shown],
+            facecolors=[(colours[call.stage], 0.95 if call.step % 2 else 0.55) for call in shown],
             edgecolors="white",
             linewidths=0.4,
         ),
         autolim=False,
     )
-    axes.set_xlim(0, max((one.end - begin for one in work), default=1.0) or 1.0)
+    axes.set_xlim(0, max((call.end - begin for call in work), default=1.0) or 1.0)
     axes.set_ylim(-0.5, max(len(engines), 1) - 0.5)
     axes.set_yticks(range(len(engines)), [f"{e}  idle {shares[e]:.0%}" for e in engines])
     axes.invert_yaxis()
@@ -253,6 +253,6 @@ def timeline_png(work: Sequence[TimelineCall], title: str = "") -> bytes:
     return image.getvalue()
 
 
-def _rectangle(one: TimelineCall, row: int, begin: float) -> list[tuple[float, float]]:
-    left, right = one.start - begin, one.end - begin
+def _rectangle(call: TimelineCall, row: int, begin: float) -> list[tuple[float, float]]:
+    left, right = call.start - begin, call.end - begin
     return [(left, row - 0.36), (right, row - 0.36), (right, row + 0.36), (left, row + 0.36)]

@@ -37,27 +37,29 @@ class RegisteredVersion:
 
 def versions_of(client: MlflowClient, run_id: str) -> list[RegisteredVersion]:
     """The policy versions that a run of MLflow's has registered, by any name, oldest first."""
-    found = list(client.search_model_versions(f"run_id = '{run_id}'"))
+    entries = list(client.search_model_versions(f"run_id = '{run_id}'"))
     # A search says nothing of aliases; the model has them all.
-    aliases = {name: client.get_registered_model(name).aliases for name in {v.name for v in found}}
+    aliases = {
+        name: client.get_registered_model(name).aliases for name in {v.name for v in entries}
+    }
     versions = []
-    for one in found:
-        if "refrain.version" not in one.tags:
+    for entry in entries:
+        if "refrain.version" not in entry.tags:
             continue
-        number = str(one.version)
-        own = [alias for alias, of in aliases[one.name].items() if str(of) == number]
+        number = str(entry.version)
+        names = [alias for alias, of in aliases[entry.name].items() if str(of) == number]
         versions.append(
             RegisteredVersion(
-                version=int(one.tags["refrain.version"]),
-                model=one.name,
+                version=int(entry.tags["refrain.version"]),
+                model=entry.name,
                 number=number,
-                at=one.creation_timestamp / 1000,
-                aliases=tuple(own),
-                going=GOING_TAG in one.tags,
-                removed=REMOVED_TAG in one.tags,
+                at=entry.creation_timestamp / 1000,
+                aliases=tuple(names),
+                going=GOING_TAG in entry.tags,
+                removed=REMOVED_TAG in entry.tags,
             )
         )
-    return sorted(versions, key=lambda one: (one.version, one.at))
+    return sorted(versions, key=lambda entry: (entry.version, entry.at))
 
 
 def that_stay(
@@ -72,50 +74,52 @@ def that_stay(
 
     Those that have an alias stay whatever their number and age.
     """
-    versions = sorted({one.version for one in registered})
+    versions = sorted({entry.version for entry in registered})
     newest = versions if keep is None else versions[len(versions) - min(keep, len(versions)) :]
-    young = {one.version for one in registered if now - one.at < days * DAY}
-    return {*newest, *young, *(one.version for one in registered if one.aliases)}
+    young = {entry.version for entry in registered if now - entry.at < days * DAY}
+    return {*newest, *young, *(entry.version for entry in registered if entry.aliases)}
 
 
-def let_go(client: MlflowClient, run_id: str, wanted: Collection[int]) -> set[int]:
-    """Those of the policy versions in `wanted` that may be removed, which the registry says first."""
-    for one in versions_of(client, run_id):
-        if one.version in wanted and not (one.going or one.removed):
+def let_go(client: MlflowClient, run_id: str, versions: Collection[int]) -> set[int]:
+    """Those of these policy versions that may be removed, which the registry says first."""
+    for entry in versions_of(client, run_id):
+        if entry.version in versions and not (entry.going or entry.removed):
             text = f"since {_today()}, by store.keep_registered of its run; an alias would keep it"
-            client.set_model_version_tag(one.model, one.number, GOING_TAG, text)
-    known = [one for one in versions_of(client, run_id) if one.version in wanted]
-    stay = {one.version for one in known if one.aliases}
-    take_back(client, known, stay)
-    return {*wanted} - stay
+            client.set_model_version_tag(entry.model, entry.number, GOING_TAG, text)
+    entries = [entry for entry in versions_of(client, run_id) if entry.version in versions]
+    stay = {entry.version for entry in entries if entry.aliases}
+    take_back(client, entries, stay)
+    return {*versions} - stay
 
 
 def take_back(
     client: MlflowClient, registered: Sequence[RegisteredVersion], staying: Collection[int]
 ) -> None:
     """Have the registry no longer say that the policy versions in `staying` are about to go."""
-    for one in registered:
-        if one.going and one.version in staying:
-            client.delete_model_version_tag(one.model, one.number, GOING_TAG)
+    for entry in registered:
+        if entry.going and entry.version in staying:
+            client.delete_model_version_tag(entry.model, entry.number, GOING_TAG)
 
 
 def unsaid(registered: Sequence[RegisteredVersion], there: Callable[[int], bool]) -> list[int]:
     """The policy versions that a process removed which died before the registry said so."""
-    return sorted({one.version for one in registered if one.going and not there(one.version)})
+    return sorted(
+        {entry.version for entry in registered if entry.going and not there(entry.version)}
+    )
 
 
 def tag_removed(
     client: MlflowClient, registered: Sequence[RegisteredVersion], gone: Collection[int]
 ) -> None:
     """Have the registry say of the policy versions in `gone` that their files are no longer there."""
-    for one in registered:
-        if one.version not in gone:
+    for entry in registered:
+        if entry.version not in gone:
             continue
-        if not one.removed:
+        if not entry.removed:
             text = f"{_today()}, by store.keep_registered of its run"
-            client.set_model_version_tag(one.model, one.number, REMOVED_TAG, text)
-        if one.going:
-            client.delete_model_version_tag(one.model, one.number, GOING_TAG)
+            client.set_model_version_tag(entry.model, entry.number, REMOVED_TAG, text)
+        if entry.going:
+            client.delete_model_version_tag(entry.model, entry.number, GOING_TAG)
 
 
 def _today() -> str:

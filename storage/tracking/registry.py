@@ -47,22 +47,22 @@ class Registry:
         from mlflow.exceptions import MlflowException
 
         try:
-            found = self._client.get_model_version_by_alias(model, alias)
+            entry = self._client.get_model_version_by_alias(model, alias)
         except MlflowException as error:
             if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
                 return None
             raise
-        tags = found.tags
-        if found.run_id is None or "refrain.step" not in tags:
+        tags = entry.tags
+        if entry.run_id is None or "refrain.step" not in tags:
             raise NotRegistered(
-                f"models:/{model}@{alias} (version {found.version}) was not registered by Refrain, "
+                f"models:/{model}@{alias} (version {entry.version}) was not registered by Refrain, "
                 "so the run that made it is not known."
             )
-        run = self._client.get_run(found.run_id)
+        run = self._client.get_run(entry.run_id)
         evaluation = tags.get(EVALUATION_TAG)
         return Registered(
             model=model,
-            number=str(found.version),
+            number=str(entry.version),
             run=run.data.tags[RUN_TAG],
             step=int(tags["refrain.step"]),
             store_uri=tags[STORE_TAG],

@@ -247,7 +247,7 @@ def _read(
         slack=(limit - squares)[inside],
         inverse=tuple(part[inside] for part in fitted.inverse),  # type: ignore[arg-type]
     )
-    found = Fit(
+    fit = Fit(
         curve=Curve(
             start=float(fitted.start[row, column]),
             asymptote=float(fitted.asymptote[row, column]),
@@ -262,13 +262,13 @@ def _read(
         points=len(compute),
         region=region,
     )
-    width = found.asymptote.high - found.asymptote.low
+    width = fit.asymptote.high - fit.asymptote.low
     if width > WIDEST * float(np.ptp(reward)):
         raise NotIdentified(
-            f"The asymptote may lie anywhere from {found.asymptote.low:.3g} to "
-            f"{found.asymptote.high:.3g}, further apart than the rewards that were seen. Train on."
+            f"The asymptote may lie anywhere from {fit.asymptote.low:.3g} to "
+            f"{fit.asymptote.high:.3g}, further apart than the rewards that were seen. Train on."
         )
-    return found
+    return fit
 
 
 def f_quantile(degrees: int, level: float = LEVEL) -> float:

@@ -39,9 +39,9 @@ def scaling_png(runs: Sequence[PlottedRun], unit: str, what: str) -> bytes:
         if run.fit is not None:
             label += f": A = {run.fit.curve.asymptote:.3g}"
             at = np.geomspace(run.compute.min(), run.compute.max() * AHEAD, 160)
-            bounds = [run.fit.forecast(float(one))[1] for one in at]
+            bounds = [run.fit.forecast(float(bound))[1] for bound in at]
             axes.fill_between(
-                at, [one.low for one in bounds], [one.high for one in bounds],
+                at, [bound.low for bound in bounds], [bound.high for bound in bounds],
                 color=colour, alpha=0.13, linewidth=0,
             )  # fmt: skip
             axes.axhline(run.fit.curve.asymptote, color=colour, linewidth=0.8, linestyle=":")

@@ -180,7 +180,7 @@ class TracedSample:
     more: Mapping[str, str] = field(default_factory=dict)  # shown as tags
 
 
-def trace_of(one: TracedSample, run_id: str, experiment: str) -> tuple[TraceInfo, list[Span]]:
+def trace_of(sample: TracedSample, run_id: str, experiment: str) -> tuple[TraceInfo, list[Span]]:
     """A sample's trace. The same sample of the same run has the same ids, so that MLflow keeps one.
 
     run_id: MLflow's.
@@ -193,28 +193,28 @@ def trace_of(one: TracedSample, run_id: str, experiment: str) -> tuple[TraceInfo
         TraceState,
     )
 
-    number = _hex(f"{run_id} {one.step} {one.sample}", 32)
-    trace_id, nanoseconds = f"tr-{number}", int(one.at * 1e9)
-    prompt, response = _short(one.prompt), _short(one.response)
-    failed = one.reward is None
+    number = _hex(f"{run_id} {sample.step} {sample.sample}", 32)
+    trace_id, nanoseconds = f"tr-{number}", int(sample.at * 1e9)
+    prompt, response = _short(sample.prompt), _short(sample.response)
+    failed = sample.reward is None
 
-    def span(name: str, kind: str, place: int, given: object, out: object) -> Span:
+    def span(name: str, kind: str, place: int, inputs: object, out: object) -> Span:
         attributes = {
             "mlflow.traceRequestId": trace_id,
             "mlflow.spanType": kind,
-            "mlflow.spanInputs": given,
+            "mlflow.spanInputs": inputs,
             "mlflow.spanOutputs": out,
         }
         return _span(number, name, place, nanoseconds, attributes, failed)
 
     spans = [span("sample", "LLM", 0, {"prompt": prompt}, {"response": response})]
-    for place, (who, text) in enumerate(one.parts, start=1):
+    for place, (who, text) in enumerate(sample.parts, start=1):
         kind = "LLM" if who == "policy" else "TOOL"
         spans.append(span(who, kind, place, None, {"text": _short(text)}))
     reward = Feedback(
         name="reward",
-        value=one.reward,
-        error=None if one.reward is not None else "scoring failed",
+        value=sample.reward,
+        error=None if sample.reward is not None else "scoring failed",
         source=AssessmentSource(source_type="CODE", source_id="refrain"),
         create_time_ms=nanoseconds // 1_000_000,
         last_update_time_ms=nanoseconds // 1_000_000,
@@ -229,14 +229,14 @@ def trace_of(one: TracedSample, run_id: str, experiment: str) -> tuple[TraceInfo
         state=TraceState.ERROR if failed else TraceState.OK,
         request_preview=prompt[:PREVIEW],
         response_preview=response[:PREVIEW],
-        client_request_id=one.sample,
+        client_request_id=sample.sample,
         trace_metadata={"mlflow.sourceRun": run_id, "mlflow.trace_schema.version": "3"},
         tags={
-            "mlflow.traceName": f"step {one.step}",
-            "refrain.step": str(one.step),
-            "refrain.tokens": str(one.tokens),
-            "refrain.ending": one.ending,
-            **one.more,
+            "mlflow.traceName": f"step {sample.step}",
+            "refrain.step": str(sample.step),
+            "refrain.tokens": str(sample.tokens),
+            "refrain.ending": sample.ending,
+            **sample.more,
         },
         assessments=[reward],
     )
@@ -306,9 +306,9 @@ def logged_model(
 
     Its tags are those of the registered version, its parameters the run's.
     """
-    known = known_model(client, run, version, tags["refrain.digest"])
-    if known is not None:
-        return known
+    model = known_model(client, run, version, tags["refrain.digest"])
+    if model is not None:
+        return model
     name = _NOT_IN_MODEL_NAMES.sub("-", f"{run.info.run_name}-v{version}")
     return client.create_logged_model(
         run.info.experiment_id,
@@ -322,11 +322,11 @@ def logged_model(
 
 def known_model(client: MlflowClient, run: Run, version: int, digest: str) -> LoggedModel | None:
     """The model of the run that a policy version is, where there is one."""
-    found = client.search_logged_models(
+    models = client.search_logged_models(
         [run.info.experiment_id],
         f"source_run_id = '{run.info.run_id}' AND tags.`refrain.version` = '{version}'",
     )
-    return next((one for one in found if one.tags.get("refrain.digest") == digest), None)
+    return next((model for model in models if model.tags.get("refrain.digest") == digest), None)
 
 
 def finished(client: MlflowClient, run: Run, model: LoggedModel, step: int) -> None:
@@ -336,8 +336,8 @@ def finished(client: MlflowClient, run: Run, model: LoggedModel, step: int) -> N
     if str(model.status) != "READY":
         client.finalize_logged_model(model.model_id, "READY")
     outputs = client.get_run(run.info.run_id).outputs
-    made = [] if outputs is None else [one.model_id for one in outputs.model_outputs]
-    if model.model_id not in made:
+    model_ids = [] if outputs is None else [output.model_id for output in outputs.model_outputs]
+    if model.model_id not in model_ids:
         client.log_outputs(run.info.run_id, [LoggedModelOutput(model.model_id, step)])
 
 
@@ -368,8 +368,8 @@ def watched_machine(run_id: str, uri: str, every: int, resumed: bool) -> SystemM
                     told = True
                     del self.mlflow_logger.data[:-KEPT]
                     self._logging_step += 1  # publish_metrics goes on so, where nothing fails
-                    for one in self.monitors:
-                        one.clear_metrics()
+                    for probe in self.monitors:
+                        probe.clear_metrics()
 
     logging.getLogger("mlflow.system_metrics").setLevel(logging.ERROR)  # of GPUs that are not there
     monitor = Monitor(run_id, sampling_interval=every, resume_logging=resumed, tracking_uri=uri)
@@ -496,9 +496,9 @@ class Tracker:
         values = [
             Metric(name, value, moment, step) for name, value in shown_metrics(metrics).items()
         ]
-        given = [RunTag(name, value) for name, value in (tags or {}).items()]
+        run_tags = [RunTag(name, value) for name, value in (tags or {}).items()]
         with as_tracking_errors(self._place.uri):
-            self.client.log_batch(self.run_id, metrics=values, tags=given)
+            self.client.log_batch(self.run_id, metrics=values, tags=run_tags)
 
     def log_machines(self, samples: Sequence[MachineSample]) -> None:
         """Record what machines of the run did, each metric as system/HOST/NAME.
@@ -509,9 +509,9 @@ class Tracker:
 
         began, every = self._found.info.start_time / 1000, self.config.system_metrics or 1
         values = [
-            Metric(name, value, int(one.at * 1000), max(0, round((one.at - began) / every)))
-            for one in samples
-            for name, value in machine_metrics(one).items()
+            Metric(name, value, int(sample.at * 1000), max(0, round((sample.at - began) / every)))
+            for sample in samples
+            for name, value in machine_metrics(sample).items()
         ]
         with as_tracking_errors(self._place.uri):
             for start in range(0, len(values), _METRICS_PER_CALL):
@@ -523,7 +523,7 @@ class Tracker:
 
         experiment, traces = self._found.info.experiment_id, TracingClient(self._place.uri)
         with as_tracking_errors(self._place.uri):
-            for info, spans in [trace_of(one, self.run_id, experiment) for one in samples]:
+            for info, spans in [trace_of(sample, self.run_id, experiment) for sample in samples]:
                 traces.start_trace(info)
                 traces.log_spans(experiment, spans)
 
@@ -593,9 +593,9 @@ class Tracker:
             except MlflowException as error:
                 if error.error_code != "RESOURCE_ALREADY_EXISTS":
                     raise
-            for known in self._own_versions():
-                if (known.tags[VERSION_TAG], known.tags.get(DIGEST_TAG)) == (str(version), digest):
-                    return str(known.version)
+            for entry in self._own_versions():
+                if (entry.tags[VERSION_TAG], entry.tags.get(DIGEST_TAG)) == (str(version), digest):
+                    return str(entry.version)
             model = logged_model(client, self._found, version, step, tags)
             source = self.place_files(model, uri)
             finished(client, self._found, model, step)
@@ -604,12 +604,12 @@ class Tracker:
                 for metric, value in shown_metrics(metrics or {}).items()
             ]
             client.log_batch(self.run_id, metrics=values)
-            for one in evaluations:
-                self._log_evaluation(one, model.model_id)
-            made = client.create_model_version(
+            for evaluation in evaluations:
+                self._log_evaluation(evaluation, model.model_id)
+            registered = client.create_model_version(
                 name, source, self.run_id, tags=tags, model_id=model.model_id
             )
-            return str(made.version)
+            return str(registered.version)
 
     def place_files(self, model: LoggedModel, uri: str) -> str:
         """Where MLflow finds a version's files, which lie at `uri`: the source in the registry.
@@ -631,7 +631,9 @@ class Tracker:
     def registered(self) -> dict[int, str]:
         """Policy version -> its number in the registry, of those that this run has registered."""
         with as_tracking_errors(self._place.uri):
-            return {int(one.tags[VERSION_TAG]): str(one.version) for one in self._own_versions()}
+            return {
+                int(entry.tags[VERSION_TAG]): str(entry.version) for entry in self._own_versions()
+            }
 
     def registered_versions(self) -> list[RegisteredVersion]:
         """What the registry says of the policy versions of this run, aliases included."""
@@ -709,7 +711,7 @@ class Tracker:
         if self._place.database is not None:
             # MLflow's own default is ./mlruns, wherever a run is started.
             place = (self._place.database.parent / "mlartifacts" / name).as_uri()
-        if (known := client.get_experiment_by_name(name)) is None:
+        if (experiment := client.get_experiment_by_name(name)) is None:
             try:
                 return client.create_experiment(
                     name, artifact_location=place, tags={KIND_TAG: KIND}
@@ -717,29 +719,29 @@ class Tracker:
             except MlflowException as error:
                 if error.error_code != "RESOURCE_ALREADY_EXISTS":
                     raise
-                known = client.get_experiment_by_name(name)
-        if known is None or known.lifecycle_stage != "active":
+                experiment = client.get_experiment_by_name(name)
+        if experiment is None or experiment.lifecycle_stage != "active":
             raise TrackingError(
                 f"The MLflow experiment {name} has been deleted. Restore it, or set "
                 "tracking.experiment to another name."
             )
-        if KIND_TAG not in known.tags:  # made by an older Refrain
-            client.set_experiment_tag(known.experiment_id, KIND_TAG, KIND)
-        return known.experiment_id
+        if KIND_TAG not in experiment.tags:  # made by an older Refrain
+            client.set_experiment_tag(experiment.experiment_id, KIND_TAG, KIND)
+        return experiment.experiment_id
 
     def _find(self, experiment: str, run: str, store_uri: str, record: str | None) -> Run | None:
         """The run's page: by its record, which goes with a store that is moved, else by the store."""
         for name, value in ((RECORD_TAG, record), (STORE_TAG, store_uri)):
             if value is None:
                 continue
-            found = self.client.search_runs(
+            pages = self.client.search_runs(
                 [experiment],
                 f"tags.`{RUN_TAG}` = '{run}' and tags.`{name}` = '{value}'",
                 max_results=1,
             )
             # A page of that name and store may be of a run that was there before.
-            if found and record in (None, found[0].data.tags.get(RECORD_TAG, record)):
-                return found[0]
+            if pages and record in (None, pages[0].data.tags.get(RECORD_TAG, record)):
+                return pages[0]
         return None
 
     def _move(self, before: str, now: str) -> None:
@@ -748,24 +750,24 @@ class Tracker:
         A registered version's source is final: it goes on naming the place where it was registered.
         """
         client = self.client
-        for known in self._own_versions():
-            if known.tags.get(STORE_TAG) == before:
-                uri = now + known.tags[URI_TAG].removeprefix(before)
-                number, digest = int(known.tags[VERSION_TAG]), known.tags.get(DIGEST_TAG, "")
+        for entry in self._own_versions():
+            if entry.tags.get(STORE_TAG) == before:
+                uri = now + entry.tags[URI_TAG].removeprefix(before)
+                number, digest = int(entry.tags[VERSION_TAG]), entry.tags.get(DIGEST_TAG, "")
                 if (model := known_model(client, self._found, number, digest)) is not None:
                     with contextlib.suppress(TrackingError):  # its files may be gone by now
                         self.place_files(model, uri)
                 for name, value in ((URI_TAG, uri), (STORE_TAG, now)):
-                    client.set_model_version_tag(known.name, known.version, name, value)
+                    client.set_model_version_tag(entry.name, entry.version, name, value)
 
     def _log_settings(self, settings: Mapping[str, JsonValue]) -> None:
         """Settings as parameters. One that differs from the page's is left: MLflow's parameters are
         final, and config.yaml holds the newest."""
         from mlflow.entities import Param
 
-        known = self._found.data.params
+        logged = self._found.data.params
         params = [
-            Param(name, value) for name, value in flatten(settings).items() if name not in known
+            Param(name, value) for name, value in flatten(settings).items() if name not in logged
         ]
         for start in range(0, len(params), _PARAMS_PER_CALL):
             self.client.log_batch(self.run_id, params=params[start : start + _PARAMS_PER_CALL])

@@ -22,7 +22,7 @@ def last_logged_step(folder: Path, run: str, project: str) -> int | None:
     last: int | None = None
     for file in folder.glob(f"offline-run-*-{run}/run-{run}.wandb"):
         records = [*records_of(file)]
-        if not any(one.HasField("run") and one.run.project == project for one in records):
+        if not any(record.HasField("run") and record.run.project == project for record in records):
             continue
         for record in records:
             for item in record.history.item:
@@ -37,9 +37,9 @@ def records_of(file: Path) -> Iterator[Any]:
 
     data, at, parts = file.read_bytes(), HEADER, b""
     while at + _PART.size <= len(data):
-        left = BLOCK - at % BLOCK
-        if left < _PART.size:
-            at += left
+        room = BLOCK - at % BLOCK
+        if room < _PART.size:
+            at += room
             continue
         _, size, kind = _PART.unpack_from(data, at)
         at += _PART.size

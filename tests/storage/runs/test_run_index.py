@@ -12,7 +12,7 @@ from storage.objects.store import Store
 from storage.objects.usage import COUNTER
 from storage.runs.commit_log import Commit, commit, read_commit
 from storage.runs.forks import begin_at, pin
-from storage.runs.retention import INDEX_FORMAT, clear, index_key, orphans, read_index, sweep
+from storage.runs.retention import INDEX_FORMAT, clear, orphans, read_index, sweep
 from storage.runs.run_store import RunStore
 from tests.storage.audit import small_run
 
@@ -64,7 +64,7 @@ def test_with_an_index_goes_what_goes_without(store: Store) -> None:
                 store.delete([RunStore(store, f"child-of-{run.run}").run_json_key])
                 key = f"{run.run}/children/child-of-{run.run}.json"
                 store.write(key, _aged(store.read(key)))
-        store.delete([index_key(without)])
+        store.delete([f"{without.run}/index.json"])
         assert _names(swept(without)) == _names(swept(with_index))
     left = [_names(store.list(one)) for one in ("with", "without")]
     assert left[0] == left[1]
@@ -130,7 +130,7 @@ def test_an_index_that_does_not_hold_is_made_anew(
     assert index is not None and index.versions == [0, 5, 6, 7]
     wrong = {"of another run": {"commit_digest": "xxh3:0"}, "ahead": {"step": 9}}.get(how, {})
     data = documents.encode(INDEX_FORMAT, index.model_dump(mode="json") | wrong)
-    run.store.write(index_key(run), data if wrong else data[:-9])
+    run.store.write(f"{run.run}/index.json", data if wrong else data[:-9])
     with caplog.at_level(logging.WARNING):
         assert read_index(run, 7) is None
     assert "It is made anew." in caplog.text

@@ -54,7 +54,7 @@ def test_what_a_killed_flow_left_beyond_the_last_step_is_removed(run: RunStore, 
         run.store.write(f"{trained.state_key(step)}/0.bin", b"state")
         mark(trained, step)
     removed = clear(run, head=4)
-    assert removed == [f"{trained.state_key(5)}/0.bin", f"{trained.state_key(5)}/marker.json"]
+    assert removed == [f"{trained.state_key(5)}/marker.json", f"{trained.state_key(5)}/0.bin"]
     assert snapshots(trained) == [4]
 
 
