@@ -1,10 +1,12 @@
 """Turns a second of an environment that answers at once, against those of the engine's calls alone.
 
     python -m benchmarks.episodes [--at-once 1 4 16 64 256] [--shards 1] [--turns 8] [--steps 6]
+        [--drives together apart] [--slow 2.0] [--processes 16]
 
 The real flow: a random two-layer model on the transformers engine, an environment that says two
 characters and never ends, so that an episode is over after so many turns. All episodes of a step are
-played at once. A turn ends at one of ten characters, after about ten tokens.
+played at once. A turn ends at one of ten characters, after about ten tokens. With --slow one turn in
+eight is answered after so many seconds; which ones, is the same for both drives.
 
 Printed, medians over the steps but the first: turns of a step; turns a second from the first call of
 the engine to the last answer of the environment; the same counting only the time in which a call to
@@ -15,11 +17,14 @@ turns in which only the environment was called, and in which neither was (the fl
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -32,14 +37,21 @@ GROUP = 4
 
 
 class Answering:
-    """Says something at once, and gives its reward when it is asked."""
+    """Says something at once, or after `slow` seconds, and gives its reward when it is asked."""
 
-    def reset(self, **row: object) -> str:
+    def __init__(self, slow: float = 0.0) -> None:
+        self.slow, self.seed, self.turn = slow, 0, 0
+
+    def reset(self, seed: int = 0, **row: object) -> str:
         """Begin."""
+        self.seed, self.turn = seed, 0
         return ""
 
     def step(self, text: str) -> str:
         """Answer a turn."""
+        self.turn += 1
+        if zlib.crc32(f"{self.seed}/{self.turn}/{text}".encode()) % 8 == 0:
+            time.sleep(self.slow)
         return "+:"
 
     def get_reward(self) -> float:
@@ -52,8 +64,9 @@ def rows(size: int) -> list[dict[str, str]]:
     return [{"question": "number "} for _ in range(size)]
 
 
-def words(at_once: int, shards: int, turns: int, steps: int) -> list[str]:
+def words(at_once: int, drive: str, options: argparse.Namespace) -> list[str]:
     """The settings of a run with so many episodes at once."""
+    shards, turns, steps = options.shards, options.turns, options.steps
     group = min(GROUP, at_once)
     return [
         "tiny",
@@ -62,6 +75,9 @@ def words(at_once: int, shards: int, turns: int, steps: int) -> list[str]:
         f"group_size={group}",
         "data.source={kind: function, path: 'benchmarks.episodes:rows', params: {size: 1024}}",
         "episodes.environment={kind: class, path: 'benchmarks.episodes:Answering'}",
+        f"episodes.environment.params.slow={options.slow}",
+        f"episodes.drive={drive}",
+        f"episodes.processes={options.processes}",
         f"episodes.max_turns={turns}",
         "rewards.functions=[{kind: environment}]",
         f"rollout.max_new_tokens={turns * 96}",
@@ -119,12 +135,15 @@ def main() -> int:
     parser.add_argument("--shards", type=int, default=1)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--drives", nargs="+", default=["together"])
+    parser.add_argument("--slow", type=float, default=0.0)
+    parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before", flush=True)
-    print("at once  turns  turns/s  engine alone  share  environment ms  between ms")
-    for at_once in options.at_once:
+    print("drive    at once  turns  turns/s  engine alone  share  environment ms  between ms")
+    for at_once, drive in itertools.product(options.at_once, options.drives):
         found = []
-        for commit in measured(words(at_once, options.shards, options.turns, options.steps))[1:]:
+        for commit in measured(words(at_once, drive, options))[1:]:
             turns = (commit.metrics["episode/turns_mean"] or 0.0) * at_once
             both = spans(commit, "rollout", "environment")
             whole = max(stop for _, stop in both) - min(start for start, _ in both)
@@ -139,7 +158,7 @@ def main() -> int:
             )
         row = [statistics.median(one) for one in zip(*found, strict=True)]
         print(
-            f"{at_once:7} {row[0]:6.0f} {row[1]:8.1f} {row[2]:13.1f} {row[3]:6.2f} "
+            f"{drive:8} {at_once:7} {row[0]:6.0f} {row[1]:8.1f} {row[2]:13.1f} {row[3]:6.2f} "
             f"{row[4]:15.1f} {row[5]:11.1f}",
             flush=True,
         )

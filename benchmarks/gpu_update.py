@@ -386,16 +386,28 @@ def host_optimizer(bench: Bench, report: Report) -> None:
 
 
 def on_device(bench: Bench, report: Report) -> None:
-    """7 B with its optimizer on the device, moments in bfloat16: for a card of 140 GB."""
-    settings: dict[str, Any] = {"optimizer_dtype": "bfloat16", "gradient_checkpointing": 1.0}
-    settings |= {"recompute": "selective", "micro_batch_tokens": 8192}
-    settings |= {"logit_chunk_tokens": 2048}  # all logits of a micro-batch at once
-    with bench.engine(lone=True, **settings) as engine:
-        for samples, times in ((64, 2), (160, 1)):
-            more = replace(bench, samples=samples if CUDA else None)
-            work = partial(more.update, engine, times)
-            report.part(f"{bench.shape} on the device, selective, 8,192, {samples} samples", work)
-        report.part(f"{bench.shape} trace", partial(traced, bench, engine))
+    """7 B with its optimizer on the device, for a card of 140 GB: by the bytes of its state."""
+    usual: dict[str, Any] = {"gradient_checkpointing": 1.0, "recompute": "selective"}
+    usual |= {"micro_batch_tokens": 8192}
+    usual |= {"logit_chunk_tokens": 2048}  # all logits of a micro-batch at once
+    # Of a parameter's master and moments 8, 6, 4 bytes.
+    states: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("bfloat16 moments", {"optimizer_dtype": "bfloat16"}),
+        ("and a remainder", {"optimizer_dtype": "bfloat16", "master_weights": "remainder"}),
+        (
+            "8-bit moments and a remainder",
+            {"optimizer_dtype": "8bit", "master_weights": "remainder"},
+        ),
+    )
+    for state, settings in states:
+        if "master_weights" in settings:
+            settings |= {"weights_dtype": "bfloat16", "compute_dtype": "bfloat16"}
+        with bench.engine(lone=True, **usual, **settings) as engine:
+            for samples, times in ((64, 2), (160, 1)):
+                more = replace(bench, samples=samples if CUDA else None)
+                where = f"{bench.shape} on the device, {state}, {samples} samples"
+                report.part(where, partial(more.update, engine, times))
+            report.part(f"{bench.shape} trace, {state}", partial(traced, bench, engine))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -48,13 +48,23 @@ class Settings(BaseModel):
         Those that came later are left out where they are at their defaults, so that what an older
         Refrain has stored is found again.
         """
-        unset = {
-            name
-            for name in self.later
-            if getattr(self, name)
-            == type(self).model_fields[name].get_default(call_default_factory=True)
-        }
-        return self.model_dump(mode="json", exclude={*exclude, *unset})
+        return self.model_dump(
+            mode="json", exclude={**self._unset_later(), **dict.fromkeys(exclude, True)}
+        )
+
+    def _unset_later(self) -> dict[str, Any]:
+        """Settings that came later, here and in groups of settings, and are at their defaults."""
+        found: dict[str, Any] = {}
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if name in self.later and value == field.get_default(call_default_factory=True):
+                found[name] = True
+            elif isinstance(value, Settings):
+                found[name] = value._unset_later()
+            elif isinstance(value, Mapping):
+                groups = ((key, one) for key, one in value.items() if isinstance(one, Settings))
+                found[name] = {key: one._unset_later() for key, one in groups}
+        return {name: unset for name, unset in found.items() if unset}
 
     @model_validator(mode="before")
     @classmethod

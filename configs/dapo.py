@@ -56,10 +56,10 @@ ROUNDS: tuple[Rule[GRPOConfig], ...] = (
         ),
     ),
     Rule(
-        needs=lambda config: config.group_size > 1,
+        needs=lambda config: config.smallest_group[1] > 1,
         says=lambda config: (
-            "group_size = 1 has no group whose rewards could differ, and dynamic sampling goes "
-            "by that. Set group_size to 2 or more."
+            f"{config.smallest_group[0]} = 1 has no group whose rewards could differ, and dynamic "
+            f"sampling goes by that. Set {config.smallest_group[0]} to 2 or more."
         ),
     ),
     Rule(

@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
 from configs.base import FileAddress, FunctionPath, Settings
+from configs.coding import CodingSource
+from configs.episodes import Environment, EpisodesConfig
+from configs.sandbox import SandboxConfig
 
 
 class MultipleChoice(Settings):
@@ -84,18 +87,30 @@ class FunctionSource(Settings):
 
 
 Source = Annotated[
-    FileSource | HubSource | ReasoningGymSource | FunctionSource, Field(discriminator="kind")
+    FileSource | HubSource | ReasoningGymSource | FunctionSource | CodingSource,
+    Field(discriminator="kind"),
 ]
 
 
+# Settings of data, and of episodes, that a task may have of its own.
+OF_TASK = (
+    *("prompt_column", "template", "system_prompt", "prompt_suffix", "chat_template_kwargs"),
+    *("prefill", "max_prompt_tokens"),
+)
+OF_EPISODES = (
+    *("environment", "max_turns", "max_turn_tokens", "past_turns", "full_turn", "turn_timeout"),
+    "timeout",
+)
 TASK_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
 
 
 class TaskConfig(Settings):
-    """One of several tasks: its rows, how often they come, how they are asked and scored.
+    """One of several tasks: its rows, how often they come, how they are asked, played and scored.
 
-    What is none is as data has it.
+    What is none is as data and episodes have it.
     """
+
+    later: ClassVar[frozenset[str]] = frozenset({"group_size", "sandbox", *OF_EPISODES})
 
     source: Source | None = Field(
         None, description="Its rows; none: those of data.source.source that name it."
@@ -108,14 +123,20 @@ class TaskConfig(Settings):
         description="Other weights from some steps on, as {100: 0.5, 200: 0}; before the first of "
         "them it is weight.",
     )
+    group_size: int | None = Field(
+        None, ge=1, description="Completions of each prompt; none: group_size, the largest of all."
+    )
     max_new_tokens: int | None = Field(
         None,
         ge=1,
-        description="Longest completion, in tokens; none: rollout.max_new_tokens, which is the "
-        "largest of all.",
+        description="Longest completion, in tokens, of all turns together; none: "
+        "rollout.max_new_tokens, which is the largest of all.",
     )
     rewards: tuple[str, ...] | None = Field(
         None, description="Names of the rewards.functions that score it; none: all."
+    )
+    sandbox: SandboxConfig | None = Field(
+        None, description="Where programs run that unit tests score; none: as the reward has it."
     )
     prompt_column: str | None = Field(None, description="As data.prompt_column.")
     template: Literal["chat", "plain"] | None = Field(None, description="As data.template.")
@@ -128,6 +149,25 @@ class TaskConfig(Settings):
     max_prompt_tokens: int | None = Field(
         None, ge=1, description="As data.max_prompt_tokens, which is the largest of all."
     )
+    environment: Environment | None = Field(
+        None,
+        description="What answers its turns; kind none: they are one. None: as episodes has it.",
+    )
+    max_turns: int | None = Field(None, ge=1, description="As episodes.max_turns.")
+    max_turn_tokens: int | None = Field(None, ge=1, description="As episodes.max_turn_tokens.")
+    past_turns: Literal["as_sampled", "as_rendered"] | None = Field(
+        None, description="As episodes.past_turns."
+    )
+    full_turn: Literal["ends", "counts"] | None = Field(None, description="As episodes.full_turn.")
+    turn_timeout: float | None = Field(
+        None, gt=0, description="As episodes.turn_timeout, in seconds."
+    )
+    timeout: float | None = Field(None, gt=0, description="As episodes.timeout, in seconds.")
+
+    @property
+    def of_episodes(self) -> dict[str, Any]:
+        """What it has of its own of the settings of episodes."""
+        return self.model_dump(include=set(OF_EPISODES), exclude_none=True)
 
     @model_validator(mode="after")
     def _weights_are_shares(self) -> "TaskConfig":
@@ -201,14 +241,9 @@ class TasksSource(Settings):
 
 
 DataSource = Annotated[
-    FileSource | HubSource | ReasoningGymSource | FunctionSource | TasksSource,
+    FileSource | HubSource | ReasoningGymSource | FunctionSource | CodingSource | TasksSource,
     Field(discriminator="kind"),
 ]
-# Settings of data that a task may have of its own.
-OF_TASK = (
-    *("prompt_column", "template", "system_prompt", "prompt_suffix", "chat_template_kwargs"),
-    *("prefill", "max_prompt_tokens"),
-)
 
 
 class QuarantineConfig(Settings):
@@ -344,6 +379,38 @@ class DataConfig(Settings):
         """The longest completion of each of several tasks, in tokens; most: of those without one."""
         tasks = self.source.tasks if isinstance(self.source, TasksSource) else {}
         return {name: task.max_new_tokens or most for name, task in tasks.items()}
+
+    def played(self, episodes: EpisodesConfig) -> dict[str, EpisodesConfig]:
+        """The episodes of each of several tasks, by name; of one task under no name.
+
+        episodes: what a task's own settings stand in. ValueError, in a sentence, where they do not
+        go together.
+        """
+        if not isinstance(self.source, TasksSource):
+            return {"": episodes}
+        found = {}
+        for name, task in self.source.tasks.items():
+            try:
+                settings = episodes.model_dump() | task.of_episodes
+                found[name] = type(episodes).model_validate(settings)
+            except ValidationError as error:
+                said = error.errors()[0]["msg"].removeprefix("Value error, ")
+                raise ValueError(f"The task {name}: {said}") from None
+        return found
+
+    def group_sizes(self, most: int) -> dict[str, int]:
+        """Completions of a prompt of each of several tasks; most: of those without a number."""
+        tasks = self.source.tasks if isinstance(self.source, TasksSource) else {}
+        return {name: task.group_size or most for name, task in tasks.items()}
+
+    def sandboxes(self, reward: str) -> dict[str, SandboxConfig]:
+        """Sandboxes of their own of the tasks that a reward scores, by the tasks' names."""
+        tasks = self.source.tasks if isinstance(self.source, TasksSource) else {}
+        return {
+            name: task.sandbox
+            for name, task in tasks.items()
+            if task.sandbox is not None and (task.rewards is None or reward in task.rewards)
+        }
 
     def rewards_of(self, task: str) -> tuple[str, ...] | None:
         """Names of the reward functions that score one of several tasks; None: all."""

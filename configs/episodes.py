@@ -1,10 +1,12 @@
 """Episodes: an environment that answers what the model writes, turn by turn."""
 
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from configs.base import FunctionPath, ProgramPath, Settings
+from configs.coding import WorkspaceConfig
 from configs.retraining import CONTINUE_FROM
 
 Param = int | float | bool | str
@@ -79,12 +81,27 @@ class AgentEnvironment(Settings):
     """A program that asks the model by itself, over an OpenAI-compatible API of this machine.
 
     A function agent(base_url, api_key, model, seed, **row) that returns the reward. Each of its
-    requests is a turn of the model; those of an episode are one conversation.
+    requests is a turn of the model; those of an episode are a forest (episodes.branches).
     """
 
     kind: Literal["agent"] = "agent"
     path: FunctionPath = Field(description="The function; it may be async.")
     params: Params = Field(default_factory=dict, description="Keyword arguments of each call.")
+
+
+class NoEnvironment(Settings):
+    """None: an answer of one turn, as of one of several tasks beside others with environments."""
+
+    kind: Literal["none"] = "none"
+
+
+class WorkspaceEnvironment(Settings):
+    """A row's repository in a sandbox, with a shell and files as tools (data.source.kind = coding).
+
+    An episode has ended once a turn calls no tool; its reward is what the row's tests come to.
+    """
+
+    kind: Literal["workspace"] = "workspace"
 
 
 Environment = Annotated[
@@ -93,7 +110,9 @@ Environment = Annotated[
     | GymnasiumEnvironment
     | TextArenaEnvironment
     | OpenEnvEnvironment
-    | AgentEnvironment,
+    | AgentEnvironment
+    | NoEnvironment
+    | WorkspaceEnvironment,
     Field(discriminator="kind"),
 ]
 
@@ -117,9 +136,23 @@ class OpponentConfig(Settings):
 class EpisodesConfig(Settings):
     """Answers of several turns. rollout.max_new_tokens is then the limit of a whole conversation."""
 
-    later: ClassVar[frozenset[str]] = frozenset({"past_turns"})
+    later: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("past_turns", "branches", "max_tokens", "workspace"),
+            *("deadline", "drive", "fewest_at_once"),
+        }
+    )
+    # What changes when episodes are played, and nothing of what they are: in no key.
+    of_driving: ClassVar[frozenset[str]] = frozenset({"drive", "fewest_at_once"})
 
-    environment: Environment = Field(description="What answers the model.")
+    environment: Environment = Field(
+        description="What answers the model; of several tasks, those that have none of their own."
+    )
+    workspace: WorkspaceConfig | None = Field(
+        None,
+        description="How repositories are worked on and tested: of kind workspace, or of an agent "
+        "that takes a workspace. None: kind workspace has the defaults, others have none.",
+    )
     players: int = Field(
         1,
         ge=1,
@@ -145,11 +178,24 @@ class EpisodesConfig(Settings):
         ge=1,
         description="Tokens of one turn; a longer turn ends the episode. None: no limit.",
     )
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Response tokens of an episode that branches, over all branches, each once; one "
+        "branch has up to rollout.max_new_tokens. None: so has the episode.",
+    )
     past_turns: Literal["as_sampled", "as_rendered"] = Field(
         "as_sampled",
         description="What the model reads of its earlier turns where the chat template rewrites "
         "them, as those of thinking models do. as_sampled: the tokens that it wrote, thoughts too. "
-        "as_rendered: what the template makes of them; a template that rewrites them is refused.",
+        "as_rendered: what the template makes of them, each turn after a rendering of its own; what "
+        "these have in common is one sequence.",
+    )
+    branches: bool = Field(
+        True,
+        description="Whether an agent may ask for several turns at once, begin other conversations, "
+        "and go on from an earlier point or with another past. false: its requests are one "
+        "conversation that grows at its end; any other fails the episode.",
     )
     full_turn: Literal["ends", "counts"] = Field(
         "ends",
@@ -169,6 +215,21 @@ class EpisodesConfig(Settings):
         "that takes it beyond, the episode ends, and has failed unless the environment then gives it "
         "a reward.",
     )
+    deadline: float | None = Field(
+        None,
+        gt=0,
+        description="Seconds of one episode in all, of sampling its turns and of the environment; "
+        "with the answer that takes it beyond, the episode ends, and has failed unless the "
+        "environment then gives it a reward. None: no limit but those of turns and of the "
+        "environment.",
+    )
+    drive: Literal["together", "apart"] = Field(
+        "together",
+        description="How the episodes of a shard go on. together: all of them turn by turn, in few "
+        "calls, so that each turn waits for the slowest. apart: each by itself, in a call for each "
+        "of its turns, and stored by itself once it is over. The samples are the same. Unless set, "
+        "apart for agents and openenv, which take their time.",
+    )
     seed: int = Field(0, ge=0, description="Seed of the environments, with the row's number.")
     processes: int = Field(
         2, ge=1, description="Processes of environments of each worker that has them."
@@ -178,6 +239,12 @@ class EpisodesConfig(Settings):
         ge=1,
         description="Episodes that are played at once, of the whole run. None: no limit.",
     )
+    fewest_at_once: int = Field(
+        1,
+        ge=1,
+        description="With drive = apart, where vLLM's cache of keys and values is nearly full fewer "
+        "episodes than at_once are played at once, but not fewer than this.",
+    )
     memory_gib: float = Field(
         4.0, gt=0, description="Memory of one process of environments, in GiB; beyond it, it fails."
     )
@@ -186,6 +253,48 @@ class EpisodesConfig(Settings):
         description="Interpreter that the environments run with, where their libraries do not go "
         "with Refrain's. None: this one.",
     )
+
+    @property
+    def of_requests(self) -> bool:
+        """Whether an episode's turns are answers to requests, each after tokens of its own."""
+        return self.environment.kind == "agent" or self.past_turns == "as_rendered"
+
+    @property
+    def are_forests(self) -> bool:
+        """Whether its samples are stored as forests (storage/batches/forest.py)."""
+        return self.of_requests and (self.branches or self.past_turns == "as_rendered")
+
+    def in_keys(self, exclude: Collection[str] = ()) -> dict[str, Any]:
+        return super().in_keys({*exclude, *self.of_driving})
+
+    @model_validator(mode="after")
+    def _a_rendered_past_is_of_one_player(self) -> Self:
+        if self.past_turns == "as_rendered" and (self.players > 1 or self.sees == "frames"):
+            name, value = ("players", self.players) if self.players > 1 else ("sees", self.sees)
+            raise ValueError(
+                "episodes.past_turns = as_rendered is about one player's text, and "
+                f"episodes.{name} = {value}. Set episodes.past_turns = as_sampled."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fewest_are_not_more(self) -> Self:
+        if self.at_once is not None and self.fewest_at_once > self.at_once:
+            raise ValueError(
+                f"episodes.fewest_at_once = {self.fewest_at_once} is more than episodes.at_once = "
+                f"{self.at_once}. Set it to {self.at_once} or less."
+            )
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_workspace_has_settings(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("workspace") is None:
+            played = given.get("environment")
+            mapping = isinstance(played, Mapping) and played.get("kind") == "workspace"
+            if mapping or isinstance(played, WorkspaceEnvironment):
+                return {**given, "workspace": {}}
+        return given
 
     @model_validator(mode="after")
     def _the_kind_has_players(self) -> Self:

@@ -80,6 +80,11 @@ class SuiteConfig(Settings):
     rows: int | None = Field(
         None, ge=1, description="Rows taken from the beginning of the source; none: all."
     )
+    task: str | None = Field(
+        None,
+        description="Which of a run's several tasks it is: then rows are asked, played and scored as "
+        "that has it, and prompt, rewards and episodes are none.",
+    )
     prompt: SuitePrompt | None = Field(
         None, description="How a row is asked; none: as data says for the rows of the run."
     )
@@ -158,7 +163,13 @@ class SuiteConfig(Settings):
     @property
     def as_run(self) -> bool:
         """Whether rows are asked and scored in all as those of the run are."""
-        return self.prompt is None and self.rewards is None and self.episodes is None
+        return not self.own and self.task is None
+
+    @property
+    def own(self) -> list[str]:
+        """What it has of its own of how rows are asked, played and scored."""
+        names = ("prompt", "rewards", "episodes")
+        return [name for name in names if getattr(self, name) is not None]
 
 
 class EvaluationConfig(Settings):

@@ -14,6 +14,7 @@ from configs.base import without
 from configs.resolving import (
     ANY_MACHINE,
     Decider,
+    driving,
     gpu_sampling,
     number_formats,
     resolve,
@@ -21,6 +22,8 @@ from configs.resolving import (
     slots,
 )
 from configs.rollout import RolloutConfig
+from configs.rules.branches import BRANCHES
+from configs.rules.coding import CODING
 from configs.rules.elastic import ELASTIC
 from configs.rules.episodes import EPISODES
 from configs.rules.evaluation import EVALUATION
@@ -79,6 +82,8 @@ OF_EVERY_FLOW: tuple[Rule[RunConfig], ...] = (
     *OVER_SAMPLING,
     *SAMPLING,
     *EPISODES,
+    *BRANCHES,
+    *CODING,
     *LOGPROBS,
     *SAMPLING_MASK,
     *THINKING,
@@ -108,7 +113,7 @@ class GRPOConfig(RunConfig):
     unfit: ClassVar[tuple[str, ...]] = ("gae", "tree", "tree_segment", "tree_sibling")
     # What has to hold between the parts, in the order in which it is asked.
     rules: ClassVar[tuple[Rule[Any], ...]] = (*BATCHES, *ESTIMATOR, *OF_EVERY_FLOW)
-    deciders: ClassVar[tuple[Decider, ...]] = (number_formats, gpu_sampling, shards, slots)
+    deciders: ClassVar[tuple[Decider, ...]] = (number_formats, gpu_sampling, shards, driving, slots)
 
     @classmethod
     def __get_pydantic_json_schema__(
@@ -159,8 +164,7 @@ def _idle(config: GRPOConfig) -> list[str]:
 
 
 def _early_end(config: GRPOConfig) -> list[str]:
-    played = config.episodes
-    if played is None or played.environment.kind != "agent":
+    if all(one.environment.kind != "agent" for one in config.played.values()):
         return []
     if config.rewards.on_failure != "drop" or config.group_size == 1:
         return []

@@ -164,6 +164,16 @@ def shards(config: RunConfig, _: Machine) -> Iterator[Decision]:
     yield Decision(path=("rollout", "shards"), value=number, because=because)
 
 
+def driving(config: RunConfig, _: Machine) -> Iterator[Decision]:
+    """Episodes with a program or a server go on each by itself."""
+    episodes = config.episodes
+    if episodes is None or "drive" in episodes.model_fields_set:
+        return
+    if (kind := episodes.environment.kind) in ("agent", "openenv"):
+        because = f"episodes.environment.kind = {kind} takes its time"
+        yield Decision(path=("episodes", "drive"), value="apart", because=because)
+
+
 def slots(config: RunConfig, _: Machine) -> Iterator[Decision]:
     """Of GPU pools that sample, for a step's shards.
 

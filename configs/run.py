@@ -8,7 +8,7 @@ from pydantic import Field
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.base import Settings
 from configs.cluster import ClusterConfig, Role
-from configs.data import DataConfig
+from configs.data import DataConfig, TasksSource
 from configs.episodes import EpisodesConfig, OpponentConfig
 from configs.evaluation import EvaluationConfig
 from configs.guards import GuardConfig
@@ -36,7 +36,10 @@ class RunConfig(Settings):
     steps: int = Field(100, ge=1, description="RL steps of the run.")
     prompts_per_step: int = Field(8, ge=1, description="Prompts drawn for each step.")
     group_size: int = Field(
-        8, ge=1, description="Completions sampled for each prompt; episodes with several players."
+        8,
+        ge=1,
+        description="Completions sampled for each prompt; episodes with several players. Of several "
+        "tasks, of those that have no number of their own.",
     )
     max_staleness: int = Field(
         0,
@@ -105,19 +108,43 @@ class RunConfig(Settings):
 
     @property
     def samples_per_step(self) -> int:
-        """Completions of one step; of several players each has its own."""
+        """Completions of one step, at most; of several players each has its own."""
         return self.prompts_per_step * self.samples_per_prompt
 
     @property
     def samples_per_prompt(self) -> int:
-        """Completions of one prompt: group_size, of each player of an episode."""
+        """Completions of one prompt, at most: group_size, of each player of an episode."""
         return self.group_size * (1 if self.episodes is None else self.episodes.players)
 
     @property
+    def smallest_group(self) -> tuple[str, int]:
+        """The setting by which some prompt has the fewest completions, and how many."""
+        own = self.data.group_sizes(self.group_size)
+        names = {f"data.source.tasks.{name}.group_size": size for name, size in own.items()}
+        return min((names or {"group_size": self.group_size}).items(), key=lambda one: one[1])
+
+    @property
     def trained_per_step(self) -> int:
-        """Completions of one step that can train: an opponent's do not."""
+        """Completions of one step that can train, at most: an opponent's do not."""
         alone = self.prompts_per_step * self.group_size
         return self.samples_per_step if self.opponent is None else alone
+
+    @property
+    def played(self) -> dict[str, EpisodesConfig]:
+        """The episodes of each task, by name, or of all under no name; nothing of one turn."""
+        return {} if self.episodes is None else self.data.played(self.episodes)
+
+    def rewards_of(self, task: str) -> RewardsConfig:
+        """The functions that score one of several tasks, with its sandbox."""
+        assert isinstance(self.data.source, TasksSource)
+        own = self.data.source.tasks[task]
+        return self.rewards.named(own.rewards, own.sandbox)
+
+    @property
+    def longest_turn(self) -> int:
+        """The longest turn of an episode, in tokens; 0: no limit."""
+        limits = [one.max_turn_tokens for one in self.played.values()]
+        return max((limit or 0 for limit in limits), default=0) if all(limits) else 0
 
     @property
     def opponent(self) -> OpponentConfig | None:
@@ -183,7 +210,7 @@ class RunConfig(Settings):
         slots = self.cluster.pools[self.cluster.roles.reward].slots
         samples = self.groups_at_once * self.samples_per_prompt
         tests = [
-            reward.seconds(samples)
+            reward.seconds(samples, self.data.sandboxes(reward.label).values())
             for reward in self.rewards.functions
             if reward.kind == "unit_tests"
         ]
@@ -206,6 +233,36 @@ class RunConfig(Settings):
         return self.episodes is not None and self.episodes.sees == "frames"
 
     @property
+    def plays_requests(self) -> bool:
+        """Whether episodes, of one task at least, are answers to requests."""
+        return any(one.of_requests for one in self.played.values())
+
+    @property
+    def plays_apart(self) -> bool:
+        """Whether each episode goes on by itself."""
+        return self.episodes is not None and self.episodes.drive == "apart"
+
+    @property
+    def episodes_at_once(self) -> int:
+        """Episodes that a step plays at once, at most."""
+        count = self.groups_at_once * self.group_size
+        limit = None if self.episodes is None else self.episodes.at_once
+        return count if limit is None else min(count, limit)
+
+    @property
+    def environment_deadline(self) -> float:
+        """Seconds after which a call of the workers that have environments counts as hung.
+
+        Of episodes that are played apart it is the answer to one, which waits in its process for
+        others, and where the episode was lost it is played again first.
+        """
+        if self.episodes is None or not self.plays_apart:
+            return self.rollout.deadline
+        before = math.ceil(self.episodes_at_once / self.episodes.processes)
+        waits = before * self.episodes.turn_timeout + self.episodes.timeout
+        return self.rollout.deadline + waits
+
+    @property
     def needs_images(self) -> tuple[str, str] | None:
         """The setting for which what episodes see has to be an image, and one without; None: none."""
         return ("episodes.sees = frames", "episodes.sees = text") if self.sees_frames else None
@@ -222,6 +279,7 @@ class RunConfig(Settings):
             "elastic": self.train.engine == "elastic",
             "over_sampling": self.over_samples,
             "tasks": bool(self.data.tasks),
+            "coding": self.episodes is not None and self.episodes.workspace is not None,
             "quarantine": self.data.keeps_history,
             "guards": bool(self.guards),
             "promotion": self.promotion is not None,
@@ -277,6 +335,18 @@ class RunConfig(Settings):
         """The longest that an engine samples, prompt and completion together, in tokens."""
         longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
         return max(longest, *self.longest_of_suites.values(), 0)
+
+    @property
+    def most_paths(self) -> int:
+        """Paths of a sample that trains: more than one only where episodes may branch."""
+        forests = [one.max_turns for one in self.played.values() if one.are_forests]
+        return max(forests, default=1)
+
+    @property
+    def longest_response(self) -> int:
+        """Response tokens of the longest sample that trains, over all branches of an episode."""
+        most = None if self.episodes is None else self.episodes.max_tokens
+        return most or self.rollout.max_new_tokens
 
     @property
     def longest_of_suites(self) -> dict[str, int]:

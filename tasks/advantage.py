@@ -166,7 +166,7 @@ def repetitions(run: Run, step: int, samples: BatchRef, key: str) -> Iterator[Ba
     None where the recipe has no such penalty, or the step is small enough for one worker. They are
     removed once the advantages are there.
     """
-    rows = max(1, PART_TOKENS // run.config.rollout.max_new_tokens)
+    rows = max(1, PART_TOKENS // run.config.longest_response)
     cuts = slices(len(samples), rows, MOST_PARTS)
     if run.algorithm.shaping.repetition is None or len(cuts) == 1:
         yield None

@@ -1,5 +1,7 @@
 """Episodes: the rollout engines write a turn, the environments answer, until all of a shard are over.
 
+All of a shard go on together here, or each by itself (tasks/episodes_apart.py).
+
 With several players each has samples of its own, and the engines write for those whose turn it is:
 those that hold the policy, or those of the opponent, a frozen version, for the players that it has.
 
@@ -21,10 +23,12 @@ from configs.episodes import EpisodesConfig
 from engines.data.contract import EnvironmentHost
 from engines.data.frames import frames_by_turn
 from engines.data.results import AnswerResult, OpponentSeats, SampleFailure
-from engines.rollout.contract import RolloutResult, ShardStats
+from engines.rollout.contract import ShardStats
 from storage.batches.columns import OPPONENTS_TURN, UNFINISHED
 from storage.batches.refs import BatchRef
 from storage.objects.documents import key_of
+from tasks import request_rounds
+from tasks.episodes_apart import discard, frames_of, played_apart, record_of, recorded
 from tasks.results import Sampled, Unsampled
 from tasks.reward import by_cause
 from tasks.run.roles.environments import ENVIRONMENT
@@ -35,7 +39,7 @@ from tasks.sampling import (
     SamplingStage,
     opponents_turn,
     sample_or_leave,
-    sampled,
+    together,
 )
 
 
@@ -65,33 +69,37 @@ def play(
     begun: BatchRef | None,
 ) -> Sampled | Unsampled:
     """The episodes of a shard, or find them over."""
-    settings = played(run).in_keys()
+    settings: list[object] = [played(run).in_keys()]
+    settings += [] if played(run).opponent is None else [run.engines[OPPONENT].weights.digest]
     given: list[object] = [] if begun is None else [begun.to_json()]
-    given += [] if played(run).opponent is None else [run.engines[OPPONENT].weights.digest]
-    key = key_of("episodes", prompts.to_json(), stage.sampling.identity, settings, *given)
+    own, *opponent = settings
+    identity = stage.sampling.identity
+    key = key_of("episodes", prompts.to_json(), identity, own, *given, *opponent)
     whole = Stage(run=run, step=step, name="episodes", key=key, shard=shard)
-    digests = {one.digest: one for one in run.usable_weights(step)}
     done = whole.finished()
-    if done is not None and str(done["weights"]) in digests:
-        known = sampled(prompts, digests[str(done["weights"])], RolloutResult.of_record(done))
-        return dataclasses.replace(known, frames=frames_of(done))
-    with run.episodes.held(len(prompts) * stage.sampling.n):
-        asked, first = prompts, begun
-        if played(run).players > 1:
-            asked, unplayed = dealt(run, step, prompts, stage, shard)
-            first = unplayed if begun is None else begun
-        found, turns = played_out(run, step, asked, stage, shard, first)
+    if done is not None and (known := recorded(run, step, prompts, done)) is not None:
+        return known
+    asked, first = prompts, begun
+    if played(run).players > 1:
+        asked, unplayed = dealt(run, step, prompts, stage, shard)
+        first = unplayed if begun is None else begun
+    if played(run).drive == "apart":
+        found, turns = played_apart(
+            run,
+            *(step, asked, stage, shard, first),
+            players=played(run).players,
+            settings=settings,
+            play=played_out,
+        )
+    else:
+        with run.episodes.held(sum(prompts.group_sizes(run.store, stage.sampling.n))):
+            found, turns = played_out(run, step, asked, stage, shard, first)
     if isinstance(found, Sampled):
         if run.config.sees_frames:
             by_turn = frames_by_turn(run.store, prompts, found.ref, found.frames)
             found = dataclasses.replace(found, ref=found.ref.with_columns(by_turn))
-        record = RolloutResult(ref=found.ref, stats=found.stats).record()
-        frames = None if found.frames is None else found.frames.to_json()
-        whole.finish({**record, "frames": frames, "weights": found.weights.digest})
-    needed = found.ref if isinstance(found, Sampled) else found.begun
-    seen = found.frames if isinstance(found, Sampled) else None
-    kept = {key for ref in (needed, first, asked, seen) if ref is not None for key in ref.objects}
-    run.files.discard({key: set(ref.objects) - kept for key, ref in turns.items()})
+        whole.finish(record_of(found))
+    discard(run, turns, found, first, asked)
     return dataclasses.replace(found, prompts=prompts) if isinstance(found, Sampled) else found
 
 
@@ -132,6 +140,8 @@ def played_out(
 
     Of a round of turns the policy's come first, then the opponent's; nobody is asked who has none.
     """
+    if run.config.plays_requests:
+        return request_rounds.played_out(run, step, prompts, stage, shard, begun, played(run))
     own: Sampled | None = None  # the policy's last turn
     stats: ShardStats | None = None
     engine = other = environment = ""  # that had the last turn: they hold what the next one can use
@@ -152,7 +162,8 @@ def played_out(
             begun, other = against.ref, against.stats.worker
             turns[against.key] = against.ref
         assert begun is not None, "one of them had a turn"
-        answered, key, environment = answer(run, step, stage, shard, begun, environment)
+        seconds = 0.0 if stats is None else stats.seconds
+        answered, key, environment = answer(run, step, stage, shard, begun, environment, seconds)
         begun = turns[key] = answered.ref
         frames += [] if answered.frames is None else [answered.frames]
         opponents = answered.opponents
@@ -177,11 +188,18 @@ def played(run: StageView) -> EpisodesConfig:
 
 
 def answer(
-    run: StageView, step: int, stage: SamplingStage, shard: int, turn: BatchRef, last: str
+    run: StageView,
+    step: int,
+    stage: SamplingStage,
+    shard: int,
+    turn: BatchRef,
+    last: str,
+    sampled_seconds: float,
 ) -> tuple[AnswerResult, str, str]:
     """The environments' answers to the turns of a shard, their key, and the worker that had them.
 
-    last: the worker that answered the turn before, which has the environments.
+    last: the worker that answered the turn before, which has the environments. sampled_seconds: that
+    sampling the policy's turns took so far.
     """
     key = key_of("answer", turn.to_json(), played(run).in_keys())
     piece = Stage(run=run, step=step, name="environment", key=key, shard=shard)
@@ -198,6 +216,7 @@ def answer(
             stage=stage.name,
             source=stage.source,
             frames=run.config.keeps_frames and (stage.trains or run.config.sees_frames),
+            sampled_seconds=sampled_seconds,
         )
     for (_, error), failed in by_cause(result.failures).items():
         numbers = ", ".join(map(str, failed))
@@ -212,24 +231,3 @@ def of_record(record: dict[str, Any]) -> AnswerResult:
     failures = tuple(SampleFailure(**one) for one in record["failures"])
     ref = BatchRef.from_json(record["ref"])
     return AnswerResult(**{**record, "ref": ref, "failures": failures, "frames": frames_of(record)})
-
-
-def frames_of(record: dict[str, Any]) -> BatchRef | None:
-    """The frames that a record names; None where none are kept, as by an older Refrain."""
-    found = record.get("frames")
-    return None if found is None else BatchRef.from_json(found)
-
-
-def together(before: ShardStats | None, turn: ShardStats) -> ShardStats:
-    """What a shard's turns cost, up to one of them."""
-    if before is None:
-        return turn
-    known = [version for version in (before.oldest, turn.oldest) if version is not None]
-    return dataclasses.replace(
-        turn,
-        tokens=before.tokens + turn.tokens,
-        seconds=before.seconds + turn.seconds,
-        oldest=min(known, default=None),
-        read=before.read + turn.read,
-        cached=before.cached + turn.cached,
-    )

@@ -42,14 +42,17 @@ class Carried:
         """The samples of a group, counted from 0; None where there are none yet."""
         if self.begun is None or not self.groups[number].begun:
             return None
-        size = len(self.begun) // self._begun_before[-1]
-        first = size * self._begun_before[number]
-        return self.begun.rows(first, first + size)
+        return self.begun.rows(self._begun_before[number], self._begun_before[number + 1])
 
     @functools.cached_property
     def _begun_before(self) -> list[int]:
-        """How many groups before each are begun, and last, how many of all."""
-        return list(itertools.accumulate((group.begun for group in self.groups), initial=0))
+        """How many samples of begun groups are before each group, and last, how many of all."""
+        samples = [group.samples if group.begun else 0 for group in self.groups]
+        unknown = samples.count(None)  # then all have as many
+        each = len(self.begun or ()) // unknown if unknown else 0
+        return list(
+            itertools.accumulate((each if one is None else one for one in samples), initial=0)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +90,7 @@ class Sampled:
 
     prompts: BatchRef
     weights: WeightsRef  # policy version that sampled
-    ref: BatchRef  # the samples; row i belongs to row i // group_size of the prompts
+    ref: BatchRef  # the samples, those of a prompt together, in the order of the prompts
     stats: ShardStats
     key: str = ""  # under which the shard was finished
     nodes: BatchRef | None = None  # the segments of which trees of samples consist, each once

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from configs.grpo import GRPOConfig
 from engines.data.results import FAILED, TOKENS, TURN_TOKENS, TURNS
 from engines.rewards.runner import NO_FUNCTION
-from storage.batches.columns import SampleStatus
+from storage.batches.columns import TASK, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from tasks.results import Scored
@@ -49,26 +49,31 @@ def episode_causes(config: GRPOConfig, store: Store, samples: BatchRef) -> list[
     ends = list(map(str, samples.fetch_list(store, "episode")))
     errors = list(map(str, samples.fetch_list(store, "episode_error")))
     status, _ = samples.fetch_numpy(store, "status")
+    tasks = [""] * len(samples)
+    if TASK in samples.names:
+        tasks = list(map(str, samples.fetch_list(store, TASK)))
     found: Counter[str] = Counter()
-    for end, error, one in zip(ends, errors, status.tolist(), strict=True):
+    for end, error, one, task in zip(ends, errors, status.tolist(), tasks, strict=True):
         if one == SampleStatus.FAILED:
-            found[limit_of(config, end) + (f": {error.splitlines()[0]}" if error else "")] += 1
+            why = limit_of(config, end, task)
+            found[why + (f": {error.splitlines()[0]}" if error else "")] += 1
     return [
         f"{count} of {len(ends)} episodes ended by {why} before the environment gave a reward"
         for why, count in found.most_common(MOST)
     ]
 
 
-def limit_of(config: GRPOConfig, end: str) -> str:
-    """What ended an episode, with the setting and its value."""
-    episodes = config.episodes
-    assert episodes is not None, "episodes have settings"
+def limit_of(config: GRPOConfig, end: str, task: str = "") -> str:
+    """What ended an episode, with the setting and its value; `task`: of several, its own."""
+    episodes = config.played[task]
+    longest = config.data.limits(config.rollout.max_new_tokens)
     settings = {
         TURNS: f"episodes.max_turns = {episodes.max_turns}",
         TURN_TOKENS: f"episodes.max_turn_tokens = {episodes.max_turn_tokens}",
-        TOKENS: f"rollout.max_new_tokens = {config.rollout.max_new_tokens}",
+        TOKENS: f"rollout.max_new_tokens = {longest.get(task, config.rollout.max_new_tokens)}",
         "turn_seconds": f"episodes.turn_timeout = {episodes.turn_timeout:g}",
         "seconds": f"episodes.timeout = {episodes.timeout:g}",
         FAILED: "",
     }
-    return f"{end} ({settings[end]})" if settings.get(end) else (end or "nothing")
+    whose = f" of the task {task}" if task else ""
+    return f"{end} ({settings[end]}{whose})" if settings.get(end) else (end or "nothing")

@@ -17,6 +17,7 @@ from engines.train.batching.stored_plan import Planner, PlanRequest
 from engines.train.spec import UnitAttempt
 from engines.train.trainer import Trainer
 from engines.workers.pool import Assignment
+from storage.batches.forest import LENGTHS, PARENTS
 from storage.batches.refs import BatchRef
 from storage.objects.documents import key_of
 from tasks.parts import Part, discard, spread
@@ -104,7 +105,7 @@ def plan_of(
         limits["tree_training"] = True
     key = key_of("plan", batch.ref.to_json(), limits, asdict(cost))
     named = ["prompt_ids", "response_ids", "group_id", "player"]
-    named += ["author", "frame"] if cost.patches else []
+    named += ["author", "frame"] if cost.patches else [LENGTHS, PARENTS]
     request = PlanRequest(
         batch=batch.ref[[name for name in named if name in batch.ref.names]],
         world=limits["world"],

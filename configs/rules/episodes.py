@@ -12,6 +12,19 @@ def _of_environment(config: RunConfig) -> Iterable[int]:
     return [number for number, function in functions if function.kind == "environment"]
 
 
+def _scored(config: RunConfig, position: int) -> set[str]:
+    """Kinds of the environments that a reward asks for theirs, of all tasks that it scores."""
+    played, label = config.played, config.rewards.functions[position].label
+    if not config.data.tasks:
+        return {one.environment.kind for one in played.values()}
+    own = {name: config.data.rewards_of(name) for name in played}
+    return {
+        one.environment.kind
+        for name, one in played.items()
+        if (names := own[name]) is None or label in names
+    }
+
+
 EPISODES: tuple[Rule[RunConfig], ...] = (
     of_each(
         _of_environment,
@@ -23,13 +36,30 @@ EPISODES: tuple[Rule[RunConfig], ...] = (
     ),
     of_each(
         _of_environment,
-        needs=lambda config, number: (
-            config.episodes is None or config.episodes.environment.kind != "tools"
-        ),
+        needs=lambda config, number: "tools" not in _scored(config, number),
         says=lambda config, number: (
             f"rewards.functions.{number}.kind = environment is the reward of an "
             "episode's environment, and functions give none. Set episodes.environment.kind = "
             "class, or rewards.functions to functions that score the answer."
+        ),
+    ),
+    of_each(
+        _of_environment,
+        needs=lambda config, number: "none" not in _scored(config, number),
+        says=lambda config, number: (
+            f"rewards.functions.{number}.kind = environment is the reward of an episode's "
+            "environment, and it scores rows without one (kind none). Name it in the rewards of "
+            "the tasks that have one, data.source.tasks.*.rewards."
+        ),
+    ),
+    Rule(
+        needs=lambda config: (
+            config.episodes is None
+            or any(one.environment.kind != "none" for one in config.played.values())
+        ),
+        says=lambda config: (
+            "episodes.environment.kind = none plays nothing, and no task has an environment of its "
+            "own. Set episodes = null, or data.source.tasks.*.environment."
         ),
     ),
 )

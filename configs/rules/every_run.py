@@ -428,8 +428,9 @@ def _models(config: RunConfig) -> Iterable[RewardModelReward]:
 
 def _alone(config: RunConfig) -> str | None:
     """The setting by which some prompt has a single answer; None where none does."""
-    if config.group_size == 1:
-        return "group_size = 1"
+    setting, size = config.smallest_group
+    if size == 1:
+        return f"{setting} = 1"
     suites = {} if config.evaluation is None else config.evaluation.suites
     for name, suite in suites.items():
         if suite.rewards is None and suite.samples == 1:

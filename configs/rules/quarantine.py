@@ -22,11 +22,11 @@ QUARANTINE: tuple[Rule[RunConfig], ...] = (
     ),
     of_each(
         _quarantine,
-        needs=lambda config, bounds: bounds.no_variance is None or config.group_size > 1,
+        needs=lambda config, bounds: bounds.no_variance is None or config.smallest_group[1] > 1,
         says=lambda config, bounds: (
             f"data.quarantine.no_variance = {bounds.no_variance} compares the samples of a "
-            "prompt, and group_size = 1 has one, which never varies. Set group_size higher, or "
-            "data.quarantine.no_variance = null."
+            f"prompt, and {config.smallest_group[0]} = 1 has one, which never varies. Set "
+            f"{config.smallest_group[0]} higher, or data.quarantine.no_variance = null."
         ),
     ),
 )

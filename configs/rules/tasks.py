@@ -4,8 +4,11 @@ from collections.abc import Iterable
 
 from configs.algorithm.advantages import GRPOAdvantage
 from configs.data import TaskConfig, TasksSource
+from configs.evaluation import SuiteConfig
+from configs.rewards import UnitTestsReward
 from configs.rules.rule import Rule, of_each, where
 from configs.run import RunConfig
+from configs.sandbox import SandboxConfig
 
 
 def _source(config: RunConfig) -> TasksSource:
@@ -41,8 +44,36 @@ def _weightless(config: RunConfig) -> list[int]:
 
 def _suites(config: RunConfig) -> list[str]:
     """Suites that would be asked, or scored, as the run's rows are."""
-    suites = {} if config.evaluation is None else config.evaluation.suites
-    return [name for name, one in suites.items() if one.prompt is None or one.rewards is None]
+    return [
+        name
+        for name, one in _all_suites(config).items()
+        if one.task is None and (one.prompt is None or one.rewards is None)
+    ]
+
+
+def _all_suites(config: RunConfig) -> dict[str, SuiteConfig]:
+    return {} if config.evaluation is None else config.evaluation.suites
+
+
+def _of_tasks(config: RunConfig) -> Iterable[tuple[str, SuiteConfig]]:
+    """Suites that are of a task."""
+    return [(name, one) for name, one in _all_suites(config).items() if one.task is not None]
+
+
+def _sandboxed(
+    config: RunConfig,
+) -> Iterable[tuple[str, list[UnitTestsReward], SandboxConfig]]:
+    """Tasks with a sandbox of their own, and the unit tests that run in it."""
+    for name, task in _tasks(config):
+        if task.sandbox is not None:
+            scored = config.rewards.named(task.rewards).functions
+            yield name, [one for one in scored if isinstance(one, UnitTestsReward)], task.sandbox
+
+
+def _unplayed(config: RunConfig) -> Iterable[tuple[str, str]]:
+    """Tasks that have settings of episodes, each with the first of them, where there are none."""
+    own = [(name, list(task.of_episodes)) for name, task in _tasks(config) if task.of_episodes]
+    return [(name, settings[0]) for name, settings in own] if config.episodes is None else []
 
 
 TASKS: tuple[Rule[RunConfig], ...] = where(
@@ -99,11 +130,44 @@ TASKS: tuple[Rule[RunConfig], ...] = where(
         ),
     ),
     of_each(
-        _limited,
-        needs=lambda config, name: config.episodes is None,
-        says=lambda config, name: (
-            f"data.source.tasks.{name}.max_new_tokens is of one answer, and episodes have several "
-            "turns. Set it to null; rollout.max_new_tokens and episodes.max_turns hold for all tasks."
+        _tasks,
+        needs=lambda config, task: (task[1].group_size or 0) <= config.group_size,
+        says=lambda config, task: (
+            f"data.source.tasks.{task[0]}.group_size = {task[1].group_size} is above group_size = "
+            f"{config.group_size}, the largest of all. Set the latter higher."
+        ),
+    ),
+    of_each(
+        _sandboxed,
+        needs=lambda config, own: len(own[1]) > 0,
+        says=lambda config, own: (
+            f"data.source.tasks.{own[0]}.sandbox is of unit tests, and no reward of kind unit_tests "
+            "scores the task. Set it to null, or name such a reward in the task's rewards."
+        ),
+    ),
+    of_each(
+        _sandboxed,
+        needs=lambda config, own: all(one.test_timeout <= own[2].timeout for one in own[1]),
+        says=lambda config, own: (
+            f"data.source.tasks.{own[0]}.sandbox.timeout = {own[2].timeout:g} s is of all tests of a "
+            "sample, and one may take more (test_timeout of the reward). Set it higher."
+        ),
+    ),
+    of_each(
+        _unplayed,
+        needs=lambda config, own: False,
+        says=lambda config, own: (
+            f"data.source.tasks.{own[0]}.{own[1]} is of episodes, and episodes = null has none. Set "
+            "episodes.environment, of the tasks without one of their own: {kind: none} is an answer "
+            "of one turn."
+        ),
+    ),
+    of_each(
+        _tasks,
+        needs=lambda config, task: task[1].environment is None or not config.sees_frames,
+        says=lambda config, task: (
+            f"data.source.tasks.{task[0]}.environment is its own, and episodes.sees = frames shows "
+            "images of one. Set it to null, or episodes.sees = text."
         ),
     ),
     of_each(
@@ -136,7 +200,25 @@ TASKS: tuple[Rule[RunConfig], ...] = where(
         needs=lambda config, name: False,
         says=lambda config, name: (
             f"The suite {name} would be asked and scored as the run's rows, of which each task has "
-            f"its own way. Set evaluation.suites.{name}.prompt and rewards."
+            f"its own way. Set evaluation.suites.{name}.task to one of them, or its prompt and "
+            "rewards."
+        ),
+    ),
+    of_each(
+        _of_tasks,
+        needs=lambda config, suite: suite[1].task in _source(config).tasks,
+        says=lambda config, suite: (
+            f"evaluation.suites.{suite[0]}.task = {suite[1].task} is no task. Set it to one of "
+            f"{', '.join(_source(config).tasks)}."
+        ),
+    ),
+    of_each(
+        _of_tasks,
+        needs=lambda config, suite: not suite[1].own,
+        says=lambda config, suite: (
+            f"evaluation.suites.{suite[0]}.task = {suite[1].task} says how its rows are asked, "
+            f"played and scored, and it has {suite[1].own[0]} of its own. Set the one or the "
+            "other to null."
         ),
     ),
     Rule(
@@ -157,8 +239,20 @@ def _compared_by_task(config: RunConfig) -> list[str]:
     return [name for name in ("baseline", "normalize") if getattr(advantage, name) == "task"]
 
 
+def _suites_of_tasks(config: RunConfig) -> list[str]:
+    return [name for name, _ in _of_tasks(config)]
+
+
 ONE_TASK: tuple[Rule[RunConfig], ...] = where(
     lambda config: not isinstance(config.data.source, TasksSource),
+    of_each(
+        _suites_of_tasks,
+        needs=lambda config, name: False,
+        says=lambda config, name: (
+            f"evaluation.suites.{name}.task is one of several tasks, and data.source.kind = "
+            f"{config.data.source.kind} is one. Set it to null."
+        ),
+    ),
     of_each(
         _compared_by_task,
         needs=lambda config, name: False,

@@ -55,7 +55,7 @@ class Critic(HeadedModel):
             self.model, packed, packed.predictors, sequence, self.needs.whole
         )
         weight, bias = self.value.weight.float(), self.value.bias.float()
-        own = functional.linear(states.float(), weight, bias).squeeze(-1)
-        (values,) = sequence.together((own,), places, packed.labels.numel())
+        local = functional.linear(states.float(), weight, bias).squeeze(-1)
+        (values,) = sequence.together((local,), places, packed.labels.numel())
         # No view may leave an FSDP module: https://github.com/pytorch/pytorch/issues/181832
         return (values.clone(),)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from engines.workers.engine import Engine
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -39,7 +41,7 @@ class ScoreRequest:
     """A shard's completions."""
 
     prompts: BatchRef  # [P]
-    samples: BatchRef  # [N]; row i belongs to row i // n of prompts
+    samples: BatchRef  # [N], of these prompts
     trainer_state: TrainerState
     source: Source | None = None  # of the prompts' rows; None: the data set
     models: ModelScores | None = None  # what the reward models among the functions gave
@@ -161,11 +163,43 @@ class EnvironmentHost(PromptMaker):
         stage: str = "",
         source: Source | None = None,
         frames: bool = False,
+        sampled_seconds: float = 0.0,
     ) -> AnswerResult:
         """Step the environments of the episodes whose turn is over, and write what they said.
 
         samples: as the rollout engine wrote them. stage: what they are for; sample numbers are those
         of a stage. source: of their rows, where it is not the data set. frames: whether those of the
-        answers are written. An environment that fails makes its sample FAILED; one that ends, or a
+        answers are written. sampled_seconds: that sampling the episodes' turns took so far, for their
+        deadline. An environment that fails makes its sample FAILED; one that ends, or a
         limit, ends the episode, for all its players.
+        """
+
+    @abstractmethod
+    def go_on(
+        self,
+        prompts: BatchRef,
+        n: int,
+        out_key: str,
+        begun: BatchRef | None = None,
+        turns: BatchRef | None = None,
+        stage: str = "",
+        source: Source | None = None,
+        sampled_seconds: float = 0.0,
+        group: int = 0,
+        first: int = 0,
+    ) -> AnswerResult:
+        """Give the turns that requests waited for, and write what is asked for next, in `pending`.
+
+        For episodes of requests (EpisodesConfig.of_requests), n of each prompt. begun: as this call
+        wrote them; None: they are opened. turns: as the rollout engine wrote them, one for each row
+        of `pending`; None: it is written again. Others: as in `answer`, and in Sampling.
+        """
+
+    @abstractmethod
+    def gather(
+        self, prompts: BatchRef, n: int, samples: Sequence[BatchRef | None], out_key: str
+    ) -> BatchRef:
+        """Write samples that lie apart as one batch: row i belongs to row i // n of `prompts`.
+
+        samples: one row each, with the same columns; None: nothing of it was sampled yet.
         """

@@ -45,7 +45,7 @@ from engines.rewards.failing_samples import Column, pooled
 from engines.rewards.judge_answers import JudgeAnswers
 from engines.rewards.protocol import EPISODE_COLUMNS
 from engines.rewards.runner import RewardCode, RewardRunner, Scores, code_digest
-from storage.batches.columns import EXTRA, LIMIT, SCORE, TASK, SampleStatus
+from storage.batches.columns import EXTRA, SCORE, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.documents import Row
@@ -101,13 +101,8 @@ class DataEngine(Scorer):
             "prompt_row": np.asarray([rows[p] for p in made.kept], dtype=np.int64),
             "row": [found[p] for p in made.kept],
         }
-        if source is None and self._spec.data.tasks:
-            columns[TASK] = [str(found[p][TASK]) for p in made.kept]
-            limits = self._spec.data.limits(self._spec.max_new_tokens)
-            if set(limits.values()) != {self._spec.max_new_tokens}:
-                columns[LIMIT] = np.array(
-                    [limits[str(found[p][TASK])] for p in made.kept], np.int64
-                )
+        if source is None:
+            columns |= self._spec.task_columns([found[p] for p in made.kept])
         state = self._spec.data.state_column
         if state is not None:
             columns["state_id"] = np.asarray(

@@ -8,30 +8,28 @@ turn that was answered once is never stepped again.
 
 from __future__ import annotations
 
-import itertools
+import json
+import math
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import Field
 
 from configs.data import Source
 from configs.episodes import EpisodesConfig
-from engines.data.agent_prompts import AgentPrompts
 from engines.data.chat_template import (
-    Role,
     TokenizedPrompts,
-    chat_of,
     ids_of,
-    said_by,
+    put_together,
     state_number,
-    with_variables,
 )
 from engines.data.contract import EnvironmentHost
-from engines.data.conversation import Conversation, Delta
 from engines.data.episode_rows import Episode, episode_columns, read_episodes, seed_of
 from engines.data.frames import (
     FIRST,
@@ -45,8 +43,12 @@ from engines.data.frames import (
     unused_tokens,
     write_frames,
 )
+from engines.data.gathering import gathered
+from engines.data.played import Played
 from engines.data.players import dealt, players_prompts
+from engines.data.request_episodes import RequestEpisode, RequestEpisodes
 from engines.data.results import (
+    DEADLINE,
     DONE,
     ENVIRONMENT_FAILED,
     FAILED,
@@ -61,19 +63,37 @@ from engines.data.results import (
     SampleFailure,
 )
 from engines.data.tool_calls import Malformed, tool_calls
-from engines.environments.protocol import SECONDS, Outcome, PlayersTurn, Tokens, ToolCall
+from engines.environments.one_turn import OneTurn, open_environments
+from engines.environments.protocol import (
+    SECONDS,
+    Outcome,
+    PlayersTurn,
+    Tokens,
+    ToolCall,
+)
 from engines.environments.sessions import (
+    Asked,
     Environments,
+    GivenTurns,
     PastTurn,
     Turn,
     digest_of,
     took_too_long,
 )
-from storage.batches.columns import OPPONENTS_TURN, TASK, Author, SampleStatus
+from storage.batches.columns import OPPONENTS_TURN, TASK, TURN_LIMIT, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.documents import Row
 from storage.prompts.datasets import open_source
+
+if TYPE_CHECKING:
+    pass
+
+
+_MORE = (
+    "the environment is not deterministic: when the episode was played again, the agent asked for "
+    "more turns"
+)
 
 
 class EnvironmentSpec(RowsSpec):
@@ -93,15 +113,23 @@ class EnvironmentEngine(EnvironmentHost):
         self._store = spec.open_store()
         self._tokenizer = load_tokenizer(materialize(spec.model, Path(spec.model_cache)))
         self._source = open_source(spec.data.source)
-        self._environments = Environments(spec.episodes, frames=spec.frames)
-        self._code = self._environments.start()
-        self._answers_as: Role = "tool" if self._code.tools else "user"
-        tools = [dict(tool) for tool in self._code.tools]
-        self._conversation = Conversation(
-            self._tokenizer, spec.data, tools, spec.episodes.past_turns
+        self._played: dict[str, Played] = {}  # by task; of one task under no name
+        opened: dict[str, Environments | OneTurn] = {}  # tasks that are played alike share them
+        limits = spec.data.limits(spec.max_new_tokens)
+        for name, settings in spec.data.played(spec.episodes).items():
+            key = settings.model_dump_json()
+            if key not in opened:
+                opened[key] = open_environments(settings, spec.frames)
+            data = spec.data.tasks[name] if name else spec.data
+            most = limits.get(name, spec.max_new_tokens)
+            self._played[name] = Played.of(self._tokenizer, data, settings, opened[key], most)
+        settings_of = [one.settings for one in self._played.values()]
+        self._requests = RequestEpisodes(
+            self._store,
+            self._of,
+            words=len(self._tokenizer),
+            forests=any(one.are_forests for one in settings_of),
         )
-        self._conversation.check([self._answers_as])
-        self._agents = AgentPrompts(self._conversation, spec.data)
 
     def prompts(
         self, rows: list[int], first_group: int | None, out_key: str, source: Source | None = None
@@ -116,7 +144,7 @@ class EnvironmentEngine(EnvironmentHost):
         found = opened_source.rows(rows)
         other = "" if source is None else opened_source.digest
         seeds = [seed_of(self._spec.episodes.seed, row, other) for row in rows]
-        opened = [self._known(one) for one in self._environments.opening(found, seeds)]
+        opened = self._opened(found, seeds)
         if self._spec.frames:
             opened = alike(opened)
         good = [number for number, one in enumerate(opened) if one.failed is None]
@@ -137,13 +165,18 @@ class EnvironmentEngine(EnvironmentHost):
             "prompt_row": np.asarray([rows[number] for number in kept], dtype=np.int64),
             "row": [found[number] for number in kept],
             "env_seed": np.asarray([seeds[number] for number in kept], dtype=np.int64),
-            "env_code": [self._code.digest] * len(kept),
+            "env_code": [self._of(found[number]).code.digest for number in kept],
             "opening": digests,
             "state_id": np.asarray([state_number(one) for one in digests], dtype=np.int64),
             **({"players": players} if players else {}),
         }
-        if source is None and self._spec.data.tasks:
-            columns[TASK] = [str(found[number][TASK]) for number in kept]
+        if source is None:
+            columns |= self._spec.task_columns([found[number] for number in kept])
+            turns = {name: one.settings.max_turn_tokens or 0 for name, one in self._played.items()}
+            if len(set(turns.values())) > 1:
+                columns[TURN_LIMIT] = np.array(
+                    [turns[str(found[number][TASK])] for number in kept], np.int64
+                )
         if self._spec.frames:
             columns[FIRST] = stacked([opened[number].frame for number in kept])
         if self._spec.episodes.sees == "frames":
@@ -163,21 +196,79 @@ class EnvironmentEngine(EnvironmentHost):
         if self._spec.episodes.players > 1:
             told = [PlayersTurn.of(one) for one in observations]
             longest = self._spec.data.max_prompt_tokens
-            return players_prompts(self._conversation, rows, told, longest)
-        if not self._code.chats:
-            return self._conversation.prompts(rows, observations), []
-        return self._agents.made(rows, observations), []
+            return players_prompts(self._played[""].conversation, rows, told, longest)
+        parts = []
+        for played, places in self._by_task(rows):
+            own = [rows[place] for place in places], [observations[place] for place in places]
+            make = played.agents.made if played.code.chats else played.conversation.prompts
+            parts.append((places, make(*own)))
+        return put_together(parts), []
 
-    def _known(self, outcome: Outcome) -> Outcome:
-        """An outcome of an environment, failed where it gives token ids that there are not."""
-        if not self._code.chats or outcome.failed is not None or not outcome.observation:
+    def _of(self, row: Row) -> Played:
+        """How a row is played."""
+        return self._played[""] if "" in self._played else self._played[str(row[TASK])]
+
+    def _by_task(self, rows: Sequence[Row]) -> list[tuple[Played, list[int]]]:
+        """The positions of rows that are played in one way."""
+        if "" in self._played:
+            return [(self._played[""], list(range(len(rows))))] if rows else []
+        places: dict[str, list[int]] = {}
+        for place, row in enumerate(rows):
+            places.setdefault(str(row[TASK]), []).append(place)
+        return [(self._played[name], own) for name, own in places.items()]
+
+    def _asked(
+        self, rows: Sequence[Row], ask: Callable[[Played, list[int]], list[Outcome]]
+    ) -> list[Outcome]:
+        """What the environments of rows say, all at once; `ask`: those of some of the rows."""
+        parts = self._by_task(rows)
+        if len(parts) == 1:
+            return ask(*parts[0])
+        found: dict[int, Outcome] = {}
+        with ThreadPoolExecutor(max_workers=max(1, len(parts))) as pool:
+            for (_, places), said in zip(
+                parts, pool.map(lambda one: ask(*one), parts), strict=True
+            ):
+                found |= zip(places, said, strict=True)
+        return [found[place] for place in range(len(rows))]
+
+    def _opened(self, rows: Sequence[Row], seeds: Sequence[int]) -> list[Outcome]:
+        """What the environments of rows say first."""
+
+        def ask(played: Played, places: list[int]) -> list[Outcome]:
+            own = [rows[place] for place in places], [seeds[place] for place in places]
+            outcomes = played.environments.opening(*own)
+            return [*map(self._first_request, outcomes)] if played.code.chats else outcomes
+
+        return self._asked(rows, ask)
+
+    def _acted(self, episodes: Sequence[Episode]) -> list[Outcome]:
+        """The answers to the next turns of episodes."""
+        turns = [self._turn(one) for one in episodes]
+        return self._asked(
+            [one.row for one in episodes],
+            lambda played, places: played.environments.act([turns[place] for place in places]),
+        )
+
+    def _finished(self, episodes: Sequence[Episode]) -> list[Outcome]:
+        """The last rewards of episodes that are over."""
+        turns = [self._turn(one) for one in episodes]
+        return self._asked(
+            [one.row for one in episodes],
+            lambda played, places: played.environments.finish([turns[place] for place in places]),
+        )
+
+    def _first_request(self, outcome: Outcome) -> Outcome:
+        """The opening of an agent as its first request, failed where that is of token ids that there
+        are not; of several at once the one whose name is first."""
+        if outcome.failed is not None:
             return outcome
-        known = len(self._tokenizer)
-        other = next((id for id in ids_of(outcome.observation) or () if id >= known), None)
-        if other is None:
-            return outcome
-        text = f"the agent gave the token id {other}; the model's tokenizer has {known} tokens"
-        return replace(outcome, failed=text)
+        request = json.dumps(json.loads(outcome.observation)["requests"][0], ensure_ascii=False)
+        try:
+            self._requests.check_known(ids_of(request) or ())
+        except ValueError as error:
+            return replace(outcome, failed=str(error))
+        return replace(outcome, observation=request)
 
     def answer(
         self,
@@ -186,6 +277,7 @@ class EnvironmentEngine(EnvironmentHost):
         stage: str = "",
         source: Source | None = None,
         frames: bool = False,
+        sampled_seconds: float = 0.0,
     ) -> AnswerResult:
         """Step the environments of the episodes whose turn is over, and write what they said."""
         opened = self._source if source is None else open_source(source)
@@ -193,11 +285,12 @@ class EnvironmentEngine(EnvironmentHost):
         asked = [one for one in episodes if one.waits]
         self._read(asked)
         began = time.monotonic()
-        self._step([one for one in asked if not self._is_over(one)], form_of(samples))
+        stepped = [one for one in asked if not self._is_over(one)]
+        self._step(stepped, form_of(samples), sampled_seconds)
         for one in [each for each in asked if not each.ended and self._is_over(each)]:
             one.end(self._limit(one), SampleStatus.TRUNCATED)
         self._finish([one for one in asked if one.ended and not one.error])
-        if self._conversation.rewrites:
+        if any(one.conversation.rewrites for one in self._played.values()):
             for row in [row for one in asked for row in one.rows]:
                 row.rewritten = self._rewritten(row) if row.ended else 0.0
         seconds = time.monotonic() - began
@@ -207,7 +300,8 @@ class EnvironmentEngine(EnvironmentHost):
             for row in one.rows
             if row.error
         )
-        written = write_batch(self._store, out_key, episode_columns(episodes, self._code.in_part))
+        in_part = any(one.code.in_part for one in self._played.values())
+        written = write_batch(self._store, out_key, episode_columns(episodes, in_part))
         kept = [name for name in samples.names if name not in written.names]
         ref = samples[kept].with_columns(written)
         seen = write_frames(self._store, out_key, asked) if frames else None
@@ -223,30 +317,124 @@ class EnvironmentEngine(EnvironmentHost):
             seconds=seconds,
         )
 
+    def go_on(
+        self,
+        prompts: BatchRef,
+        n: int,
+        out_key: str,
+        begun: BatchRef | None = None,
+        turns: BatchRef | None = None,
+        stage: str = "",
+        source: Source | None = None,
+        sampled_seconds: float = 0.0,
+        group: int = 0,
+        first: int = 0,
+    ) -> AnswerResult:
+        """Give the turns that requests waited for, and write what is asked for next."""
+        opened, requests = self._source if source is None else open_source(source), self._requests
+        episodes = requests.read(prompts, n, begun, opened, stage, group or n, first)
+        answered = 0 if turns is None else requests.fold(episodes, turns)
+        began = time.monotonic()
+        asked = []
+        if begun is None or turns is not None:
+            asked = [one for one in episodes if not one.ended and not one.forest.waiting]
+        requests.lay_out(asked)
+        self._read(asked)
+        for one in asked:
+            if limit := requests.limit(one):
+                one.end(limit, SampleStatus.TRUNCATED)
+        going = [one for one in asked if not one.ended]
+        self._ask_agents([one for one in going if one.played.code.chats], sampled_seconds)
+        others = [one for one in going if not one.played.code.chats]
+        if begun is None:
+            for one in others:
+                requests.ask_first(one)
+        else:
+            self._step(others, None, sampled_seconds)
+        self._finish([one for one in asked if one.ended and not one.error])
+        for one in [each for each in asked if each.ended]:
+            if one.played.conversation.rewrites and one.played.settings.past_turns == "as_sampled":
+                one.rewritten = self._rewritten(one)
+            if one.played.code.chats:
+                one.forest = one.forest.in_order()
+        in_part = any(one.code.in_part for one in self._played.values())
+        ref, pending = requests.write(episodes, prompts, n, out_key, in_part)
+        return AnswerResult(
+            ref=ref,
+            pending=pending,
+            unfinished=sum(not one.ended for one in episodes),
+            turns=answered,
+            failures=tuple(
+                SampleFailure(sample=one.sample, function="environment", error=one.error)
+                for one in asked
+                if one.error
+            ),
+            seconds=time.monotonic() - began,
+        )
+
+    def _ask_agents(self, episodes: list[RequestEpisode], sampled_seconds: float) -> None:
+        """Give agents their turns, until each waits for others, or its episode is over.
+
+        One whose requests were all refused goes on at once.
+        """
+        while episodes:
+            for one, outcome in zip(episodes, self._acted(episodes), strict=True):
+                one.took(outcome.seconds)
+                if outcome.failed is not None:
+                    one.end(outcome.limit or FAILED, SampleStatus.FAILED, outcome.failed)
+                    continue
+                one.observations = [node.name for node in one.forest.nodes]
+                one.rewards = [math.nan] * len(one.observations)
+                one.order = list(range(len(one.observations)))
+                one.earns(outcome.reward)
+                if outcome.done:
+                    limit = self._requests.met_limit(one, outcome.reward is not None)
+                    cut = limit not in ("", TURNS)
+                    one.end(limit or DONE, SampleStatus.TRUNCATED if cut else SampleStatus.OK)
+                elif limit := outcome.limit or self._late(one, sampled_seconds):
+                    one.end(limit, SampleStatus.OK)
+                else:
+                    try:
+                        self._requests.ask(one, outcome.observation)
+                    except ValueError as error:
+                        one.end(FAILED, SampleStatus.FAILED, str(error))
+            episodes = [one for one in episodes if not one.ended and not one.forest.waiting]
+
+    def gather(
+        self, prompts: BatchRef, n: int, samples: Sequence[BatchRef | None], out_key: str
+    ) -> BatchRef:
+        return gathered(self._store, prompts, n, samples, out_key)
+
     def replay(self, samples: BatchRef) -> list[tuple[int, str]]:
         """Step episodes again that are over: samples whose environment says something else, and what.
 
         Those that failed are left out: it is not known what their environments would have said.
         """
-        episodes = [
-            one
-            for one in read_episodes(self._store, samples, self._source, "replay")
-            if one.ended and not one.error and one.player == 0
-        ]
+        if not any(one.settings.of_requests for one in self._played.values()):
+            every: Sequence[Episode] = read_episodes(self._store, samples, self._source, "replay")
+        elif "requests" in samples.names:
+            every = self._requests.read(samples, 1, samples, self._source, "replay")
+            self._requests.lay_out(every)
+        else:
+            raise ValueError(
+                "The requests of these episodes are not stored: an older Refrain played them. They "
+                "cannot be played again."
+            )
+        episodes = [one for one in every if one.ended and not one.error and one.player == 0]
         self._read(episodes)
-        outcomes = self._environments.finish([self._turn(one) for one in episodes])
-        return [
-            (row.sample, outcome.failed)
-            for one, outcome in zip(episodes, outcomes, strict=True)
-            for row in one.rows
-            if outcome.failed is not None
-        ]
+        agents = [one for one in episodes if self._of(one.row).code.chats]
+        acted = zip(agents, self._acted(agents), strict=True)
+        more = {one.sample: _MORE for one, last in acted if one.ended == DONE and not last.done}
+        outcomes = zip(episodes, self._finished(episodes), strict=True)
+        found = [(one, outcome.failed or more.get(one.sample)) for one, outcome in outcomes]
+        return [(row.sample, said) for one, said in found if said for row in one.rows]
 
     def close(self) -> None:
         """End the environments' processes."""
-        self._environments.close()
+        for one in self._played.values():
+            one.environments.close()
 
-    def _read(self, episodes: list[Episode]) -> None:
+    def _read(self, episodes: Sequence[Episode]) -> None:
         """Decode the turns of episodes."""
         for one in [row for episode in episodes for row in episode.rows]:
             spans = [one.tokens[start:stop] for start, stop in one.turns]
@@ -254,28 +442,37 @@ class EnvironmentEngine(EnvironmentHost):
             if spans:  # of none at all a tokenizer makes one empty text
                 one.texts = list(self._tokenizer.batch_decode(spans, skip_special_tokens=True))
 
-    def _step(self, episodes: list[Episode], form: Form | None) -> None:
+    def _step(self, episodes: Sequence[Episode], form: Form | None, sampled_seconds: float) -> None:
         """Have the environments answer the last turn; a call that is none is answered here."""
+
+        def take(one: Episode, outcome: Outcome) -> None:
+            limit = outcome.limit or self._late(one, sampled_seconds)
+            self._take(one, replace(outcome, limit=limit))
+
         asked = []
         for one in episodes:
-            called = self._called(one.texts[-1])
+            called = self._called(one, one.texts[-1])
             if isinstance(called, Malformed):
-                self._take(one, Outcome(observation=f"Error: {called.mistake}"))
+                take(one, Outcome(observation=f"Error: {called.mistake}"))
             else:
                 asked.append(one)
-        turns = [self._turn(one) for one in asked]
-        for one, answered in zip(asked, self._environments.act(turns), strict=True):
-            outcome = fitting(self._known(answered), form)
+        for one, answered in zip(asked, self._acted(asked), strict=True):
+            outcome = fitting(answered, form)
             one.took(outcome.seconds)
             if outcome.failed is not None:
                 one.end(outcome.limit or FAILED, SampleStatus.FAILED, outcome.failed)
             else:
-                self._take(one, outcome)
+                take(one, outcome)
 
-    def _finish(self, episodes: list[Episode]) -> None:
+    def _late(self, episode: Episode, sampled_seconds: float) -> str:
+        """The limit that an episode has reached that has used up its time; empty: it has not."""
+        deadline = self._of(episode.row).settings.deadline
+        late = deadline is not None and episode.seconds + sampled_seconds >= deadline
+        return DEADLINE if late else ""
+
+    def _finish(self, episodes: Sequence[Episode]) -> None:
         """Ask the environments of ended episodes for a last reward, and let go of them."""
-        turns = [self._turn(one) for one in episodes]
-        for one, outcome in zip(episodes, self._environments.finish(turns), strict=True):
+        for one, outcome in zip(episodes, self._finished(episodes), strict=True):
             one.took(outcome.seconds)
             if outcome.failed is not None:
                 one.end(outcome.limit or FAILED, SampleStatus.FAILED, outcome.failed)
@@ -283,16 +480,27 @@ class EnvironmentEngine(EnvironmentHost):
             last = outcome.rewards if one.others else (outcome.reward,)
             for row, reward in zip(one.rows, last, strict=False):
                 row.earns(reward)
-            if one.ended == SECONDS and all(reward is None for reward in last):
+            if one.ended in (SECONDS, DEADLINE) and all(reward is None for reward in last):
                 # How far it came by then says how slow the environment was.
-                said = took_too_long(self._spec.episodes.timeout)
-                one.end(SECONDS, SampleStatus.FAILED, f"{said}, and gave no reward at its end")
+                limits = self._of(one.row).settings
+                said = took_too_long(limits.timeout)
+                if one.ended == DEADLINE:
+                    said = f"the environment played until episodes.deadline = {limits.deadline} s"
+                said += ", and gave no reward at its end"
+                one.end(one.ended, SampleStatus.FAILED, said)
 
-    def _turn(self, episode: Episode) -> Turn:
+    def _turn(self, episode: Episode) -> Asked:
         """The turns of an episode that are answered, and its next turn, if there is one.
 
         The environment has not seen those that held a malformed call.
         """
+        if isinstance(episode, RequestEpisode) and episode.played.code.chats:
+            return GivenTurns(
+                episode=episode.name,
+                row=episode.row,
+                seed=episode.seed,
+                turns=self._requests.given(episode, lambda text: self._called(episode, text)),
+            )
         answered = [
             turn
             for row in episode.rows
@@ -300,12 +508,12 @@ class EnvironmentEngine(EnvironmentHost):
         ]
         past = []
         for _, text, digest, tokens in sorted(answered, key=itemgetter(0)):
-            called = self._called(text)
+            called = self._called(episode, text)
             if not isinstance(called, Malformed):
                 past.append(PastTurn(text=text, calls=called, digest=digest, tokens=tokens))
         number = len(episode.observations)
         text = "".join(episode.texts[number : number + 1])
-        called = self._called(text)
+        called = self._called(episode, text)
         return Turn(
             episode=episode.name,
             row=episode.row,
@@ -319,25 +527,25 @@ class EnvironmentEngine(EnvironmentHost):
 
     def _tokens(self, episode: Episode) -> list[Tokens | None]:
         """The tokens of each turn of the policy; None for environments that are not told them."""
-        if not (self._code.chats or self._code.tokens):
-            return [None] * len(episode.turns)
-        end, most = self._tokenizer.eos_token_id, self._spec.episodes.max_turn_tokens
+        told = self._of(episode.row).code.tokens
         return [
-            {**one, "cut": len(one["written"]) == most and one["written"][-1] != end}
-            for one in episode.told
+            {"written": episode.tokens[start:stop]} if told else None
+            for start, stop in episode.turns
         ]
 
-    def _called(self, text: str) -> tuple[ToolCall, ...] | Malformed | None:
+    def _called(self, episode: Episode, text: str) -> tuple[ToolCall, ...] | Malformed | None:
         """The tools that a turn calls; None where the environment has none, and takes the text."""
-        if not (self._code.tools or self._code.chats):
+        code = self._of(episode.row).code
+        if not (code.tools or code.chats):
             return None
         found = tool_calls(text)
         if isinstance(found, Malformed):
-            return () if self._code.chats else found  # an agent is given it as a text
+            return () if code.chats else found  # an agent is given it as a text
         return tuple({"name": one.name, "arguments": one.arguments} for one in found or ())
 
     def _take(self, episode: Episode, outcome: Outcome) -> None:
         """What an environment answered becomes part of the episode."""
+        played = self._of(episode.row)
         episode.answered(digest_of(outcome.observation), outcome.reward)
         episode.frame = outcome.frame
         for row, reward in zip(episode.rows, outcome.rewards, strict=False):
@@ -347,39 +555,31 @@ class EnvironmentEngine(EnvironmentHost):
             if outcome.used is not None:
                 start, stop = episode.turns[-1]
                 turn = episode.tokens[start:stop]
-                words = None if self._code.tokens else self._tokenizer
+                words = None if played.code.tokens else self._tokenizer
                 episode.unused = unused_tokens(words, turn, outcome.used)
             return
         if outcome.limit:
             episode.end(outcome.limit, SampleStatus.OK)
             return
-        text, role = outcome.observation, self._answers_as
+        text = outcome.observation
         if episode.others:
             told = PlayersTurn.of(text)
             episode.waits_for(episode.rows[told.player])
             episode, (text,) = episode.rows[told.player], told.texts
-        if len(episode.texts) >= self._spec.episodes.max_turns:
+        if len(episode.texts) >= played.settings.max_turns:
             episode.end(TURNS, SampleStatus.OK)
             return
-        asks, given = episode.row, ids_of(text) if self._code.chats else None
-        if self._code.chats and given is None:
-            try:
-                chat = chat_of(text)
-                asks = with_variables(asks, chat.variables)
-                text, role = said_by(chat.messages)
-            except ValueError as error:
-                episode.end(FAILED, SampleStatus.FAILED, str(error))
-                return
-        if given is not None:
-            delta = Delta(given, [Author.ENVIRONMENT] * len(given))
-        elif episode.texts:
+        if isinstance(episode, RequestEpisode):
+            self._requests.ask_again(episode, text)
+            return
+        if episode.texts:
             last = episode.tokens[-1]
             ended = episode.finish != "length"
-            talk = self._conversation.for_row(asks)
-            delta = talk.delta(text, ended=ended, last=last, role=role)
+            talk = played.conversation.for_row(episode.row)
+            delta = talk.delta(text, ended=ended, last=last, role=played.answers_as)
         else:
-            delta = self._conversation.first(episode.row, text)
-        if len(episode.tokens) + len(delta.ids) >= self._spec.max_new_tokens:
+            delta = played.conversation.first(episode.row, text)
+        if len(episode.tokens) + len(delta.ids) >= played.max_new_tokens:
             episode.end(TOKENS, SampleStatus.TRUNCATED)
             return
         episode.tokens += delta.ids
@@ -389,23 +589,22 @@ class EnvironmentEngine(EnvironmentHost):
 
     def _rewritten(self, episode: Episode) -> float:
         """`Conversation.rewritten` of an episode; 0 where there was no earlier turn."""
-        turns = episode.turns
-        if len(turns) < 2:
+        tokens, said = episode.past
+        if not said:
             return 0.0
-        last, said = turns[-1][0], []
-        for (_, stop), (start, _) in itertools.pairwise(turns):
-            shown = zip(episode.tokens[stop:start], episode.authors[stop:start], strict=True)
-            said.append([token for token, author in shown if author == Author.ENVIRONMENT])
-        told = self._tokenizer.batch_decode(said, skip_special_tokens=True)
-        past = list(zip(episode.texts, told, strict=False))
-        talk = self._conversation.for_row(episode.row)
-        return talk.rewritten(episode.tokens[:last], past, self._answers_as)
+        told = self._tokenizer.batch_decode([ids for _, ids in said], skip_special_tokens=True)
+        past = [(episode.texts[n], text) for (n, _), text in zip(said, told, strict=True)]
+        played = self._of(episode.row)
+        talk = played.conversation.for_row(episode.row)
+        return talk.rewritten(tokens, past, played.answers_as)
 
     def _is_over(self, episode: Episode) -> bool:
         """Whether the policy's turn reached a limit of tokens that ends the episode."""
-        full = self._spec.episodes.full_turn == "counts" and self._limit(episode) == TURN_TOKENS
+        counts = self._of(episode.row).settings.full_turn == "counts"
+        full = counts and self._limit(episode) == TURN_TOKENS
         return episode.finish == "length" and not full
 
     def _limit(self, episode: Episode) -> str:
         """Which limit of tokens ended the policy's turn."""
-        return TOKENS if len(episode.tokens) >= self._spec.max_new_tokens else TURN_TOKENS
+        most = self._of(episode.row).max_new_tokens
+        return TOKENS if len(episode.tokens) >= most else TURN_TOKENS

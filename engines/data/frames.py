@@ -125,11 +125,11 @@ def frames_by_turn(
 
     Args:
         store: of the batches; only numbers are read.
-        prompts: [P], with the first frames; row i // (N / P) is that of sample i.
+        prompts: [P], with the first frames.
         samples: [N], of episodes that are over.
         frames: of the answers, a row for each; None: no turn was answered.
     """
-    n = len(samples) // len(prompts)
+    places = samples.prompts_in(store, prompts).tolist()
     numbers = samples.fetch_numpy(store, "sample_id")[0].tolist()
     turn_ids, offsets = samples.fetch_numpy(store, "turn_ids")
     assert offsets is not None
@@ -141,8 +141,8 @@ def frames_by_turn(
         of, turn = (frames.fetch_numpy(store, name)[0].tolist() for name in ("sample_id", "turn"))
         answered = {key: len(prompts) + row for row, key in enumerate(zip(of, turn, strict=True))}
     rows = []
-    for place, (number, count) in enumerate(zip(numbers, turns, strict=True)):
-        own = [place // n]
+    for place, number, count in zip(places, numbers, turns, strict=True):
+        own = [place]
         for before in range(count - 1):
             own.append(answered.get((number, before), own[-1]))
         rows.append(own[:count])

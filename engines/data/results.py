@@ -18,7 +18,9 @@ from configs.model import Model
 from engines.rewards.failing_samples import LoggedMetric
 from engines.rewards.runner import RewardCode
 from engines.workers.store_spec import StoreSpec
+from storage.batches.columns import GROUP_SIZE, LIMIT, TASK
 from storage.batches.refs import BatchRef
+from storage.objects.documents import Row
 
 
 class RowsSpec(StoreSpec):
@@ -28,6 +30,25 @@ class RowsSpec(StoreSpec):
     model_cache: str = Field(description="Directory for models that are converted or drawn.")
     data: DataConfig = Field(description="Rows and their template.")
     max_new_tokens: int = Field(description="Longest completion, in tokens.")
+    group_size: int = Field(1, description="Completions of a prompt, at most.")
+
+    def task_columns(self, rows: Sequence[Row]) -> dict[str, object]:
+        """Columns of the prompts of rows [N]: their tasks, and what of its own one of these has.
+
+        None where there is one task.
+        """
+        if not self.data.tasks:
+            return {}
+        tasks = [str(row[TASK]) for row in rows]
+        settings = {
+            LIMIT: (self.data.limits(self.max_new_tokens), self.max_new_tokens),
+            GROUP_SIZE: (self.data.group_sizes(self.group_size), self.group_size),
+        }
+        return {TASK: tasks} | {
+            name: np.array([own[task] for task in tasks], np.int64)
+            for name, (own, most) in settings.items()
+            if set(own.values()) != {most}
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,6 +227,7 @@ DONE = "done"  # the environment said so, or the model called no tool
 TURNS = "turns"  # episodes.max_turns
 TURN_TOKENS = "turn_tokens"  # episodes.max_turn_tokens
 TOKENS = "tokens"  # rollout.max_new_tokens, of the whole conversation
+DEADLINE = "deadline"  # episodes.deadline
 # "turn_seconds" and "seconds" are limits of the environment's (engines/environments/protocol.py).
 FAILED = "failed"  # of machinery otherwise; see `episode_error`
 
@@ -243,5 +265,8 @@ class AnswerResult:
     failures: tuple[SampleFailure, ...]
     seconds: float  # that all answers together took
     opponents: int = 0  # episodes in which an opponent's turn is next
+    # A row for each request that waits for a turn, of episodes of requests: its prompt_ids are all
+    # that it is after, its group_id is its sample's number. None: none waits.
+    pending: BatchRef | None = None
     # A row for each answer that has one: sample_id, turn (from 0), frame. None: there are none.
     frames: BatchRef | None = None

@@ -35,13 +35,12 @@ def read_texts(
     data: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> SampleTexts:
-    """The samples of a shard; row i of samples belongs to row i // n of prompts.
+    """The samples of a shard, of these prompts.
 
     tokenizer: the policy's.
     """
-    repeat = len(samples) // len(prompts)
     found = cast("list[Row]", prompts.fetch_list(store, "row"))
-    rows = [row for row in found for _ in range(repeat)]
+    rows = [found[place] for place in samples.prompts_in(store, prompts).tolist()]
     ids, offsets = samples.fetch_numpy(store, "response_ids")
     assert offsets is not None
     completion_ids = [ids[a:b].tolist() for a, b in itertools.pairwise(offsets)]

@@ -48,22 +48,22 @@ class EncoderEngine(EpisodeEncoder):
     def embed(self, samples: BatchRef, frames: BatchRef | None, out_key: str) -> BatchRef:
         """Write the embeddings of the episodes of a shard."""
         status = samples.fetch_numpy(self._store, "status")[0]
-        found = np.full((len(samples), self._encoder.dim), np.nan, np.float32)
+        embeddings = np.full((len(samples), self._encoder.dim), np.nan, np.float32)
         errors, digest = [""] * len(samples), ""
         every = episodes_seen(self._store, samples, frames, self._spec.encoder)
-        for row, seen in enumerate(every):
+        for row, views in enumerate(every):
             if status[row] == SampleStatus.FAILED:
                 errors[row] = "the episode had failed"
                 continue
             with self._lock:
-                digest = digest or self._encoder.digest(seen[0])
-                made = self._encoder.embed(seen)
-            if np.isfinite(made).all():
-                found[row] = made
+                digest = digest or self._encoder.digest(views[0])
+                embedded = self._encoder.embed(views)
+            if np.isfinite(embedded).all():
+                embeddings[row] = embedded
             else:
                 errors[row] = "the encoder gave an embedding that is not finite"
         columns: dict[str, object] = {
-            "embedding": found,
+            "embedding": embeddings,
             "encoder": [digest] * len(samples),
             "embedding_error": errors,
         }
@@ -102,18 +102,18 @@ def episodes_seen(
 ) -> Iterator[Frames]:
     """The frames of each of N episodes that are looked at; no others are read."""
     firsts = samples.fetch_numpy(store, FIRST)[0]
-    seen = frames_of_episodes(store, samples, frames)
-    chosen = [looked_at(settings, own) for own in seen]
+    episode_frames = frames_of_episodes(store, samples, frames)
+    chosen = [looked_at(settings, places) for places in episode_frames]
     size = max(1, firsts[:1].nbytes)
     waiting: list[Sequence[int]] = []
-    for number, own in enumerate(chosen, 1):
-        waiting.append(own)
+    for number, places in enumerate(chosen, 1):
+        waiting.append(places)
         if number == len(chosen) or size * sum(map(len, waiting)) >= CHUNK_BYTES:
             rows = [row for each in waiting for row in each if row != BEFORE]
-            found: NDArray[np.generic] = firsts[:0]
+            images: NDArray[np.generic] = firsts[:0]
             if rows and frames is not None:
-                found = frames[["frame"]].take(rows).fetch_numpy(store, "frame")[0]
-            read = iter(found)
+                images = frames[["frame"]].take(rows).fetch_numpy(store, "frame")[0]
+            read = iter(images)
             for place, each in enumerate(waiting, number - len(waiting)):
                 yield [firsts[place] if row == BEFORE else next(read) for row in each]
             waiting = []
@@ -122,10 +122,10 @@ def episodes_seen(
 def frames_of_episodes(store: Store, samples: BatchRef, frames: BatchRef | None) -> list[list[int]]:
     """Rows of the frames of each of N episodes in the order of its turns, BEFORE them the first."""
     numbers = samples.fetch_numpy(store, "sample_id")[0].tolist()
-    own: dict[int, list[tuple[int, int]]] = {number: [(BEFORE, BEFORE)] for number in numbers}
+    spans: dict[int, list[tuple[int, int]]] = {number: [(BEFORE, BEFORE)] for number in numbers}
     if frames is not None:
         of = frames.fetch_numpy(store, "sample_id")[0].tolist()
         turns = frames.fetch_numpy(store, "turn")[0].tolist()
         for row, (number, turn) in enumerate(zip(of, turns, strict=True)):
-            own[number].append((turn, row))
-    return [[row for _, row in sorted(own[number])] for number in numbers]
+            spans[number].append((turn, row))
+    return [[row for _, row in sorted(spans[number])] for number in numbers]

@@ -69,8 +69,8 @@ class Projection:
     def _matrix_for(self, inputs: int) -> NDArray[np.float32]:
         if self._matrix.shape[1] != inputs:
             # RandomState, whose numbers no release of numpy changes.
-            drawn = np.random.RandomState(self._config.seed).standard_normal((self.dim, inputs))
-            self._matrix = (drawn / np.sqrt(self.dim)).astype(np.float32)
+            normals = np.random.RandomState(self._config.seed).standard_normal((self.dim, inputs))
+            self._matrix = (normals / np.sqrt(self.dim)).astype(np.float32)
             settings = self._config.model_dump_json().encode()
             self._digest = digest(settings + self._matrix.tobytes())
         return self._matrix

@@ -39,10 +39,12 @@ def encoder_bytes(config: EncoderConfig) -> dict[str, int]:
 
 def weights_in(directory: Path) -> int:
     """Numbers of a model's tensors, of CLIP its vision tower's; 0 without safetensors files."""
-    said = json.loads((directory / "config.json").read_text())
-    own = "vision_model." if said.get("model_type") == "clip" else ""
-    found = stored_tensors(directory) or {}
-    return sum(math.prod(one.shape) for name, one in found.items() if name.startswith(own))
+    fields = json.loads((directory / "config.json").read_text())
+    prefix = "vision_model." if fields.get("model_type") == "clip" else ""
+    tensors = stored_tensors(directory) or {}
+    return sum(
+        math.prod(tensor.shape) for name, tensor in tensors.items() if name.startswith(prefix)
+    )
 
 
 def frames_bytes(directory: Path, frames: int, size: int) -> int:
@@ -56,14 +58,14 @@ def frames_bytes(directory: Path, frames: int, size: int) -> int:
         frames: Of an episode that are looked at.
         size: Bytes of a number of an activation.
     """
-    said = json.loads((directory / "config.json").read_text())
-    said = said.get("vision_config", said)
+    fields = json.loads((directory / "config.json").read_text())
+    fields = fields.get("vision_config", fields)
     side = preprocessing(directory)[0]
-    width = int(said["hidden_size"])
-    inner = int(said.get("intermediate_size") or width * said.get("mlp_ratio", 4))
-    video = said.get("model_type") == VIDEO
+    width = int(fields["hidden_size"])
+    inner = int(fields.get("intermediate_size") or width * fields.get("mlp_ratio", 4))
+    video = fields.get("model_type") == VIDEO
     at_once = frames if video else min(frames, BATCH)
-    patches = (side // int(said["patch_size"])) ** 2 + 1  # one for the class
-    tokens = patches * at_once // int(said.get("tubelet_size", 1))
+    patches = (side // int(fields["patch_size"])) ** 2 + 1  # one for the class
+    tokens = patches * at_once // int(fields.get("tubelet_size", 1))
     images = PIXEL * at_once * int(side * (MARGIN if video else 1)) ** 2
     return max(tokens * (WIDE * width + INNER * inner) * size + images, int(COPIES * images))

@@ -56,31 +56,31 @@ def measure(
         samples.fetch_numpy(store, name)[0]
         for name in ("status", "sample_id", "reward", "embedding")
     ]
-    status, ids, given, points = read
+    status, ids, rewards_given, points = read
     encoders = [str(one) for one in samples.fetch_list(store, "encoder")]
     errors = [str(one) for one in samples.fetch_list(store, "embedding_error")]
     names, tasks = tasks_of(store, prompts, samples, settings.task_column)
     failed = status == SampleStatus.FAILED
     missing = ~np.isfinite(points).all(1)
-    known = np.flatnonzero(~(failed | missing))
-    known = known[
-        np.argsort(ids[known], kind="stable")
+    numbers = np.flatnonzero(~(failed | missing))
+    numbers = numbers[
+        np.argsort(ids[numbers], kind="stable")
     ]  # so that no sum depends on the rows' order
     found = progress_rewards(
-        points[known],
-        given[known] >= settings.success,
-        tasks[known],
+        points[numbers],
+        rewards_given[numbers] >= settings.success,
+        tasks[numbers],
         **settings.model_dump(exclude={"task_column", "success"}),
     )
-    if len({encoders[row] for row in known.tolist()}) > 1:
+    if len({encoders[row] for row in numbers.tolist()}) > 1:
         raise RuntimeError(
             "The episodes of this step were embedded by encoders that differ, so their distances "
             "mean nothing. The workers of cluster.roles.encoder need the same model and libraries."
         )
     rewards = np.full(len(samples), np.nan, np.float32)
-    rewards[known] = found.rewards
+    rewards[numbers] = found.rewards
     measured: list[dict[str, object] | None] = [None] * len(samples)
-    for place, row in enumerate(known.tolist()):
+    for place, row in enumerate(numbers.tolist()):
         measured[row] = {"task": names[tasks[row]], "encoder": encoders[row]}
         if (nearest := int(found.nearest[place])) >= 0:
             measured[row] |= {"cluster": nearest, "distance": float(found.distances[place])}
@@ -93,8 +93,8 @@ def measure(
     clusters = None
     if found.clusters:
         beside = f"{out_key.removesuffix(DATA_SUFFIX)}-clusters{DATA_SUFFIX}"
-        encoder = encoders[int(known[0])]
-        clusters = write_batch(store, beside, cluster_columns(found, names, ids[known], encoder))
+        encoder = encoders[int(numbers[0])]
+        clusters = write_batch(store, beside, cluster_columns(found, names, ids[numbers], encoder))
     return ProgressResult(
         ref=write_batch(store, out_key, columns),
         clusters=clusters,
@@ -102,7 +102,7 @@ def measure(
             SampleFailure(sample=int(ids[row]), function=NAME, error=errors[row])
             for row in np.flatnonzero(missing & ~failed).tolist()
         ),
-        metrics=metrics_of(found, given[known] >= settings.success),
+        metrics=metrics_of(found, rewards_given[numbers] >= settings.success),
     )
 
 
@@ -137,9 +137,9 @@ def cluster_columns(
 ) -> dict[str, object]:
     """The clusters as columns; `ids`: sample_id of the episodes that were measured."""
     return {
-        "task": [names[one.task] for one in found.clusters],
-        "centre": np.stack([one.centre for one in found.clusters]),
-        "members": [ids[one.members] for one in found.clusters],
+        "task": [names[cluster.task] for cluster in found.clusters],
+        "centre": np.stack([cluster.centre for cluster in found.clusters]),
+        "members": [ids[cluster.members] for cluster in found.clusters],
         "encoder": [encoder] * len(found.clusters),
     }
 

@@ -76,8 +76,8 @@ class Vision:
         for start in range(0, len(frames), BATCH):
             some = torch.from_numpy(np.stack(frames[start : start + BATCH])).to(self._device)
             with torch.inference_mode():
-                found = self._model(pixel_values=self._pixels(some)).last_hidden_state
-            total += found.double().mean(1).sum(0).cpu()
+                states = self._model(pixel_values=self._pixels(some)).last_hidden_state
+            total += states.double().mean(1).sum(0).cpu()
         return (total / len(frames)).float().numpy()
 
     def _embed_video(self, frames: Frames) -> NDArray[np.float32]:
@@ -106,8 +106,8 @@ class Vision:
         planes = torch.nn.functional.interpolate(
             planes, shape, mode="bilinear", align_corners=False, antialias=True
         )
-        top, left = ((side - self._size) // 2 for side in shape)
-        cut = planes[:, :, top : top + self._size, left : left + self._size]
+        top, side_margin = ((side - self._size) // 2 for side in shape)
+        cut = planes[:, :, top : top + self._size, side_margin : side_margin + self._size]
         return ((cut - self._mean) / self._deviation).to(self._model.dtype)
 
 
@@ -117,25 +117,25 @@ def preprocessing(directory: Path) -> tuple[int, list[float], list[float]]:
     config = config.get("vision_config", config)
     size = config.get("image_size", config.get("crop_size", 224))
     file = directory / "preprocessor_config.json"
-    said = json.loads(file.read_text()) if file.exists() else {}
+    fields = json.loads(file.read_text()) if file.exists() else {}
     return (
         int(size if isinstance(size, int) else size[0]),
-        list(said.get("image_mean", MEAN)),
-        list(said.get("image_std", DEVIATION)),
+        list(fields.get("image_mean", MEAN)),
+        list(fields.get("image_std", DEVIATION)),
     )
 
 
 def check_directory(config: VisionEncoder, directory: Path) -> None:
     """ValueError, one sentence, unless the files are of a model of images."""
-    said = json.loads((directory / "config.json").read_text())
-    if "patch_size" not in said and "vision_config" not in said:
-        kind = said.get("model_type", "of no kind")
+    fields = json.loads((directory / "config.json").read_text())
+    if "patch_size" not in fields and "vision_config" not in fields:
+        kind = fields.get("model_type", "of no kind")
         raise ValueError(
             f"encoder.model = {config.model} is a model of the kind {kind}, which takes no images. "
             "Set encoder.model to one of patches: DINOv2, ViT, CLIP's vision tower, V-JEPA 2."
         )
-    tubelet = said.get("tubelet_size", 1)
-    if said.get("model_type") == VIDEO and config.frames % tubelet:
+    tubelet = fields.get("tubelet_size", 1)
+    if fields.get("model_type") == VIDEO and config.frames % tubelet:
         raise ValueError(
             f"encoder.frames = {config.frames}, and {config.model} looks at {tubelet} frames at "
             f"once. Set encoder.frames to a multiple of {tubelet}; 64 is what it was trained with."

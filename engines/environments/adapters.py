@@ -30,6 +30,12 @@ from engines.processes.user_code import give_way, installed
 
 def load(start: EnvironmentStart) -> Loaded:
     """The environment that is asked for; ValueError in one sentence, or what its own code raises."""
+    if start.workspace is not None:
+        from engines.environments.coding.adapter import (
+            load_workspace,  # other packages, which few runs need
+        )
+
+        return load_workspace(start, user_code(start.path) if start.path else None)
     if start.kind == "class":
         return load_class(start)
     if start.kind == "tools":

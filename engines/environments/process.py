@@ -9,8 +9,10 @@ from configs.episodes import (
     ClassEnvironment,
     EpisodesConfig,
     GymnasiumEnvironment,
+    NoEnvironment,
     OpenEnvEnvironment,
     ToolsEnvironment,
+    WorkspaceEnvironment,
 )
 from engines.environments.protocol import Call, EnvironmentReady, EnvironmentStart, Reply, unpacked
 from engines.processes.child_messages import packed
@@ -40,12 +42,15 @@ def start_message(config: EpisodesConfig, frames: bool = False) -> EnvironmentSt
     path, id = "", ""
     params: dict[str, Any] = {}
     functions: tuple[str, ...] = ()
-    if not isinstance(environment, ToolsEnvironment):
+    assert not isinstance(environment, NoEnvironment), "it has no process"
+    if not isinstance(environment, ToolsEnvironment | WorkspaceEnvironment):
         params = dict(environment.params)
     match environment:
         case ToolsEnvironment():
             functions = environment.functions
             name = ", ".join(functions)
+        case WorkspaceEnvironment():
+            name = environment.kind
         case ClassEnvironment() | AgentEnvironment():
             name = path = environment.path
         case GymnasiumEnvironment():
@@ -66,4 +71,5 @@ def start_message(config: EpisodesConfig, frames: bool = False) -> EnvironmentSt
         players=config.players,
         frames=frames,
         functions=functions,
+        workspace=None if config.workspace is None else config.workspace.model_dump(mode="json"),
     )

@@ -6,10 +6,15 @@ arXiv:2510.11370). What routers are is in routers.py.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
+
+from storage.batches.refs import BatchRef
+from storage.batches.writing import write_batch
+from storage.objects.store import Store
 
 # [S, L, k] ids of k experts of each of S tokens, in each of L layers that have routers. The largest
 # number of the format stands for a choice that is not known: there a router makes its own.
@@ -67,3 +72,21 @@ def as_ids(chosen: RoutedExperts) -> NDArray[np.int16]:
 
 def _unknown(chosen: RoutedExperts) -> int:
     return int(np.iinfo(chosen.dtype).max)
+
+
+def write_by_prompt(
+    store: Store, out_key: str, columns: Mapping[str, object], places: NDArray[np.int64]
+) -> BatchRef:
+    """Store columns of samples, of whose prompts' tokens the experts are stored once.
+
+    places: [N] prompt of each, ascending.
+    """
+    if OF_PROMPT not in columns:
+        return write_batch(store, out_key, columns)
+    experts = cast("list[RoutedExperts]", columns[OF_PROMPT])
+    _, first, count = np.unique(places, return_index=True, return_counts=True)
+    once = [each[:0] for each in experts]
+    for start, size in zip(first.tolist(), count.tolist(), strict=True):
+        once[start] = max(experts[start : start + size], key=len)
+    ref = write_batch(store, out_key, {**columns, OF_PROMPT: once})
+    return ref.with_columns(ref[[OF_PROMPT]].take(np.repeat(first, count)))

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
+from configs.lora import LoraConfig
 from engines.models.facts import ModelShape
 
 
@@ -126,3 +127,27 @@ Shape: TypeAlias = ModelShape | TracedShape
 
 def _kept(said: Mapping[str, Mapping[str, float]]) -> Kept:
     return Kept(**{name: Amount(**amount) for name, amount in said.items()})
+
+
+def adapted_sizes(shape: ModelShape, lora: LoraConfig) -> list[int]:
+    """Inputs and outputs, added, of each linear layer of a decoder layer that is adapted."""
+    queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    sizes = {
+        "q_proj": shape.hidden + queries,
+        "k_proj": shape.hidden + keys,
+        "v_proj": shape.hidden + keys,
+        "o_proj": queries + shape.hidden,
+        "gate_proj": shape.hidden + shape.intermediate,
+        "up_proj": shape.hidden + shape.intermediate,
+        "down_proj": shape.intermediate + shape.hidden,
+    }
+    return [size for name, size in sizes.items() if lora.adapts_layer(name)]
+
+
+def adapter_parameters(shape: Shape, lora: LoraConfig) -> int:
+    """Numbers in the factors of all adapted layers."""
+    if isinstance(shape, TracedShape):
+        sizes = [size for name, size in shape.linear if lora.adapts_layer(name)]
+        sizes += [size for name, size in shape.experts if lora.adapts_experts(name)]
+        return lora.rank * sum(sizes)
+    return shape.layers * lora.rank * sum(adapted_sizes(shape, lora))

@@ -26,7 +26,7 @@ class RewardModels(Engine):
 
     @abstractmethod
     def score(self, prompts: BatchRef, samples: BatchRef, out_key: str) -> ModelScores:
-        """Score the completions of a shard; row i of samples belongs to row i // n of prompts.
+        """Score the completions of a shard, of these prompts.
 
         Writes score/<function>, NaN where there is none, and extra/<function>/error, which says why.
         """

@@ -50,27 +50,29 @@ class RewardModelEngine(RewardModels):
         self._store = spec.open_store()
         cache = Path(spec.model_cache)
         self._tokenizer = load_tokenizer(prepared(spec.model, cache))
-        self._models = {one.label: RewardModel(one, cache) for one in spec.reward_models}
+        self._models = {
+            settings.label: RewardModel(settings, cache) for settings in spec.reward_models
+        }
         self._lock = threading.Lock()  # one batch at a time is on the device
 
     def score(self, prompts: BatchRef, samples: BatchRef, out_key: str) -> ModelScores:
-        """Score the completions of a shard; row i of samples belongs to row i // n of prompts."""
+        """Score the completions of a shard, of these prompts."""
         began = time.monotonic()
         texts = read_texts(self._store, prompts, samples, self._spec.data, self._tokenizer)
         columns: dict[str, object] = {}
         metrics: dict[str, LoggedMetric] = {}
-        for found in self.scored(texts, samples):
-            columns[f"{SCORE}{found.name}"] = np.array(
-                [np.nan if isinstance(one, Unscored) else one for one in found.scores],
+        for scores in self.scored(texts, samples):
+            columns[f"{SCORE}{scores.name}"] = np.array(
+                [np.nan if isinstance(score, Unscored) else score for score in scores.scores],
                 dtype=np.float32,
             )
-            columns[f"{EXTRA}{found.name}/{ERROR}"] = [
-                one.reason if isinstance(one, Unscored) else None for one in found.scores
+            columns[f"{EXTRA}{scores.name}/{ERROR}"] = [
+                score.reason if isinstance(score, Unscored) else None for score in scores.scores
             ]
-            for column, values in found.columns.items():
-                columns[f"{EXTRA}{found.name}/{column}"] = list(values)
-            for metric, value in found.metrics.items():
-                metrics[f"{found.name}/{metric}"] = value
+            for column, values in scores.columns.items():
+                columns[f"{EXTRA}{scores.name}/{column}"] = list(values)
+            for metric, value in scores.metrics.items():
+                metrics[f"{scores.name}/{metric}"] = value
         return ModelScores(
             ref=write_batch(self._store, out_key, columns),
             code=self.code,
@@ -122,7 +124,7 @@ def compared(
     A sample that had failed is no answer, and none is compared with it.
     """
     failed = samples.fetch_numpy(store, "status")[0] == SampleStatus.FAILED
-    found: list[float | Unscored] = [Unscored(reason="the sample had failed")] * len(failed)
+    scores: list[float | Unscored] = [Unscored(reason="the sample had failed")] * len(failed)
     answers: dict[int, dict[int, str]] = {}
     for number, group in enumerate(samples.own_groups(store).tolist()):
         if not failed[number]:
@@ -130,5 +132,5 @@ def compared(
     for of_group in answers.values():
         prompt = texts.prompts[min(of_group)]
         for number, score in model.compared(prompt, of_group).items():
-            found[number] = score
-    return found
+            scores[number] = score
+    return scores

@@ -97,10 +97,10 @@ class LocalJudge:
                 questions.append(None)
                 verdicts[number] = _none(str(error))
         began = time.monotonic()
-        asked = EndpointCounts()
-        judged = self.judged([one for one in dict.fromkeys(questions) if one is not None], asked)
+        counts = EndpointCounts()
+        judged = self.judged([one for one in dict.fromkeys(questions) if one is not None], counts)
         seconds = time.monotonic() - began
-        found = [
+        judged_scores = [
             verdicts[number] if question is None else judged[question]
             for number, question in enumerate(questions)
         ]
@@ -108,15 +108,16 @@ class LocalJudge:
             name=self._reward.label,
             scores=[
                 Unscored(reason=one.error or "") if one.score is None else one.score
-                for one in found
+                for one in judged_scores
             ],
             columns={
-                "votes": [[vote and vote.score for vote in one.votes] for one in found],
+                "votes": [[vote and vote.score for vote in one.votes] for one in judged_scores],
                 "answers": [
-                    [vote.answer[-KEPT_CHARACTERS:] for vote in one.votes if vote] for one in found
+                    [vote.answer[-KEPT_CHARACTERS:] for vote in one.votes if vote]
+                    for one in judged_scores
                 ],
             },
-            metrics=_metrics(found, asked, seconds),
+            metrics=_metrics(judged_scores, counts, seconds),
         )
 
     def judged(self, questions: Sequence[str], counts: EndpointCounts) -> dict[str, JudgeVerdict]:
@@ -130,13 +131,13 @@ class LocalJudge:
                     f"{length} tokens of the judge and max_tokens = {reward.max_tokens} are more "
                     f"than max_length = {reward.max_length}"
                 )
-        asked = [one for one in questions if one not in verdicts]
+        unanswered = [one for one in questions if one not in verdicts]
         late = f"not judged within rewards.functions[].deadline = {reward.deadline:g} s"
         until = time.monotonic() + reward.deadline
         votes: dict[str, list[Vote]] = {}
         twice = reward.temperature > 0  # the likeliest tokens would be the same again
         for again in (False, True) if twice else (False,):
-            for question, answers in self._asked(asked, again, until, counts).items():
+            for question, answers in self._asked(unanswered, again, until, counts).items():
                 if answers is None:
                     verdicts[question] = _none(late)
                     continue
@@ -146,9 +147,9 @@ class LocalJudge:
                     new if old.score is None else old
                     for old, new in zip(before, given, strict=True)
                 ]
-            asked = [
+            unanswered = [
                 one
-                for one in asked
+                for one in unanswered
                 if one not in verdicts and any(vote.score is None for vote in votes[one])
             ]
         for question, given in votes.items():
@@ -192,21 +193,21 @@ class LocalJudge:
             ]
             for question in questions
         }
-        found: dict[str, list[str] | None] = {}
+        answers_of: dict[str, list[str] | None] = {}
         for question in questions:
             stored = [self._answers.read(key) for key in keys[question]]
             if None not in stored:
-                found[question] = cast("list[str]", stored)
+                answers_of[question] = cast("list[str]", stored)
         counts.votes += reward.votes * len(questions)
-        counts.cached += reward.votes * len(found)
-        missing = [question for question in questions if question not in found]
-        written = self._generated(missing, seed, until)
-        for question, answers in zip(missing, written, strict=True):
-            found[question] = answers and [
-                self._answers.keep(key, one)
-                for key, one in zip(keys[question], answers, strict=True)
+        counts.cached += reward.votes * len(answers_of)
+        missing = [question for question in questions if question not in answers_of]
+        generated = self._generated(missing, seed, until)
+        for question, answers in zip(missing, generated, strict=True):
+            answers_of[question] = answers and [
+                self._answers.keep(key, text)
+                for key, text in zip(keys[question], answers, strict=True)
             ]
-        return found
+        return answers_of
 
     def _generated(
         self, questions: Sequence[str], seed: int, until: float
@@ -223,8 +224,8 @@ class LocalJudge:
             self._store,
             f"{folder}/questions.safetensors",
             {
-                "prompt_ids": [np.array(self.tokens(one), np.int32) for one in questions],
-                "group_id": np.array([_number(one) for one in questions], np.int64),
+                "prompt_ids": [np.array(self.tokens(question), np.int32) for question in questions],
+                "group_id": np.array([_number(question) for question in questions], np.int64),
                 "prompt_row": np.arange(len(questions)),
             },
         )
@@ -255,11 +256,11 @@ class LocalJudge:
         texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
         ends = ref.fetch_list(self._store, "finish_reason")
         self._store.delete([*ref.objects])
-        found: list[list[str] | None] = []
+        answers: list[list[str] | None] = []
         for start in range(0, len(texts), count):
             cut = UNFINISHED in ends[start : start + count]
-            found.append(None if cut else [_storable(t) for t in texts[start : start + count]])
-        return found
+            answers.append(None if cut else [_storable(t) for t in texts[start : start + count]])
+        return answers
 
     def _running(self) -> RolloutEngine:
         with self._building:
@@ -305,7 +306,7 @@ class JudgingEngine(RewardModelEngine):
 
     def __init__(self, spec: RewardModelSpec) -> None:
         super().__init__(spec)
-        self._judges = [LocalJudge(one, spec) for one in spec.judges]
+        self._judges = [LocalJudge(settings, spec) for settings in spec.judges]
 
     def scored(self, texts: SampleTexts, samples: BatchRef) -> Iterator[ScoresOfModel]:
         """What each of the models and judges makes of samples."""
@@ -320,11 +321,11 @@ class JudgingEngine(RewardModelEngine):
 
     def memory_held(self, memory: Memory) -> Mapping[str, int]:
         """What each model and each judge's engine holds."""
-        found = dict(super().memory_held(memory))
+        sizes = dict(super().memory_held(memory))
         for judge in self._judges:
             for what, size in judge.memory_held(memory).items():
-                found[f"{judge.code.name}'s {what}"] = size
-        return found
+                sizes[f"{judge.code.name}'s {what}"] = size
+        return sizes
 
     def close(self) -> None:
         """End the judges' engines."""
@@ -340,14 +341,14 @@ def _metrics(
     verdicts: Sequence[JudgeVerdict], asked: EndpointCounts, seconds: float
 ) -> dict[str, LoggedMetric]:
     """Of a call's verdicts, one a sample; `seconds`: that judging them all took."""
-    found = {}
+    metrics = {}
     if verdicts:
-        found["seconds_per_sample"] = LoggedMetric(total=seconds, samples=len(verdicts))
+        metrics["seconds_per_sample"] = LoggedMetric(total=seconds, samples=len(verdicts))
     if asked.votes:
-        found["answers_from_store"] = LoggedMetric(total=asked.cached, samples=asked.votes)
-    if spreads := [one.spread for one in verdicts if one.spread is not None]:
-        found["vote_spread"] = LoggedMetric.over(spreads)
-    return found
+        metrics["answers_from_store"] = LoggedMetric(total=asked.cached, samples=asked.votes)
+    if spreads := [verdict.spread for verdict in verdicts if verdict.spread is not None]:
+        metrics["vote_spread"] = LoggedMetric.over(spreads)
+    return metrics
 
 
 def _number(question: str) -> int:

@@ -89,16 +89,16 @@ class RewardModel:
         )
         won: dict[int, list[float]] = {number: [] for number in completions}
         reason = "there is no other answer to compare with"
-        for (i, j), one, other in zip(pairs, numbers[::2], numbers[1::2], strict=True):
-            if isinstance(one, Unscored) or isinstance(other, Unscored):
-                reason = (one if isinstance(one, Unscored) else cast("Unscored", other)).reason
+        for (i, j), first, other in zip(pairs, numbers[::2], numbers[1::2], strict=True):
+            if isinstance(first, Unscored) or isinstance(other, Unscored):
+                reason = (first if isinstance(first, Unscored) else cast("Unscored", other)).reason
                 continue
-            probability = (_logistic(one) + 1.0 - _logistic(other)) / 2.0
+            probability = (_logistic(first) + 1.0 - _logistic(other)) / 2.0
             won[i].append(probability)
             won[j].append(1.0 - probability)
         return {
-            number: sum(found) / len(found) if found else Unscored(reason=reason)
-            for number, found in won.items()
+            number: sum(wins) / len(wins) if wins else Unscored(reason=reason)
+            for number, wins in won.items()
         }
 
     def _pair(self, prompt: Prompt, first: str, second: str) -> list[int]:
@@ -115,22 +115,22 @@ class RewardModel:
 
     def _numbers(self, rows: Sequence[list[int]]) -> list[float | Unscored]:
         """The model's number for each of some rows of tokens."""
-        found: list[float | Unscored] = []
+        numbers: list[float | Unscored] = []
         fits: dict[int, list[int]] = {}
         longest = self._reward.max_length
         for number, tokens in enumerate(rows):
             if 0 < len(tokens) <= longest:
                 fits[number] = tokens
             reason = f"{len(tokens)} tokens of the reward model, and max_length = {longest}"
-            found.append(Unscored(reason=reason))
+            numbers.append(Unscored(reason=reason))
         for batch in batches(fits, self._reward.batch_tokens, alone=self._pad is None):
             for number, score in zip(batch, self._forward([fits[n] for n in batch]), strict=True):
-                found[number] = (
+                numbers[number] = (
                     score
                     if math.isfinite(score)
                     else Unscored(reason=f"the reward model gave {score}")
                 )
-        return found
+        return numbers
 
     def tokens(self, prompt: Prompt, completion: str) -> list[int]:
         """A sample as the model's tokens."""
@@ -184,15 +184,15 @@ def batches(rows: dict[int, list[int]], batch_tokens: int, alone: bool = False) 
 
     alone: one row in each. Example: rows of 3, 9 and 4 tokens and 8 tokens make [[0, 2], [1]].
     """
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     for number in sorted(rows, key=lambda number: len(rows[number])):
         # The longest of a batch is its last one.
-        full = not found or alone or (len(found[-1]) + 1) * len(rows[number]) > batch_tokens
+        full = not groups or alone or (len(groups[-1]) + 1) * len(rows[number]) > batch_tokens
         if full:
-            found.append([number])
+            groups.append([number])
         else:
-            found[-1].append(number)
-    return found
+            groups[-1].append(number)
+    return groups
 
 
 def check_directory(reward: RewardModelReward, directory: Path) -> None:
@@ -201,9 +201,9 @@ def check_directory(reward: RewardModelReward, directory: Path) -> None:
     classes = config.get("architectures") or []
     labels = len(config.get("id2label") or (0, 1))  # transformers' default is two
     if not any(name.endswith("ForSequenceClassification") for name in classes) or labels != 1:
-        said = f"{', '.join(classes) or 'no class'} with {labels} labels"
+        head = f"{', '.join(classes) or 'no class'} with {labels} labels"
         raise ValueError(
-            f"The reward {reward.label}: {reward.model} is {said}. Set rewards.functions[].model to "
+            f"The reward {reward.label}: {reward.model} is {head}. Set rewards.functions[].model to "
             "a checkpoint of a class …ForSequenceClassification with one label, whose number is the "
             "score."
         )

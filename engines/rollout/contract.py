@@ -106,28 +106,39 @@ class Sampling:
     sampling_mask: bool = False  # whether the words are that each token was drawn from
     thinking_budget: int = 0  # tokens of a turn within which a thought has to end; 0 is off
     thinking_words: tuple[str, ...] = ()  # that begin a thought, end it, and end it at its budget
+    group: int = 0  # completions of each prompt in all, where only some are asked for; 0: n
+    first: int = 0  # number of the first of these among them
 
     def most(self, begun: int, turn: int) -> int:
         """The longest that a completion gets now, in tokens.
 
         begun: tokens that it has already. turn: where its turn began.
         """
-        found = self.max_new_tokens
+        limit = self.max_new_tokens
         if self.max_turn_tokens:
-            found = min(found, turn + self.max_turn_tokens)
+            limit = min(limit, turn + self.max_turn_tokens)
         if self.segment_tokens and (full := begun // self.segment_tokens) < self.segments - 1:
-            found = min(found, (full + 1) * self.segment_tokens)
-        return found
+            limit = min(limit, (full + 1) * self.segment_tokens)
+        return limit
 
     def limit(self, tokens: int) -> str:
         """The finish reason at a limit of tokens: the end, or that of a segment."""
         inside = self.segment_tokens and tokens < self.max_new_tokens
         return SEGMENT if inside and tokens % self.segment_tokens == 0 else "length"
 
+    def only(self, number: int) -> Sampling:
+        """The same for one of the n completions of each prompt, whose number and seed it keeps."""
+        return replace(self, n=1, group=self.n, first=number)
+
     @property
     def greedy(self) -> bool:
         """Whether each token is the likeliest, the lowest id of several: nothing is drawn."""
         return self.top_k == 1
+
+    @property
+    def of_one(self) -> Sampling:
+        """The same with one completion of each prompt, whose number is the prompt's."""
+        return replace(self, n=1, group=0, first=0)
 
     @property
     def as_greedy(self) -> Sampling:
@@ -172,18 +183,19 @@ class Sampling:
 LATER = (
     *("max_turn_tokens", "segment_tokens", "segments"),
     *("routed_experts", "min_p", "sampling_mask", "thinking_budget", "thinking_words"),
+    *("group", "first"),
 )
 
 
 @functools.lru_cache(maxsize=64)
 def _identity(sampling: Sampling) -> dict[str, object]:
-    found = asdict(sampling)
+    fields = asdict(sampling)
     for name in LATER:
-        if not found[name]:
-            del found[name]
+        if not fields[name]:
+            del fields[name]
     if sampling.greedy:
-        found["greedy"] = GREEDY
-    return found
+        fields["greedy"] = GREEDY
+    return fields
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -223,6 +235,8 @@ class ShardStats:
     oldest: int | None = None  # policy version of the oldest token; None where there is no token
     read: int = 0  # tokens before the drawn ones, of the rows of which `cached` is known
     cached: int = 0  # of these, whose keys and values were in the engine's prefix cache
+    # Share of the engine's cache of keys and values that was in use at the end; None: not known.
+    cache_use: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -103,10 +103,11 @@ class RolloutEngine(Sampler):
     def generate(self, request: RolloutRequest) -> RolloutResult:
         self._check_awake()
         started = time.monotonic()
-        prompts = read_prompts(self._store, request.prompts, self._spec.max_model_len)
+        prompts = read_prompts(
+            *(self._store, request.prompts, self._spec.max_model_len, request.sampling.n)
+        )
         partial = PartialSamples(self._store, request.out_key)
         saved = None if request.save_every is None else partial.read()
-        rows = len(prompts.tokens) * request.sampling.n
         none = None
         if request.sampling.routed_experts:
             assert self._experts is not None, "it was built for such shards"
@@ -114,7 +115,7 @@ class RolloutEngine(Sampler):
         begun = read_begun(
             self._store,
             saved or request.begun,
-            rows,
+            len(prompts.samples),
             request.frozen,
             none,
             request.sampling.sampling_mask,
@@ -130,7 +131,7 @@ class RolloutEngine(Sampler):
                 digests=self._digests,
                 started=started,
                 held=self._holding().version,
-                begun=sum(len(one.tokens) for one in begun),
+                begun=sum(len(completion.tokens) for completion in begun),
             )
 
         bound = self._thinking_budget(request, prompts)
@@ -150,6 +151,8 @@ class RolloutEngine(Sampler):
         finally:
             self._cut.discard(request.out_key)
         result = write(completions, request.out_key)
+        stats = dataclasses.replace(result.stats, cache_use=self._cache_use())
+        result = dataclasses.replace(result, stats=stats)
         if request.marked:
             stands = finish_result(self._store, request.out_key, result.record())
             result = RolloutResult.of_record(stands)
@@ -231,10 +234,10 @@ class RolloutEngine(Sampler):
             if self._asleep is not None:
                 return Moved()
             self.cancel()
-            held = self._held
-            checksum = self._checksum() if level == 1 and held is not None else ""
+            version = self._held
+            checksum = self._checksum() if level == 1 and version is not None else ""
             self._let_go()
-            self._asleep = Asleep(level=level, held=held, checksum=checksum)
+            self._asleep = Asleep(level=level, held=version, checksum=checksum)
             return self._put_away(level)
 
     def wake(self) -> Moved:
@@ -243,18 +246,18 @@ class RolloutEngine(Sampler):
             if asleep is not None and asleep.checksum and self._checksum() == asleep.checksum:
                 assert asleep.held is not None
                 self._held, self.version = asleep.held, asleep.held.version
-            held = self._held
-            return dataclasses.replace(moved, digest="" if held is None else held.digest)
+            version = self._held
+            return dataclasses.replace(moved, digest="" if version is None else version.digest)
 
     def status(self) -> RolloutStatus:
-        held = self._held
+        version = self._held
         running, waiting, tokens = self._counts()
         return RolloutStatus(
             name=self._spec.name,
             state=self._state(),
             cause=self._cause,
-            version=held.version if held else None,
-            digest=held.digest if held else "",
+            version=version.version if version else None,
+            digest=version.digest if version else "",
             running=running,
             waiting=waiting,
             tokens=self._drawn + tokens,
@@ -314,6 +317,10 @@ class RolloutEngine(Sampler):
     def _checksum(self) -> str:
         """Of the bits of all weights in the model."""
 
+    def _cache_use(self) -> float | None:
+        """Share of the cache of keys and values that sequences in flight have; None: not known."""
+        return None
+
     @property
     def _cause(self) -> str:
         """Why the engine is dead; empty while it lives."""
@@ -333,16 +340,16 @@ class RolloutEngine(Sampler):
 
     def _hold(self, weights: WeightsRef, *found: HeldVersion) -> HeldVersion:
         """Sample under `weights` from now on; WeightMismatch where what was loaded is not that."""
-        wanted = HeldVersion(version=weights.version, digest=weights.digest)
-        for held in found:
-            if held != wanted:
+        expected = HeldVersion(version=weights.version, digest=weights.digest)
+        for report in found:
+            if report != expected:
                 raise WeightMismatch(
-                    f"{self._label} loaded policy version {held.version} with digest "
-                    f"{held.digest}, not {wanted.version} with {wanted.digest}."
+                    f"{self._label} loaded policy version {report.version} with digest "
+                    f"{report.digest}, not {expected.version} with {expected.digest}."
                 )
-        self._digests[wanted.version] = wanted.digest
-        self._held, self.version = wanted, wanted.version
-        return wanted
+        self._digests[expected.version] = expected.digest
+        self._held, self.version = expected, expected.version
+        return expected
 
     def _let_go(self) -> None:
         """Refuse to sample: the model's weights are no version, or not a whole one."""

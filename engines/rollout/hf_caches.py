@@ -72,18 +72,18 @@ class CachedDecoding:
     @torch.inference_mode()
     def step(self, rows: Sequence[Row], version: int) -> None:
         """Draw the next token of each of some rows, of which none is done; others are let go of."""
-        wanted = set(rows)
-        self.forget([row for row in self._held if row not in wanted])
-        begun: dict[tuple[int, ...], _Begun] = {}
-        draw_next(torch.stack([self._next(row, begun) for row in rows]), rows, version)
+        uncached = set(rows)
+        self.forget([row for row in self._held if row not in uncached])
+        prefixes: dict[tuple[int, ...], _Begun] = {}
+        draw_next(torch.stack([self._next(row, prefixes) for row in rows]), rows, version)
 
     @torch.inference_mode()
     def score(self, tokens: list[int], prompt: int) -> list[float]:
         """Log-probs, nats, of the tokens of a sequence after its first `prompt` ones."""
         logits, _ = self._forward(tokens, None, keep=False)
-        wanted = torch.tensor(tokens[prompt:], device=logits.device)
-        logprobs = logits[-len(wanted) - 1 : -1].float().log_softmax(1)
-        scores: list[float] = logprobs.gather(1, wanted[:, None])[:, 0].tolist()
+        labels = torch.tensor(tokens[prompt:], device=logits.device)
+        logprobs = logits[-len(labels) - 1 : -1].float().log_softmax(1)
+        scores: list[float] = logprobs.gather(1, labels[:, None])[:, 0].tolist()
         return scores
 
     def _next(self, row: Row, begun: dict[tuple[int, ...], _Begun]) -> Tensor:
@@ -132,6 +132,6 @@ class CachedDecoding:
     def _forward(self, tokens: list[int], cache: Any, keep: bool = True) -> tuple[Tensor, Any]:
         """Logits [T, V] after tokens that follow what is cached, and the cache with them."""
         ids = torch.tensor([tokens], device=self._model.device)
-        held = {} if cache is None else {self._cache: cache}
-        out = self._model(input_ids=ids, use_cache=keep, **held)
+        caches = {} if cache is None else {self._cache: cache}
+        out = self._model(input_ids=ids, use_cache=keep, **caches)
         return out.logits[0], out.get(self._cache) if keep else None

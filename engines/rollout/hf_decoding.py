@@ -66,8 +66,8 @@ class Reader:
         if not row.sampling.stop:
             return False
         reach = max(len(stop) for stop in row.sampling.stop) + _STOP_MARGIN
-        own = row.tokens[row.begun.turn :]
-        text = self.tokenizer.decode(own[-reach:], skip_special_tokens=True)
+        turn = row.tokens[row.begun.turn :]
+        text = self.tokenizer.decode(turn[-reach:], skip_special_tokens=True)
         return any(stop in text for stop in row.sampling.stop)
 
 
@@ -207,8 +207,8 @@ class Decoding:
     @torch.inference_mode()
     def step(self, rows: Sequence[Row], version: int) -> None:
         """Draw the next token of each of some rows, of which none is done; others are let go of."""
-        wanted = {row.cached for row in rows}
-        self.forget([row for cached, row in self._rows.items() if cached not in wanted])
+        caches = {row.cached for row in rows}
+        self.forget([row for cached, row in self._rows.items() if cached not in caches])
         # What is cached of a row has the positions of a short one; from the limit on it has others.
         self.forget([row for row in rows if row.cached.length == self._limit])
         fresh = [row for row in rows if row.cached not in self._rows]
@@ -223,17 +223,17 @@ class Decoding:
 
         A policy that looks at images takes it for a turn after `probe_image`.
         """
-        read, seen = tokens, None
+        read, image = tokens, None
         if isinstance(self._model, OpenVLA):
             tokens = self._model.probed(tokens, prompt)
             read = turn(tokens[:prompt], tokens[prompt:], 0, self._model.patches)
-            seen = self._see([self._model.probe_image[0]])
+            image = self._see([self._model.probe_image[0]])
         places = self._positions(len(read))
-        logits = self._forward([read], places, Prefill(lengths=[len(read)]), None, seen)
-        wanted = torch.tensor(tokens[prompt:], device=logits.device)
-        logprobs = logits[-len(wanted) - 1 : -1].float().log_softmax(1)
-        found: list[float] = logprobs.gather(1, wanted[:, None])[:, 0].tolist()
-        return found
+        logits = self._forward([read], places, Prefill(lengths=[len(read)]), None, image)
+        labels = torch.tensor(tokens[prompt:], device=logits.device)
+        logprobs = logits[-len(labels) - 1 : -1].float().log_softmax(1)
+        scores: list[float] = logprobs.gather(1, labels[:, None])[:, 0].tolist()
+        return scores
 
     def _prefill(self, rows: Sequence[Row]) -> Tensor:
         """Logits [R, V] after what each row has so far, of which equal ones are computed once."""
@@ -272,8 +272,8 @@ class Decoding:
             places = torch.where(places >= self._limit, places + LONG, places)
         logits = self._forward([row.tokens[-1:] for row in rows], places, step)
         if self._experts is not None:
-            for one, row in zip(last_routed(self._experts), rows, strict=False):
-                row.routed(one[None], row.cached.length)
+            for experts, row in zip(last_routed(self._experts), rows, strict=False):
+                row.routed(experts[None], row.cached.length)
         for cached in order:
             cached.length += 1
         return logits, rows
@@ -316,8 +316,8 @@ class Decoding:
         images = torch.stack(list(frames)).to(self._model.device)
         missing = -len(images) % FRAMES
         padded = torch.cat([images, images[:1].expand(missing, -1, -1, -1)])
-        seen = torch.cat([self._model.see(some) for some in padded.split(FRAMES)])
-        return seen[: len(images) * self._model.patches]
+        states = torch.cat([self._model.see(some) for some in padded.split(FRAMES)])
+        return states[: len(images) * self._model.patches]
 
 
 def last_routed(experts: ChosenExperts) -> RoutedExperts:
@@ -332,19 +332,19 @@ def draw_next(logits: Tensor, rows: Sequence[Row], version: int) -> None:
     for number, row in enumerate(rows):
         alike.setdefault(row.sampling, []).append(number)
     for sampling, numbers in alike.items():
-        own = logits if len(numbers) == len(rows) else logits[numbers]
+        chosen = logits if len(numbers) == len(rows) else logits[numbers]
         if sampling.greedy:
-            for number, token in zip(numbers, own.argmax(1).tolist(), strict=True):
+            for number, token in zip(numbers, chosen.argmax(1).tolist(), strict=True):
                 rows[number].add(token, 0.0, version)  # no other could have been
             continue
-        logprobs = _distribution(own.float(), sampling)
+        logprobs = _distribution(chosen.float(), sampling)
         tokens = _draw(logprobs, [rows[number].noise for number in numbers])
-        drawn = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+        logprobs_drawn = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
         words = words_left(logprobs) if sampling.sampling_mask else [None] * len(numbers)
-        for number, token, logprob, left in zip(
-            numbers, tokens.tolist(), drawn, words, strict=True
+        for number, token, logprob, support in zip(
+            numbers, tokens.tolist(), logprobs_drawn, words, strict=True
         ):
-            rows[number].add(token, logprob, version, left)
+            rows[number].add(token, logprob, version, support)
 
 
 def words_left(logprobs: Tensor) -> list[NDArray[np.int32]]:
@@ -355,17 +355,17 @@ def words_left(logprobs: Tensor) -> list[NDArray[np.int32]]:
 
 def _batches(rows: Sequence[Row], model: PreTrainedModel) -> Iterator[list[Row]]:
     """Rows whose sequences are computed in one forward pass, within PREFILL tokens or of one row."""
-    found: list[Row] = []
+    batch: list[Row] = []
     tokens = 0
     for row in rows:
         length = len(row.read(model))
-        if found and tokens + length > PREFILL:
-            yield found
-            found, tokens = [], 0
-        found.append(row)
+        if batch and tokens + length > PREFILL:
+            yield batch
+            batch, tokens = [], 0
+        batch.append(row)
         tokens += length
-    if found:
-        yield found
+    if batch:
+        yield batch
 
 
 def _entropy() -> int:

@@ -132,9 +132,9 @@ class HFEngine(RolloutEngine):
 
     def _counts(self) -> tuple[int, int, int]:
         with self._changed:
-            left = [row for shard in self._shards for row in shard.rows if not row.ended]
-            running = sum(map(self._decoding.holds, left))
-            return running, len(left) - running, sum(shard.tokens for shard in self._shards)
+            rows = [row for shard in self._shards for row in shard.rows if not row.ended]
+            running = sum(map(self._decoding.holds, rows))
+            return running, len(rows) - running, sum(shard.tokens for shard in self._shards)
 
     def _load(self, weights: WeightsRef, mode: SyncMode) -> LoadReport:
         with self._model_for_sync(mode):
@@ -143,13 +143,13 @@ class HFEngine(RolloutEngine):
             loaded = LoadedWeights(self._store, weights, self._node_cache, self._base)
             self._base = ""
             state = self._model.state_dict()
-            named = ((self._names.own(name), tensor) for name, tensor in loaded)
+            named_tensors = ((self._names.own(name), tensor) for name, tensor in loaded)
             try:
                 fill(
                     self._model.device,
-                    ((state[own], tensor) for own, tensor in named if own is not None),
+                    ((state[own], tensor) for own, tensor in named_tensors if own is not None),
                 )
-                held = self._hold(weights, loaded.held())
+                version = self._hold(weights, loaded.held())
                 self._base = loaded.base
             except Exception as error:
                 self._end_shards(error)
@@ -157,7 +157,7 @@ class HFEngine(RolloutEngine):
             if mode == "recompute":
                 self._decoding.forget()
             return LoadReport(
-                held=held,
+                held=version,
                 tensors=loaded.tensors,
                 nbytes=loaded.nbytes,
                 seconds=time.monotonic() - began,
@@ -185,15 +185,14 @@ class HFEngine(RolloutEngine):
         self, prompts: PromptTokens, request: RolloutRequest, begun: list[Completion]
     ) -> list[Completion]:
         """All completions of a shard, decoded beside those of the others in flight."""
-        sampling = request.sampling
         rows = []
-        frames = self._frames(request, begun)
-        for number, one in enumerate(begun):
-            place = number // sampling.n
-            seed = prompts.seed(request, number, len(one.tokens))
+        frames = self._frames(prompts, request, begun)
+        for number, completion in enumerate(begun):
+            seed = prompts.seed(request, number, len(completion.tokens))
             frame = frames.get(number)
             own = prompts.sampling(request, number)
-            rows.append(Row(prompts.tokens[place], seed, own, self._reader, one, frame))
+            tokens = prompts.tokens_of(number)
+            rows.append(Row(tokens, seed, own, self._reader, completion, frame))
         with self._in_flight(_Shard(request.out_key, rows)) as shard:
             while self._take_turn(shard):
                 try:
@@ -206,21 +205,22 @@ class HFEngine(RolloutEngine):
             with self._model_for(lambda: not self._busy):  # others step the rows of one that is cut
                 return shard.so_far()
 
-    def _frames(self, request: RolloutRequest, begun: list[Completion]) -> dict[int, torch.Tensor]:
+    def _frames(
+        self, prompts: PromptTokens, request: RolloutRequest, begun: list[Completion]
+    ) -> dict[int, torch.Tensor]:
         """What each row that goes on has before it, by its number; nothing where it does not look."""
-        going = [number for number, one in enumerate(begun) if not one.ended]
+        going = [number for number, completion in enumerate(begun) if not completion.ended]
         if not isinstance(self._model, OpenVLA) or not going:
             return {}
-        n = request.sampling.n
-        held, places = request.begun, going
-        if held is None or "frame" not in held.names:
-            held, places = request.prompts, [number // n for number in going]
-        if "frame" not in held.names:
+        source, places = request.begun, going
+        if source is None or "frame" not in source.names:
+            source, places = request.prompts, [prompts.samples[number][0] for number in going]
+        if "frame" not in source.names:
             raise ValueError(
                 "The model looks at images, and the prompts have none. Set episodes.sees = frames."
             )
-        found = held.take(places).fetch(self._store, ["frame"])["frame"]
-        return dict(zip(going, found, strict=True))
+        frames = source.take(places).fetch(self._store, ["frame"])["frame"]
+        return dict(zip(going, frames, strict=True))
 
     def _step(self) -> None:
         """Draw a token for every row in flight, as many as the settings allow; holds the model."""
@@ -242,15 +242,15 @@ class HFEngine(RolloutEngine):
 
         def turn() -> bool:
             free = not self._busy and not self._paused and self._sync in (None, "idle")
-            return free and not any(asked() for asked in self._asking)
+            return free and not any(waits() for waits in self._asking)
 
         with self._changed:
             self._changed.wait_for(lambda: not self._goes_on(shard) or turn())
             if shard.ended is not None:
                 raise shard.ended
-            mine = self._goes_on(shard) and turn()  # looked at once: a cut may come at any time
-            self._busy = self._busy or mine
-            return mine
+            goes_on = self._goes_on(shard) and turn()  # looked at once: a cut may come at any time
+            self._busy = self._busy or goes_on
+            return goes_on
 
     def _leave_turn(self) -> None:
         """Let go of the model; wakes others where one of them may have waited for this step."""
@@ -315,8 +315,8 @@ class HFEngine(RolloutEngine):
 
     def _so_far(self, out_key: str) -> list[Completion] | None:
         with self._model_for(lambda: not self._busy):  # between two tokens
-            found = [shard.so_far() for shard in self._shards if shard.out_key == out_key]
-        return found[0] if found else None
+            shards = [shard.so_far() for shard in self._shards if shard.out_key == out_key]
+        return shards[0] if shards else None
 
     def _end_shards(self, error: Exception) -> int:
         with self._changed:

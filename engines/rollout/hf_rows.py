@@ -38,11 +38,11 @@ class RowBlocks(nn.Linear):
     @classmethod
     def of(cls, linear: nn.Linear, block: int) -> RowBlocks:
         """With the weights of `linear`, not copies of them."""
-        made = cls(1, 1, device="meta")
-        made.in_features, made.out_features = linear.in_features, linear.out_features
-        made.weight, made.bias = linear.weight, linear.bias
-        made.block = block
-        return made
+        blocks = cls(1, 1, device="meta")
+        blocks.in_features, blocks.out_features = linear.in_features, linear.out_features
+        blocks.weight, blocks.bias = linear.weight, linear.bias
+        blocks.block = block
+        return blocks
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, self.in_features)
@@ -71,8 +71,8 @@ def by_rows(model: PreTrainedModel) -> bool:
         if type(module) is nn.Linear:
             model.set_submodule(name, RowBlocks.of(module, block))
         elif not isinstance(module, nn.Embedding | RowBlocks):
-            own = module.parameters(recurse=False)
-            covered = covered and all(parameter.dim() < 2 for parameter in own)
+            parameters = module.parameters(recurse=False)
+            covered = covered and all(parameter.dim() < 2 for parameter in parameters)
     model.set_attn_implementation(ROWS)
     rotate_by_sequence(model)
     text = model.config.get_text_config()
@@ -168,13 +168,13 @@ class KeysAndValues:
         old, slot = row.shelf, row.slot
         if old is not None and old.width >= width:
             return
-        held = {}
+        places = {}
         if old is not None:
-            held = {n: (k[slot].clone(), v[slot].clone()) for n, (k, v) in old.layers.items()}
+            places = {n: (k[slot].clone(), v[slot].clone()) for n, (k, v) in old.layers.items()}
             old.remove(row)
         new = self._shelves.setdefault(width, _Shelf(width))
         new.add(row)
-        for number, pair in held.items():
+        for number, pair in places.items():
             wholes = new.layer(number, *(each.transpose(0, 1) for each in pair))
             for whole, part in zip(wholes, pair, strict=True):
                 whole[row.slot, :, : part.shape[1]] = part
@@ -256,7 +256,7 @@ def _prefilled(
 ) -> Tensor:
     total = sum(prefill.lengths)
     parts = [each[:, :, :total].split(prefill.lengths, 2) for each in (query, key, value)]
-    found = []
+    outputs = []
     for number, (q, k, v) in enumerate(zip(*parts, strict=True)):
         out = causal_attention(
             *(q, k, v),
@@ -265,12 +265,12 @@ def _prefilled(
             cap=scores.cap,
             sinks=scores.sinks,
         )
-        found.append(out.transpose(1, 2))
+        outputs.append(out.transpose(1, 2))
         for row in prefill.rows[number] if prefill.rows else ():
             assert row.shelf is not None
             keys, values = row.shelf.layer(layer, k[0].transpose(0, 1), v[0].transpose(0, 1))
             keys[row.slot, :, : k.shape[2]], values[row.slot, :, : k.shape[2]] = k[0], v[0]
-    return _filled_up(found, query)
+    return _filled_up(outputs, query)
 
 
 def _stepped(
@@ -281,7 +281,7 @@ def _stepped(
     tokens = [  # [R, H, D] of each shelf
         each[0, :, : sum(sizes)].transpose(0, 1).split(sizes) for each in (query, key, value)
     ]
-    found = []
+    outputs = []
     for shelf, place, mask, q, k, v in zip(
         step.shelves, step.places, step.masks, *tokens, strict=True
     ):
@@ -301,7 +301,7 @@ def _stepped(
                 cap=scores.cap,
                 sinks=scores.sinks,
             )
-            found.append(out.reshape(1, len(place), heads, -1))
+            outputs.append(out.reshape(1, len(place), heads, -1))
             continue
         groups = k.shape[1]  # whose query heads are taken as positions: no copies of keys
         with _one_thread(q.device):
@@ -312,8 +312,8 @@ def _stepped(
                 attn_mask=mask.expand(-1, -1, heads // groups, -1),
                 scale=scores.scale,
             )
-        found.append(out.reshape(1, len(place), heads, -1))
-    return _filled_up(found, query)
+        outputs.append(out.reshape(1, len(place), heads, -1))
+    return _filled_up(outputs, query)
 
 
 def _filled_up(found: list[Tensor], query: Tensor) -> Tensor:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from configs.lora import LoraConfig
 from configs.rollout import RolloutConfig
-from engines.models.traced_shape import Shape
+from engines.models.traced_shape import Shape, adapter_parameters
 
 GIB = 2**30
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 BLOCK = 16  # tokens; vLLM hands out keys and values in blocks of so many
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM has tables of adapters
 # Of rollout.engine_args, those that change what a GPU holds in a way that is not planned here.
 UNPLANNED = (
     "block_size",
@@ -29,7 +31,7 @@ class VllmShare:
     """What vLLM takes of each of its GPUs, and what it has of it for keys and values."""
 
     whole: int  # bytes: gpu_memory_utilization of the GPU's memory
-    weights: int  # bytes of the model on this GPU
+    weights: int  # bytes of the model, and of tables for its adapter, on this GPU
     token: int  # bytes of a token's keys and values on this GPU
     longest: int  # tokens of the longest sample, in whole blocks
 
@@ -54,11 +56,21 @@ class VllmShare:
         return self.weights + self.longest * self.token
 
 
-def vllm_share(rollout: RolloutConfig, shape: Shape, longest: int, gpu: int) -> VllmShare:
-    """Of a GPU with so many bytes; longest: tokens of a sample."""
+def vllm_share(
+    rollout: RolloutConfig, shape: Shape, longest: int, gpu: int, lora: LoraConfig | None = None
+) -> VllmShare:
+    """Of a GPU with so many bytes.
+
+    Args:
+        rollout: Settings of the engine.
+        shape: Of its model.
+        longest: Tokens of a sample.
+        gpu: Bytes.
+        lora: Adapters that it loads beside its base; None: none.
+    """
     return VllmShare(
         whole=int(rollout.gpu_memory_utilization * gpu),
-        weights=weights_bytes(rollout, shape),
+        weights=weights_bytes(rollout, shape) + adapter_bytes(rollout, shape, lora),
         token=shape.cached_numbers(rollout.tensor_parallel_size) * BYTES[rollout.dtype],
         longest=-(-longest // BLOCK) * BLOCK,
     )
@@ -71,8 +83,25 @@ def weights_bytes(rollout: RolloutConfig, shape: Shape) -> int:
     return BYTES[rollout.dtype] * (inside + tables) // rollout.tensor_parallel_size
 
 
+def adapter_rank(rank: int) -> int:
+    """The rank of the tables in which vLLM holds an adapter of a rank."""
+    return min(each for each in ADAPTER_RANKS if each >= rank)
+
+
+def adapter_bytes(rollout: RolloutConfig, shape: Shape, lora: LoraConfig | None) -> int:
+    """The tables of the one adapter that vLLM loads at a time, were no device to have a part."""
+    if lora is None:
+        return 0
+    tables = lora.model_copy(update={"rank": adapter_rank(lora.rank)})
+    return BYTES[rollout.dtype] * adapter_parameters(shape, tables)
+
+
 def engine_bytes(
-    rollout: RolloutConfig, shape: Shape, samples: int, longest: int
+    rollout: RolloutConfig,
+    shape: Shape,
+    samples: int,
+    longest: int,
+    lora: LoraConfig | None = None,
 ) -> dict[str, int]:
     """What an engine holds by holder, but for vLLM on GPUs (`vllm_share`).
 
@@ -81,8 +110,9 @@ def engine_bytes(
         shape: Its model's.
         samples: That it has under way at once.
         longest: Tokens of one of them at most.
+        lora: Adapters that it loads beside its base; None: none.
     """
-    weights = weights_bytes(rollout, shape)
+    weights = weights_bytes(rollout, shape) + adapter_bytes(rollout, shape, lora)
     if rollout.engine == "vllm":
         return {"weights": weights, "keys and values": int(rollout.kv_cache_gib * GIB)}
     longest = 1 << (longest - 1).bit_length()  # a row's room is doubled as it grows

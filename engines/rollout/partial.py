@@ -43,10 +43,10 @@ class PartialSamples:
 
     def take(self) -> BatchRef | None:
         """The newest save, which stays for whoever refers to it from now on; the marker goes."""
-        found = self.read()
-        if found is not None:
+        samples = self.read()
+        if samples is not None:
             self._store.delete([self._marker])
-        return found
+        return samples
 
     def write(self, ref: BatchRef, written: str) -> None:
         """Make a batch the newest save, whose own object is `written`; the one before goes."""
@@ -57,10 +57,10 @@ class PartialSamples:
 
     def remove(self) -> None:
         """The shard is done, or will not be: the marker goes, then the save."""
-        written = self._written()
-        if written:
+        keys = self._written()
+        if keys:
             self._store.delete([self._marker])
-            self._store.delete(written)
+            self._store.delete(keys)
 
     def _written(self) -> list[str]:
         try:

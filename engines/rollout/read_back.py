@@ -93,25 +93,25 @@ class LoadCheck:
         That is one whose kind was found at an earlier load, or, at the first one, a parameter that
         still has what vLLM drew as it started.
         """
-        found, unseen = [], []
+        kinds, unseen = [], []
         for kind, chosen in sorted(self._chosen.items()):
             telling = any(len(piece.unique()) >= _TELLING for piece in chosen.rows)
             if telling and self._holds(chosen):
-                found.append(kind)
+                kinds.append(kind)
             elif telling and kind in self._found:
                 raise _stale(chosen.name)
             else:
                 unseen.append(kind)
         self._check_none_as_drawn()
-        self._found.update(found)
-        return ReadBack(found=tuple(found), unseen=tuple(unseen))
+        self._found.update(kinds)
+        return ReadBack(found=tuple(kinds), unseen=tuple(unseen))
 
     def _holds(self, chosen: _Chosen) -> bool:
         places = list(self._places(chosen.name))
         for pieces in (chosen.rows, *chosen.columns):
             hits = (piece for piece in pieces if any(_within(piece, each) for each in places))
-            needed = math.ceil(len(pieces) / (2 * self._ranks))
-            if len(list(itertools.islice(hits, needed))) == needed:
+            least = math.ceil(len(pieces) / (2 * self._ranks))
+            if len(list(itertools.islice(hits, least))) == least:
                 return True
         return False
 
@@ -123,15 +123,15 @@ class LoadCheck:
                 continue
             column = _column(module)
             packed = column is not None and hasattr(module, "cpu_linear")
-            held = [] if packed else [*module.parameters(recurse=False)]
-            held += [*module.buffers(recurse=False), *([] if column is None else [column])]
-            yield from (each.detach().reshape(-1) for each in held if each.is_floating_point())
+            tensors = [] if packed else [*module.parameters(recurse=False)]
+            tensors += [*module.buffers(recurse=False), *([] if column is None else [column])]
+            yield from (each.detach().reshape(-1) for each in tensors if each.is_floating_point())
 
     def _check_none_as_drawn(self) -> None:
         for name, parameter in self._model.named_parameters():
-            drawn = (self._drawn or {}).get(name)
+            start = (self._drawn or {}).get(name)
             now = _sampled(parameter)
-            if drawn is not None and len(now) > 1 and torch.equal(drawn, now):
+            if start is not None and len(now) > 1 and torch.equal(start, now):
                 raise _stale(f"what it calls {name}")
         self._drawn = {}
 
@@ -144,8 +144,8 @@ def _stale(name: str) -> WeightMismatch:
 
 
 def _first_number(name: str) -> str:
-    found = _NUMBER.search(name)
-    return "" if found is None else found.group()
+    match = _NUMBER.search(name)
+    return "" if match is None else match.group()
 
 
 def _sampled(parameter: Tensor) -> Tensor:
@@ -177,13 +177,13 @@ def _spread(last: int) -> list[int]:
 def _within(piece: Tensor, values: Tensor) -> bool:
     """Whether `values` [n] have the piece's numbers, bit for bit, one after the other."""
     bits = _BITS[values.element_size()]  # compared in less than half the time on a CPU
-    wanted = piece.to(device=values.device, dtype=values.dtype).view(bits)
+    expected = piece.to(device=values.device, dtype=values.dtype).view(bits)
     values = values.view(bits)
-    starts = len(values) - len(wanted) + 1
+    starts = len(values) - len(expected) + 1
     for first in range(0, starts, _BLOCK):
-        at = (values[first : min(first + _BLOCK, starts)] == wanted[0]).nonzero()[:, 0] + first
-        for further in range(1, len(wanted)):
-            at = at[values[at + further] == wanted[further]]
+        at = (values[first : min(first + _BLOCK, starts)] == expected[0]).nonzero()[:, 0] + first
+        for further in range(1, len(expected)):
+            at = at[values[at + further] == expected[further]]
         if len(at):
             return True
     return False
@@ -202,5 +202,5 @@ def _column(module: nn.Module) -> Tensor | None:
         return None
     unit = torch.zeros(1, width, dtype=like.dtype, device=like.device)
     unit[0, 0] = 1
-    found: Tensor = method.apply(module, unit, bias=None)
-    return found[0]
+    column: Tensor = method.apply(module, unit, bias=None)
+    return column[0]

@@ -52,10 +52,12 @@ class RolloutPool(EnginePool[Sampler]):
         sleep_level: int = 2,
         cancel: threading.Event | None = None,
         role: Literal["rollout", "opponent", "evaluation"] = "rollout",
+        at_once: int | None = None,
     ) -> None:
         """`mode`: what becomes of shards in flight when new weights are loaded.
 
-        `sleep_level`: rollout.sleep_level. `role`: opponents hold one version all the time.
+        `sleep_level`: rollout.sleep_level. `role`: opponents hold one version all the time. `at_once`
+        as in EnginePool.
         """
         super().__init__(
             cluster,
@@ -65,6 +67,7 @@ class RolloutPool(EnginePool[Sampler]):
             deadline=deadline,
             start_timeout=start_timeout,
             cancel=cancel,
+            at_once=at_once,
         )
         self.run = run
         self.epoch = epoch
@@ -110,9 +113,10 @@ class RolloutPool(EnginePool[Sampler]):
                     return None
                 self._sampling[request.out_key] = (request, address)
             try:
-                named = dataclasses.replace(request, worker=name)
+                request_of_worker = dataclasses.replace(request, worker=name)
                 return self.submit(
-                    address, Call.of(self.role, Sampler.generate, call_id, request=named)
+                    address,
+                    Call.of(self.role, Sampler.generate, call_id, request=request_of_worker),
                 )
             finally:
                 with self._lock:
@@ -152,8 +156,8 @@ class RolloutPool(EnginePool[Sampler]):
                 del self.synced[version]
 
     def _is_cut(self, request: RolloutRequest) -> bool:
-        kept = self._cut.get(request.step)
-        return request.may_be_cut and kept is not None and request.shard not in kept
+        cut = self._cut.get(request.step)
+        return request.may_be_cut and cut is not None and request.shard not in cut
 
     def sync(self, weights: WeightsRef, probe: Probe | None) -> dict[str, CheckedLoad]:
         """Load a version into every live engine; returns worker name -> report.
@@ -244,8 +248,8 @@ class RolloutPool(EnginePool[Sampler]):
         ready = {name: address for address, name in self._ready.items()}
         call_id = CallId(run=self.run, epoch=self.epoch, step=0, call=uuid.uuid4().hex)
         call = Call.of(self.role, method, call_id, *nothing, **arguments)
-        found = self.submit_to_all(ready, call)
-        return {ready[name]: moved for name, moved in found.items()}
+        results = self.submit_to_all(ready, call)
+        return {ready[name]: moved for name, moved in results.items()}
 
     def _end(self, address: str) -> None:
         """See to it that a worker has no engine; kill it if it cannot be asked."""
@@ -309,4 +313,4 @@ class RolloutPool(EnginePool[Sampler]):
 
 
 def _together(found: Mapping[str, Moved | InfrastructureError]) -> Moved:
-    return Moved.together(one for one in found.values() if isinstance(one, Moved))
+    return Moved.together(result for result in found.values() if isinstance(result, Moved))

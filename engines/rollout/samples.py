@@ -7,9 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engines.models.routed_experts import (
     OF_PROMPT,
@@ -17,6 +17,7 @@ from engines.models.routed_experts import (
     RoutedExperts,
     extended,
     merged,
+    write_by_prompt,
 )
 from engines.rollout.contract import RolloutRequest, RolloutResult, Sampling, ShardStats
 from storage.batches.columns import (
@@ -25,8 +26,10 @@ from storage.batches.columns import (
     LIMIT,
     OF_PLAYERS,
     OPPONENTS_TURN,
+    PROMPT_COLUMNS,
     REWRITTEN,
     SEGMENT,
+    TURN_LIMIT,
     UNFINISHED,
     Author,
     SampleStatus,
@@ -40,14 +43,8 @@ from storage.batches.sampling_mask import (
     mask_columns,
     read_masks,
 )
-from storage.batches.writing import write_batch
 from storage.objects.store import Store
 
-# Columns that a sample shares with its prompt; they are referred to, not written again.
-PROMPT_COLUMNS = (
-    *("prompt_ids", "group_id", "prompt_row", "state_id", "env_seed", "opening"),
-    *("player", "frozen", "opening_frame", "frame", "task"),
-)
 POLICY = bytes([Author.POLICY])
 OF_TURN = bytes([Author.POLICY, Author.BUDGET])  # authors within a turn of the policy
 
@@ -58,29 +55,44 @@ class PromptTokens:
 
     tokens: list[list[int]]  # [P] token ids of each
     numbers: list[int]  # [P] of each in the run
+    samples: list[tuple[int, int]]  # [N] prompt of each sample, and number among that prompt's
     branches: list[int] | None = None  # [P] branch_seed of each; None: a prompt has one row
     limits: list[int] | None = (
         None  # [P] longest completion of each, in tokens; None: the request's
     )
+    turn_limits: list[int] | None = None  # [P] longest turn of each, likewise; 0: none
 
-    def sample_id(self, row: int, k: int, n: int) -> int:
-        """Number, in the run, of the k-th of n completions of prompt `row`."""
-        return self.numbers[row] * n + k
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """[N] prompt of each sample."""
+        return np.array([row for row, _ in self.samples], np.int64)
+
+    def tokens_of(self, number: int) -> list[int]:
+        """The prompt of a sample."""
+        return self.tokens[self.samples[number][0]]
+
+    def sample_id(self, sampling: Sampling, number: int) -> int:
+        """Number in the run of a row of a request's samples."""
+        row, k = self.samples[number]
+        return self.numbers[row] * (sampling.group or sampling.n) + sampling.first + k
 
     def sampling(self, request: RolloutRequest, number: int) -> Sampling:
         """How a row of a request's samples is drawn."""
-        asked = request.sampling
-        if self.limits is None:
-            return asked
-        limit = min(asked.max_new_tokens, self.limits[number // asked.n])
-        return replace(asked, max_new_tokens=limit)
+        sampling, (row, _) = request.sampling, self.samples[number]
+        if self.limits is not None:
+            limit = min(sampling.max_new_tokens, self.limits[row])
+            sampling = replace(sampling, max_new_tokens=limit)
+        if self.turn_limits is not None and (turn := self.turn_limits[row]):
+            sampling = replace(
+                sampling, max_turn_tokens=min(sampling.max_turn_tokens or turn, turn)
+            )
+        return sampling
 
     def seed(self, request: RolloutRequest, number: int, begun: int) -> int | None:
         """Seed of a row of a request's samples, which has `begun` tokens already (`sample_seed`)."""
-        sampling, (row, k) = request.sampling, divmod(number, request.sampling.n)
-        branch = None if self.branches is None else self.branches[row]
-        sample = self.sample_id(row, k, sampling.n)
-        return sample_seed(sampling.seed, request.step, sample, begun, branch)
+        branch = None if self.branches is None else self.branches[self.samples[number][0]]
+        sample = self.sample_id(request.sampling, number)
+        return sample_seed(request.sampling.seed, request.step, sample, begun, branch)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,11 +196,11 @@ def sample_seed(
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def read_prompts(store: Store, prompts: BatchRef, max_model_len: int) -> PromptTokens:
+def read_prompts(store: Store, prompts: BatchRef, max_model_len: int, n: int) -> PromptTokens:
     """The token ids of `prompts`; ValueError naming a row that leaves no room for a completion.
 
-    A row is numbered as its group, or, with several players, of whom all have a row here, in the
-    order of groups and players.
+    n: completions of each, but of those whose column has fewer (GROUP_SIZE). A row is numbered as its
+    group, or, with several players, of whom all have a row here, in the order of groups and players.
     """
     values, offsets = prompts.fetch_numpy(store, "prompt_ids")
     assert offsets is not None
@@ -204,9 +216,20 @@ def read_prompts(store: Store, prompts: BatchRef, max_model_len: int) -> PromptT
     branches = None
     if "branch_seed" in prompts.names:
         branches = prompts.fetch_numpy(store, "branch_seed")[0].tolist()
-    limits = prompts.fetch_numpy(store, LIMIT)[0].tolist() if LIMIT in prompts.names else None
-    numbers = prompts.own_groups(store).tolist()
-    return PromptTokens(tokens=rows, numbers=numbers, branches=branches, limits=limits)
+
+    def of_tasks(name: str) -> list[int] | None:
+        there = name in prompts.names
+        return prompts.fetch_numpy(store, name)[0].tolist() if there else None
+
+    sizes = prompts.group_sizes(store, n)
+    return PromptTokens(
+        tokens=rows,
+        numbers=prompts.own_groups(store).tolist(),
+        samples=[(row, k) for row, size in enumerate(sizes) for k in range(size)],
+        branches=branches,
+        limits=of_tasks(LIMIT),
+        turn_limits=of_tasks(TURN_LIMIT),
+    )
 
 
 def seen_by(frozen: bool, reason: str) -> str:
@@ -306,25 +329,13 @@ def token_columns(completions: Sequence[Completion]) -> dict[str, object]:
 def _expert_columns(completions: Sequence[Completion]) -> dict[str, object]:
     """The experts of prompts and responses; empty where they are not wanted."""
     prompts, responses = [], []
-    for one in completions:
-        if one.routed_experts is None:
+    for completion in completions:
+        if completion.routed_experts is None:
             return {}
-        first = max(len(one.routed_experts) - len(one.tokens), 0)
-        prompts.append(one.routed_experts[:first])
-        responses.append(extended(one.routed_experts[first:], len(one.tokens)))
+        first = max(len(completion.routed_experts) - len(completion.tokens), 0)
+        prompts.append(completion.routed_experts[:first])
+        responses.append(extended(completion.routed_experts[first:], len(completion.tokens)))
     return {OF_PROMPT: prompts, OF_RESPONSE: responses}
-
-
-def write_by_prompt(store: Store, out_key: str, columns: Mapping[str, object], n: int) -> BatchRef:
-    """Store columns of samples, n of each prompt, of whose tokens the experts are stored once."""
-    if OF_PROMPT not in columns:
-        return write_batch(store, out_key, columns)
-    held = cast("list[RoutedExperts]", columns[OF_PROMPT])
-    firsts = [max(held[i : i + n], key=len) for i in range(0, len(held), n)]
-    once = [held[i][:0] if i % n else firsts[i // n] for i in range(len(held))]
-    written = write_batch(store, out_key, {**columns, OF_PROMPT: once})
-    rows = np.arange(len(written))
-    return written.with_columns(written[[OF_PROMPT]].take(rows - rows % n))
 
 
 def write_samples(
@@ -339,7 +350,7 @@ def write_samples(
     held: int,
     begun: int = 0,
 ) -> RolloutResult:
-    """Store a shard's completions (row i of prompt i // n) under `request.out_key`.
+    """Store a shard's completions (row i of prompts.samples[i]) under `request.out_key`.
 
     The ref has the written columns and those of the prompt. `digests` are those of the versions that
     the engine has held; `held` is the one that it holds; `started` is the reading of
@@ -347,18 +358,20 @@ def write_samples(
     statistics are of the samples that the engine plays: not of frozen players among the policy's,
     nor the other way round.
     """
-    n, rows = request.sampling.n, len(completions)
+    rows, places = len(completions), prompts.places
     worker = request.worker or engine
     lengths = np.array([len(c.tokens) for c in completions], np.int64)
     last = [c.spans[-1][0] if c.spans else held for c in completions]
     truncated = [c.finish_reason == "length" for c in completions]
-    own = np.ones(rows, bool)
+    of_policy = np.ones(rows, bool)
     if "frozen" in request.prompts.names:
         frozen = request.prompts.fetch_numpy(store, "frozen")[0].astype(bool)
-        own = np.repeat(frozen, n) == request.frozen
-    played = np.flatnonzero(own).tolist()
+        of_policy = frozen[places] == request.frozen
+    played = np.flatnonzero(of_policy).tolist()
     unfinished = [c.finish_reason in (UNFINISHED, SEGMENT) for c in completions]
-    known = {last[i]: completions[i].digest for i in played if completions[i].digest} | {**digests}
+    digest_of = {last[i]: completions[i].digest for i in played if completions[i].digest} | {
+        **digests
+    }
     status = np.where(truncated, SampleStatus.TRUNCATED, SampleStatus.OK).astype(np.int64)
     status[unfinished] = SampleStatus.UNFINISHED
     workers, attempts = [worker] * rows, np.full(rows, request.attempt, np.int64)
@@ -371,40 +384,40 @@ def write_samples(
             workers = [str(drew[i]) if stands[i] else worker for i in range(rows)]
             attempts[stands] = request.begun.fetch_numpy(store, "attempt")[0][stands]
     authors = [np.frombuffer(c.authors.ljust(len(c.tokens), POLICY), np.uint8) for c in completions]
-    kept: list[str] = []
-    seen: list[str] = []
+    reasons: list[str] = []
+    states: list[str] = []
     unused = np.zeros(rows, np.int64)  # of episodes that have ended
     if request.begun is not None:
         names = (*EPISODE, *OF_PLAYERS, *IN_PART, *REWRITTEN)
-        kept = [name for name in names if name in request.begun.names]
-        seen = [name for name in ("frame",) if name in request.begun.names]  # not the first ones
-        if "unused_tokens" in kept:
+        reasons = [name for name in names if name in request.begun.names]
+        states = [name for name in ("frame",) if name in request.begun.names]  # not the first ones
+        if "unused_tokens" in reasons:
             unused = request.begun.fetch_numpy(store, "unused_tokens")[0].astype(np.int64)
-    written = write_by_prompt(
+    ref = write_by_prompt(
         store,
         request.out_key,
         {
-            **({"author": authors} if kept or request.sampling.thinking_budget else {}),
+            **({"author": authors} if reasons or request.sampling.thinking_budget else {}),
             **token_columns(completions),
             "response_mask": [
                 policy_mask(each, end) for each, end in zip(authors, unused.tolist(), strict=True)
             ],
             "sample_id": np.array(
-                [prompts.sample_id(i // n, i % n, n) for i in range(rows)], np.int64
+                [prompts.sample_id(request.sampling, i) for i in range(rows)], np.int64
             ),
             "status": status,
             "finish_reason": [seen_by(request.frozen, c.finish_reason) for c in completions],
             "weights_digest": [
-                c.digest or (known[version] if mine else "")
-                for c, version, mine in zip(completions, last, own, strict=True)
+                c.digest or (digest_of[version] if plays else "")
+                for c, version, plays in zip(completions, last, of_policy, strict=True)
             ],
             "worker": workers,
             "attempt": attempts,
         },
-        n,
+        places,
     )
     present = [name for name in PROMPT_COLUMNS if name in request.prompts.names]
-    repeated = request.prompts[present].take(np.repeat(np.arange(len(prompts.tokens)), n))
+    repeated = request.prompts[present].take(places)
     version = max(last[i] for i in played)
     stats = ShardStats(
         rows=rows,
@@ -415,7 +428,7 @@ def write_samples(
         worker=worker,
         attempt=request.attempt,
         version=version,
-        digest=known[version],
+        digest=digest_of[version],
         unfinished=sum(unfinished),
         oldest=min(
             (completions[i].spans[0][0] for i in played if completions[i].spans), default=None
@@ -423,6 +436,6 @@ def write_samples(
         read=sum(c.read for c in completions if c.cached is not None),
         cached=sum(c.cached for c in completions if c.cached is not None),
     )
-    if request.begun is not None and (held_on := [*kept, *seen]):
+    if request.begun is not None and (held_on := [*reasons, *states]):
         repeated = repeated.with_columns(request.begun[held_on])
-    return RolloutResult(ref=repeated.with_columns(written), stats=stats)
+    return RolloutResult(ref=repeated.with_columns(ref), stats=stats)

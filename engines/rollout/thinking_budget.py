@@ -33,32 +33,38 @@ class ThinkingBudget:
 
     def sampled(self, begun: Sequence[Completion], sample: Sample) -> list[Completion]:
         """All completions; `sample` draws those that have not ended, as a request says."""
-        rows = [self._bounded(row, one) for row, one in enumerate(begun)]
-        open_rows = {row for row, (one, bound) in enumerate(rows) if bound and not one.ended}
-        first = [one for one, _ in rows]
+        rows = [self._bounded(row, completion) for row, completion in enumerate(begun)]
+        open_rows = {
+            row for row, (completion, bound) in enumerate(rows) if bound and not completion.ended
+        }
+        first = [completion for completion, _ in rows]
         if open_rows:
             budget = replace(self._sampling, max_turn_tokens=self._sampling.thinking_budget)
             # Others wait meanwhile: to an engine they have ended.
-            given = [
-                one if row in open_rows or one.ended else replace(one, finish_reason=WAITING)
-                for row, one in enumerate(first)
+            completions = [
+                completion
+                if row in open_rows or completion.ended
+                else replace(completion, finish_reason=WAITING)
+                for row, completion in enumerate(first)
             ]
-            drawn = sample(replace(self.request, sampling=budget), given)
+            answers = sample(replace(self.request, sampling=budget), completions)
             first = [
-                self._bounded(row, self.going_on(row, one))[0] if row in open_rows else first[row]
-                for row, one in enumerate(drawn)
+                self._bounded(row, self.going_on(row, completion))[0]
+                if row in open_rows
+                else first[row]
+                for row, completion in enumerate(answers)
             ]
-        if all(one.ended for one in first):
+        if all(completion.ended for completion in first):
             return first
         return sample(self.request, first)
 
     def so_far(self, begun: Sequence[Completion], stands: Sequence[Completion]) -> list[Completion]:
         """Completions in flight as they are to be gone on with, in whichever round they are."""
         return [
-            self.going_on(row, replace(one, finish_reason=UNFINISHED))
-            if one.finish_reason == WAITING and not begun[row].ended
-            else self.going_on(row, one)
-            for row, one in enumerate(stands)
+            self.going_on(row, replace(completion, finish_reason=UNFINISHED))
+            if completion.finish_reason == WAITING and not begun[row].ended
+            else self.going_on(row, completion)
+            for row, completion in enumerate(stands)
         ]
 
     def going_on(self, row: int, one: Completion) -> Completion:
@@ -78,7 +84,7 @@ class ThinkingBudget:
 
     def _thinks(self, row: int, one: Completion) -> bool:
         start, end, _ = self._sampling.thinking_words
-        text = self.decode([*self.prompts.tokens[row // self._sampling.n], *one.tokens])
+        text = self.decode([*self.prompts.tokens_of(row), *one.tokens])
         return text.rfind(start) > text.rfind(end)
 
     def _closed(self, row: int, one: Completion) -> Completion:
@@ -96,5 +102,6 @@ class ThinkingBudget:
 
     def _most(self, row: int, one: Completion) -> int:
         """The longest that a completion may get."""
-        prompt = self.prompts.tokens[row // self._sampling.n]
-        return min(self._sampling.most(len(one.tokens), one.turn), self.max_model_len - len(prompt))
+        asked = self.prompts.sampling(self.request, row)
+        room = self.max_model_len - len(self.prompts.tokens_of(row))
+        return min(asked.most(len(one.tokens), one.turn), room)

@@ -51,7 +51,7 @@ def load(
     dtype = manager.lora_config.lora_dtype
     assert isinstance(dtype, torch.dtype), "vLLM has taken the model's"
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-    found = LoRAModel.from_lora_tensors(
+    lora = LoRAModel.from_lora_tensors(
         REQUEST.lora_int_id,
         scaled,
         config,
@@ -59,13 +59,13 @@ def load(
         dtype=dtype,
         weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
     )
-    wanted = {
-        name: (each.lora_a.clone(), each.lora_b.clone()) for name, each in found.loras.items()
+    expected = {
+        name: (each.lora_a.clone(), each.lora_b.clone()) for name, each in lora.loras.items()
     }
     try:
-        manager.add_adapter(found)
+        manager.add_adapter(lora)
         manager.activate_adapter(REQUEST.lora_int_id)
-        check_held(manager, wanted)
+        check_held(manager, expected)
     except Exception:
         worker.remove_all_adapters()
         _load_none(worker)
@@ -84,33 +84,33 @@ def check_held(manager: LoRAModelManager, wanted: Mapping[str, tuple[Tensor, Ten
         wanted: A [rank, in] and B [out, rank] by the layer's name, in the format and scale of vLLM's.
     """
     slot = manager.lora_index_to_id.index(REQUEST.lora_int_id)
-    left = set(wanted)
+    remaining = set(wanted)
     for path, layer in manager.modules.items():
         parts = manager.packed_modules.get(path, [path])
         if len(parts) != len(layer.lora_a_stacked):
             raise _other(path)
         pairs = [wanted.get(part) for part in parts]
         a, b = (
-            _share(layer, [None if one is None else one[k] for one in pairs], k) for k in (0, 1)
+            _share(layer, [None if pair is None else pair[k] for pair in pairs], k) for k in (0, 1)
         )
-        for held, part in zip(
+        for table, part in zip(
             (*layer.lora_a_stacked, *layer.lora_b_stacked), (*a, *b), strict=True
         ):
-            if not _holds(held[slot, 0], part):
+            if not _holds(table[slot, 0], part):
                 raise _other(path)
-        left.difference_update(parts)
-    if left:
-        raise _other(min(left))
+        remaining.difference_update(parts)
+    if remaining:
+        raise _other(min(remaining))
 
 
 def _share(layer: BaseLayerWithLoRA, whole: list[Tensor | None], which: int) -> list[Tensor | None]:
     """What a rank has of a layer's factors, A (0) or B (1)."""
-    if layer.tp_size == 1 or not any(one is not None for one in whole):
+    if layer.tp_size == 1 or not any(factor is not None for factor in whole):
         return whole
     cut = layer.slice_lora_b if which else layer.slice_lora_a
     if len(whole) > 1:
         return list(cut(whole))
-    return [None if one is None else cut(one) for one in whole]
+    return [None if factor is None else cut(factor) for factor in whole]
 
 
 def _holds(held: Tensor, wanted: Tensor | None) -> bool:

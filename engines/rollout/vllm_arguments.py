@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from configs.rollout import RolloutConfig
 from engines.models import checkpoints
 from engines.models.routed_experts import RoutedExperts, checked
 from engines.rollout.contract import RolloutSpec, Sampling
+from engines.rollout.memory_plan import adapter_rank
 from engines.rollout.samples import NOTHING, Completion
 from engines.rollout.vllm_plugin import TRANSFER_BACKEND
 from storage.batches.columns import UNFINISHED
@@ -46,7 +47,7 @@ def engine_arguments(spec: RolloutSpec, directory: Path) -> AsyncEngineArgs:
     from engines.rollout.vllm_cpu_kernels import OPERATIONS, PROVIDER
 
     config, on_cpu = spec.rollout, current_platform.is_cpu()
-    found = AsyncEngineArgs(
+    arguments = AsyncEngineArgs(
         model=str(directory),
         dtype=config.dtype,
         max_model_len=spec.max_model_len,
@@ -85,7 +86,7 @@ def engine_arguments(spec: RolloutSpec, directory: Path) -> AsyncEngineArgs:
         further["speculative_config"] = proposed
     if spec.lora is not None:
         further |= adapter_arguments(spec.lora, checkpoints.tensor_shapes(directory))
-    return replace(found, **further) if further else found
+    return replace(arguments, **further) if further else arguments
 
 
 def speculation(config: RolloutConfig) -> dict[str, Any]:
@@ -100,22 +101,22 @@ def speculation(config: RolloutConfig) -> dict[str, Any]:
             "prompt_lookup_max": ngram.longest_match,
             "prompt_lookup_min": ngram.shortest_match,
         }
-    given = config.engine_args.get("speculative_config")
+    settings = config.engine_args.get("speculative_config")
     return (
-        {"draft_load_config": {"load_format": "auto"}, **given} if isinstance(given, dict) else {}
+        {"draft_load_config": {"load_format": "auto"}, **settings}
+        if isinstance(settings, dict)
+        else {}
     )
 
 
 def adapter_arguments(lora: LoraConfig, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
     """With which vLLM takes a version's adapter; shapes: of the model's tensors by name."""
-    from vllm.config.lora import MaxLoRARanks
-
     tables = {name.split(".")[-2] for name, shape in shapes.items() if len(shape) == 2}
     layers = tables.difference(NOT_ADAPTED)
     return {
         "enable_lora": True,
         "max_loras": 1,
-        "max_lora_rank": min(rank for rank in get_args(MaxLoRARanks) if rank >= lora.rank),
+        "max_lora_rank": adapter_rank(lora.rank),
         "lora_target_modules": sorted(
             layers if lora.target_modules == "all-linear" else lora.target_modules
         ),
@@ -127,10 +128,10 @@ def step_tokens(spec: RolloutSpec, on_cpu: bool) -> int:
     if on_cpu:
         return max(spec.max_model_len, _STEP_TOKENS)
     config = spec.rollout
-    found = min(_GPU_STEP_TOKENS, config.max_sequences * spec.max_model_len)
+    tokens = min(_GPU_STEP_TOKENS, config.max_sequences * spec.max_model_len)
     if config.engine_args.get("enable_chunked_prefill") is False:
-        found = max(found, spec.max_model_len)
-    return max(found, config.max_sequences)
+        tokens = max(tokens, spec.max_model_len)
+    return max(tokens, config.max_sequences)
 
 
 def sampling_params(
@@ -206,34 +207,36 @@ def completion(
     draw from; they are 0.
     experts: of the model's routers, where those of each token are wanted.
     """
-    (drawn,) = output.outputs
+    (answer,) = output.outputs
     read, cached = len(output.prompt_token_ids or ()), output.num_cached_tokens
-    if not drawn.token_ids:
+    if not answer.token_ids:
         return replace(NOTHING, read=read, cached=cached)
-    tokens = list(drawn.token_ids)
-    spans, reason = drawn.weight_versions, drawn.finish_reason
+    tokens = list(answer.token_ids)
+    spans, reason = answer.weight_versions, answer.finish_reason
     assert spans is not None, "every version is set by a sync"
     assert reason is not None, "only finished requests are handed on"
     return Completion(
         tokens=tokens,
-        logprobs=[0.0] * len(tokens) if sampling.greedy else _drawn_logprobs(drawn, tokens),
+        logprobs=[0.0] * len(tokens) if sampling.greedy else _drawn_logprobs(answer, tokens),
         spans=[(int(span.version), span.start, span.end) for span in spans],
         finish_reason=UNFINISHED if reason == "abort" else reason,
         read=read,
         cached=cached,
-        routed_experts=None if experts is None else _routed(drawn, read + len(tokens) - 1, experts),
-        sampling_mask=_words_left(drawn, len(tokens)) if sampling.sampling_mask else None,
+        routed_experts=None
+        if experts is None
+        else _routed(answer, read + len(tokens) - 1, experts),
+        sampling_mask=_words_left(answer, len(tokens)) if sampling.sampling_mask else None,
     )
 
 
 def _words_left(drawn: CompletionOutput, tokens: int) -> SamplingMask:
-    given = drawn.sampling_mask
-    assert given is not None, "vLLM was started to give it"
-    if len(given.token_ids) != tokens:
+    mask = drawn.sampling_mask
+    assert mask is not None, "vLLM was started to give it"
+    if len(mask.token_ids) != tokens:
         raise ValueError(
-            f"vLLM gave the words that {len(given.token_ids)} tokens were drawn from, not {tokens}."
+            f"vLLM gave the words that {len(mask.token_ids)} tokens were drawn from, not {tokens}."
         )
-    return SamplingMask.of([np.sort(np.array(words, np.int32)) for words in given.token_ids])
+    return SamplingMask.of([np.sort(np.array(words, np.int32)) for words in mask.token_ids])
 
 
 def _routed(drawn: CompletionOutput, tokens: int, experts: ChosenExperts) -> RoutedExperts:

@@ -70,11 +70,11 @@ def register() -> None:
         output_slices: tuple[int, ...],
         **named: Any,
     ) -> None:
-        given = (y, x, lora_a_stacked, lora_b_stacked, scale, output_slices)
+        arguments = (y, x, lora_a_stacked, lora_b_stacked, scale, output_slices)
         if len(lora_a_stacked[0]) > 1:
-            of_several(punica, *given, **named)
+            of_several(punica, *arguments, **named)
         elif not punica.no_lora:
-            add_adapter(*given)
+            add_adapter(*arguments)
 
     PunicaWrapperCPU.add_lora_linear = add_lora_linear  # type: ignore[method-assign, assignment]
 

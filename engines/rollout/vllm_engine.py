@@ -54,6 +54,7 @@ _PAUSES: dict[SyncMode, tuple[Literal["wait", "keep"], bool]] = {
 }
 # Eager means without torch.compile too: vLLM uses it for a few lines of its sampler, which takes
 # seconds and a C++ compiler when the first shard comes. Not for this process, which may train.
+CACHE_USE = "vllm:kv_cache_usage_perc"  # vLLM's name of the metric, a share
 NOT_COMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 _FAILURES = {
     kind.__name__: kind for kind in (ObjectDamaged, ObjectMissing, StoreUnavailable, WeightMismatch)
@@ -140,8 +141,8 @@ class VllmEngine(RolloutEngine):
 
     def score(self, token_ids: list[list[int]], prompt_lengths: list[int]) -> list[list[float]]:
         """Log-probs, at temperature 1 and unfiltered, of each sequence's tokens past its prompt."""
-        found = self.likeliest(token_ids, prompt_lengths)
-        return [one.logprobs.tolist() for one in found]
+        scores = self.likeliest(token_ids, prompt_lengths)
+        return [score.logprobs.tolist() for score in scores]
 
     def likeliest(
         self, token_ids: list[list[int]], prompt_lengths: list[int], top_k: int = 0
@@ -165,6 +166,11 @@ class VllmEngine(RolloutEngine):
     def metrics(self) -> Sequence[Metric]:
         """vLLM's own, where the spec says so."""
         return self._process.metrics()
+
+    def _cache_use(self) -> float | None:
+        metrics = self._process.metrics()
+        shares = [one.value for each in metrics if each.name == CACHE_USE for one in each.samples]
+        return max(shares, default=None)
 
     def close(self) -> None:
         """End vLLM and its processes; shards in flight end with RolloutCancelled."""
@@ -203,8 +209,8 @@ class VllmEngine(RolloutEngine):
         return self._process.run(self._wake_up(level))
 
     def _checksum(self) -> str:
-        found = self._process.run(self._process.llm.compute_weight_checksums())
-        return json.dumps(found, sort_keys=True)
+        checksums = self._process.run(self._process.llm.compute_weight_checksums())
+        return json.dumps(checksums, sort_keys=True)
 
     @property
     def _cause(self) -> str:
@@ -259,14 +265,15 @@ class VllmEngine(RolloutEngine):
         salt = f"v{self._holding().version}"
         if request.out_key in self._cut:
             return begun
-        n = request.sampling.n
         experts = self._experts if request.sampling.routed_experts else None
-        rows = self._rows[request.out_key] = [_Row(one, request.sampling, experts) for one in begun]
+        rows = self._rows[request.out_key] = [
+            _Row(completion, request.sampling, experts) for completion in begun
+        ]
         tasks = [
             asyncio.create_task(
                 self._sample_row(
                     row,
-                    prompts.tokens[i // n],
+                    prompts.tokens_of(i),
                     salt,
                     prompts.sampling(request, i),
                     prompts.seed(request, i, len(row.begun.tokens)),
@@ -284,31 +291,31 @@ class VllmEngine(RolloutEngine):
     async def _sample_row(
         self, row: _Row, tokens: list[int], salt: str, sampling: Sampling, seed: int | None
     ) -> Completion:
-        begun = row.begun
-        if begun.ended:
-            return begun
-        params = vllm_arguments.sampling_params(sampling, self._ends, seed, begun, self._masks)
-        prompt: TokensPrompt = {"prompt_token_ids": tokens + begun.tokens, "cache_salt": salt}
+        before = row.begun
+        if before.ended:
+            return before
+        params = vllm_arguments.sampling_params(sampling, self._ends, seed, before, self._masks)
+        prompt: TokensPrompt = {"prompt_token_ids": tokens + before.tokens, "cache_salt": salt}
         row.request = self._new_request()
         answer = await self._answer(prompt, params, row.request)
-        drawn = vllm_arguments.completion(answer, sampling, row.experts)
-        found = begun.followed_by(drawn)
-        if found.finish_reason == "length":
-            found = replace(found, finish_reason=sampling.limit(len(found.tokens)))
-        row.begun, row.request = found, ""
-        self._drawn += len(drawn.tokens)
+        turn = vllm_arguments.completion(answer, sampling, row.experts)
+        whole = before.followed_by(turn)
+        if whole.finish_reason == "length":
+            whole = replace(whole, finish_reason=sampling.limit(len(whole.tokens)))
+        row.begun, row.request = whole, ""
+        self._drawn += len(turn.tokens)
         return row.begun
 
     async def _abort_cut(self) -> None:
         """Abort the requests of the shards in `_cut`, those that are just being added too."""
-        while left := [
+        while open_rows := [
             row.request
             for key, rows in self._rows.items()
             if key in self._cut
             for row in rows
             if row.request
         ]:
-            await self._process.llm.abort(left)
+            await self._process.llm.abort(open_rows)
             await asyncio.sleep(0.02)
 
     async def _look_at(self, out_key: str) -> list[Completion] | None:
@@ -399,8 +406,8 @@ class VllmEngine(RolloutEngine):
             began, free = time.monotonic(), await self._free_memory()
             self._cache_asleep = level > 1
             await self._process.llm.wake_up(["weights"] if level > 1 else None)
-            taken = free - await self._free_memory()
-            return Moved(nbytes=taken, seconds=time.monotonic() - began)
+            used = free - await self._free_memory()
+            return Moved(nbytes=used, seconds=time.monotonic() - began)
 
     async def _wake_cache(self) -> None:
         if self._cache_asleep:

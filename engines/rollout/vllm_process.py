@@ -102,7 +102,7 @@ class VllmProcess:
 
     def metrics(self) -> list[Metric]:
         """What vLLM counts and measures, under its own names; nothing without its log_stats."""
-        return [metric for one in self._collectors for metric in one.collect()]
+        return [metric for collector in self._collectors for metric in collector.collect()]
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work` on the engine's loop; EngineDead if vLLM dies first."""
@@ -122,7 +122,7 @@ class VllmProcess:
                 return
             self.closed = True
             atexit.unregister(self.close)
-            below = [one for child in self._children for one in descendants(child.pid)]
+            below = [process for child in self._children for process in descendants(child.pid)]
             self._children = list({*self._children, *below})
             if self._llm is not None:
                 self._llm.shutdown(timeout=CLOSE_GRACE)
@@ -182,8 +182,10 @@ class VllmProcess:
             return
         code = exit_code(process)
         how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else "ended"
-        said = self._last_error()
-        self.cause = f"is dead: its process {process.pid} {how}" + (f" ({said})" if said else "")
+        reason = self._last_error()
+        self.cause = f"is dead: its process {process.pid} {how}" + (
+            f" ({reason})" if reason else ""
+        )
         self._keep_log()
         self._died.set()
 
@@ -211,9 +213,9 @@ class VllmProcess:
     def _keep_log(self) -> None:
         """Put what vLLM's processes wrote where it stays, and say so in the cause."""
         if self.log.exists():
-            kept = lasting_folder() / f"{self.name}-{os.getpid()}.log"
-            shutil.copyfile(self.log, kept)
-            self.cause += f"; its log is {kept}"
+            log = lasting_folder() / f"{self.name}-{os.getpid()}.log"
+            shutil.copyfile(self.log, log)
+            self.cause += f"; its log is {log}"
 
     def _last_error(self) -> str:
         """The root error in the engine's log, where vLLM's processes write their tracebacks."""
@@ -228,7 +230,11 @@ class VllmProcess:
 def _vllm_collectors() -> list[Collector]:
     """Of the engine that started last: vLLM takes those of another one out of the registry."""
     registered = list(REGISTRY._collector_to_names.items())  # as vLLM finds its own (vLLM 0.32)
-    return [one for one, names in registered if any(name.startswith("vllm:") for name in names)]
+    return [
+        collector
+        for collector, names in registered
+        if any(name.startswith("vllm:") for name in names)
+    ]
 
 
 @contextlib.contextmanager

@@ -150,10 +150,10 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
             self._load_whole(ref, offered)
         if offered.apart:
             self.adapter = (offered.factors, offered.adapter)
-        held = offered.held()
+        version = offered.held()
         self.report = {
-            "version": held.version,
-            "digest": held.digest,
+            "version": version.version,
+            "digest": version.digest,
             "tensors": offered.tensors,
             "nbytes": offered.nbytes,
             "bytes_read": COUNTER.total().bytes_read - before,
@@ -168,24 +168,24 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
         )
 
     def _load_whole(self, ref: WeightsRef, offered: LoadedWeights) -> None:
-        wanted = {_unwrapped(name) for name, _ in self.model.named_parameters()}
+        names = {_unwrapped(name) for name, _ in self.model.named_parameters()}
         self.check.begin()
         initialize_layerwise_reload(self.model)
         self.reloading = True
         tensors = self._as_in_files(self._but_unknown_head(offered))
         weights = self.check.watch(tensors, self.names.unused)
         loaded = cast(_LoadsWeights, self.model).load_weights(weights)
-        missing = [] if loaded is None else sorted(wanted - {_unwrapped(name) for name in loaded})
+        missing = [] if loaded is None else sorted(names - {_unwrapped(name) for name in loaded})
         if missing:
             raise ValueError(f"policy version {ref.version} left {missing[0]} as it was")
 
     def _but_unknown_head(self, offered: LoadedWeights) -> Iterator[tuple[str, torch.Tensor]]:
         """Without an output head that is the embedding, where vLLM's model has none: Gemma 2's."""
         paths = (path.rpartition(".")[2] for path, _ in self.model.named_modules())
-        known = "lm_head" in paths
+        has_head = "lm_head" in paths
         for name, tensor in offered:
             is_head = name.split(".")[-2:] == ["lm_head", "weight"]
-            if known or not is_head or not offered.is_copy(name):
+            if has_head or not is_head or not offered.is_copy(name):
                 yield name, tensor
 
     def _as_in_files(

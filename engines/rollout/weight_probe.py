@@ -64,7 +64,8 @@ def check_scores(
     if not error <= tolerance:
         rows = zip(probe.tokens, scores, expected, strict=True)
         apart = sorted(
-            (len(tokens), mean_absolute_error([row], [wanted])) for tokens, row, wanted in rows
+            (len(tokens), mean_absolute_error([row], [expected_row]))
+            for tokens, row, expected_row in rows
         )
         raise WeightMismatch(
             f"After the sync to version {version}, {worker}'s log-probs differ from the trainer's "
@@ -87,8 +88,8 @@ def mean_absolute_error(
         expected: [S][T] log-probs of the same tokens; at least one token in all.
     """
     differences = [
-        abs(mine - theirs)
-        for row, wanted in zip(scores, expected, strict=True)
-        for mine, theirs in zip(row, wanted, strict=True)
+        abs(value - theirs)
+        for row, row_expected in zip(scores, expected, strict=True)
+        for value, theirs in zip(row, row_expected, strict=True)
     ]
     return sum(differences) / len(differences)

@@ -152,8 +152,8 @@ class _Taken:
 
     def is_copy(self, name: str) -> bool:
         """Whether another one has the same bytes."""
-        wanted = self._entries[name].digest
-        return any(e.digest == wanted for other, e in self._entries.items() if other != name)
+        digest = self._entries[name].digest
+        return any(e.digest == digest for other, e in self._entries.items() if other != name)
 
     def digest(self) -> str:
         """Of those taken."""

@@ -56,7 +56,8 @@ def main(setup: dict[str, Any]) -> NoReturn:
     """Enter new namespaces and become the supervisor.
 
     setup: as of `supervisor.main`, save of users; "visible": folders and files that programs can
-    read. Where the machine does not let it, {"failed": why} is sent and the process ends.
+    read, "links": paths that lead elsewhere. Where the machine does not let it, {"failed": why} is
+    sent and the process ends.
     """
     root = os.getuid() == 0
     try:
@@ -73,7 +74,7 @@ def main(setup: dict[str, Any]) -> NoReturn:
         os._exit(status != 0)
     die_with_parent()
     try:
-        _build(setup["visible"], setup["limits"]["disk_mib"])
+        _build(setup["visible"], setup["links"], setup["limits"]["disk_mib"])
     except OSError as error:
         _fail(error)
     user = {"user": USER, "ours": 0} if root else {"user": None, "ours": 2}
@@ -122,12 +123,15 @@ def _tell(file: str, text: str) -> None:
         opened.write(text)
 
 
-def _build(visible: list[str], disk: int) -> None:
+def _build(visible: list[str], links: dict[str, str], disk: int) -> None:
     """Make the root that programs see, of folders that stand at their own paths, read-only."""
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     mount("sandbox", ROOT, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     for path in visible:
         _show(path)
+    for path, target in links.items():
+        os.makedirs(os.path.dirname(f"{ROOT}{path}"), exist_ok=True)
+        os.symlink(target, f"{ROOT}{path}")
     for folder in ("proc", "dev", "tmp"):
         os.makedirs(f"{ROOT}/{folder}", exist_ok=True)
     for device in DEVICES:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from configs.sandbox import ContainerSandbox, ProcessSandbox
 from engines.sandboxes.containers import open_container
 from engines.sandboxes.processes import interpreter, open_processes
@@ -11,11 +13,21 @@ from engines.sandboxes.supervised import SupervisedSandbox
 PROOF = b"print(6 * 7)"
 
 
-def open_sandbox(settings: ProcessSandbox | ContainerSandbox) -> SupervisedSandbox:
-    """Start a sandbox (engines/sandboxes/protocol.py); SandboxFailed when it cannot be."""
+def open_sandbox(
+    settings: ProcessSandbox | ContainerSandbox, links: Mapping[str, str] | None = None
+) -> SupervisedSandbox:
+    """Start a sandbox (engines/sandboxes/protocol.py); SandboxFailed when it cannot be.
+
+    links: paths of the sandbox's system that lead elsewhere in it, as {"/app": "/tmp/work/app"}.
+    """
     if isinstance(settings, ContainerSandbox):
+        if links:
+            raise SandboxFailed(
+                f"A container has no place for {', '.join(links)}, where the task has its files. "
+                "Set the sandbox's kind = processes."
+            )
         return open_container(settings)
-    return open_processes(settings)
+    return open_processes(settings, links or {})
 
 
 def python_of(settings: ProcessSandbox | ContainerSandbox) -> str:

@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from functools import cache
 
 from configs.sandbox import START_SECONDS, ProcessSandbox
@@ -40,8 +41,11 @@ _ASK = (
 )
 
 
-def open_processes(settings: ProcessSandbox) -> SupervisedSandbox:
-    """Start a sandbox. SandboxFailed when the machine does not let it."""
+def open_processes(
+    settings: ProcessSandbox, links: Mapping[str, str] | None = None
+) -> SupervisedSandbox:
+    """Start a sandbox, with links as `open_sandbox` says. SandboxFailed where that fails."""
+    links = links or {}
     why = lacking()
     if why is not None:
         raise SandboxFailed(why)
@@ -53,11 +57,11 @@ def open_processes(settings: ProcessSandbox) -> SupervisedSandbox:
         return SupervisedSandbox(
             ["/usr/bin/env", "-i", *python],
             "engines.sandboxes.namespaces",
-            {"visible": visible},
+            {"visible": visible, "links": dict(links)},
             settings,
             START_SECONDS,
         )
-    command = [*_bubblewrap(bubblewrap, visible, settings.disk_mib), *python]
+    command = [*_bubblewrap(bubblewrap, visible, links, settings.disk_mib), *python]
     return SupervisedSandbox(command, "engines.sandboxes.supervisor", {}, settings, START_SECONDS)
 
 
@@ -100,7 +104,9 @@ def prefixes(python: str) -> tuple[str, ...]:
     return tuple(outermost)
 
 
-def _bubblewrap(program: str, visible: list[str], disk_mib: int) -> list[str]:
+def _bubblewrap(
+    program: str, visible: list[str], links: Mapping[str, str], disk_mib: int
+) -> list[str]:
     command = [program, "--unshare-all", "--as-pid-1", "--clearenv", "--new-session"]
     command += ["--hostname", "sandbox"]
     for path in visible:
@@ -108,6 +114,8 @@ def _bubblewrap(program: str, visible: list[str], disk_mib: int) -> list[str]:
             command += ["--symlink", os.readlink(path), path]
         elif os.path.exists(path):
             command += ["--ro-bind", path, path]
+    for path, target in links.items():
+        command += ["--symlink", target, path]
     command += ["--proc", "/proc", "--dev", "/dev"]
     for folder in ("/tmp", "/dev/shm"):
         command += ["--size", str(disk_mib * 2**20), "--tmpfs", folder]

@@ -29,13 +29,13 @@ NO_MESSAGE = 422
 
 def app(service: TeacherService, key: str) -> App:
     """The application; requests that do not show the key are answered 401, their bodies unread."""
-    made = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    api = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
-    @made.exception_handler(ServiceRefused)
+    @api.exception_handler(ServiceRefused)
     async def refused(request: Request, error: ServiceRefused) -> JSONResponse:
         return JSONResponse({"detail": str(error)}, status_code=error.status)
 
-    @made.exception_handler(RequestValidationError)
+    @api.exception_handler(RequestValidationError)
     async def no_message(request: Request, error: RequestValidationError) -> JSONResponse:
         """By name and reason: what was sent is not sent back."""
         first = error.errors()[0]
@@ -43,28 +43,28 @@ def app(service: TeacherService, key: str) -> App:
         text = f"{name or 'the body'} is not as it has to be: {first['msg'][:200]}"
         return JSONResponse({"detail": text}, status_code=NO_MESSAGE)
 
-    @made.post("/v1/probe")
+    @api.post("/v1/probe")
     def probe(probe: ServiceProbe) -> Facts:
         return service.probe(probe)
 
-    @made.get("/v1/tokens")
+    @api.get("/v1/tokens")
     def tokens() -> Tokens:
-        found = service.tokens
-        return Tokens(words=dict(found.words), special=dict(found.special), rows=found.rows)
+        tokens = service.tokens
+        return Tokens(words=dict(tokens.words), special=dict(tokens.special), rows=tokens.rows)
 
-    @made.get("/v1/status")
+    @api.get("/v1/status")
     def status() -> Status:
         return service.status()
 
-    @made.put("/v1/lease")
+    @api.put("/v1/lease")
     def renew(lease: PlaceLease) -> None:
         service.renew(lease)
 
-    @made.delete("/v1/lease")
+    @api.delete("/v1/lease")
     def release(lease: PlaceLease) -> None:
         service.release(lease)
 
-    @made.post("/v1/teach", response_model=Taught)
+    @api.post("/v1/teach", response_model=Taught)
     async def teach(question: Question) -> Taught | JSONResponse:
         answer = asyncio.wrap_future(await run_in_threadpool(service.ask, question))
         answer.add_done_callback(lambda one: one.cancelled() or one.exception())  # looked at
@@ -78,4 +78,4 @@ def app(service: TeacherService, key: str) -> App:
         service.told(question)
         return taught
 
-    return KeyGuard(made, key)
+    return KeyGuard(api, key)

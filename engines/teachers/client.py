@@ -101,16 +101,16 @@ class Connection:
         """An answer that is no refusal."""
         if answer.is_success:
             return answer
-        said = f"{self._where}: {_detail(answer)}"
+        text = f"{self._where}: {_detail(answer)}"
         if answer.status_code == STALE:
-            raise StaleCall(said)
+            raise StaleCall(text)
         if answer.status_code == LATER:
-            raise TeacherFailed(said)
+            raise TeacherFailed(text)
         if answer.status_code in (NO_LEASE, FULL) or answer.status_code >= 500:
-            raise TeacherAway(said)
+            raise TeacherAway(text)
         if answer.status_code == NO_KEY:
-            said += "; set the variable that teachers.NAME.key_variable names to the service's key"
-        raise TeacherRefused(said)
+            text += "; set the variable that teachers.NAME.key_variable names to the service's key"
+        raise TeacherRefused(text)
 
     def close(self) -> None:
         """End its connections."""
@@ -120,10 +120,10 @@ class Connection:
 def _detail(answer: httpx.Response) -> str:
     """Why a request was refused, in a service's words; another server's are cut short."""
     try:
-        said = answer.json()["detail"]
+        detail = answer.json()["detail"]
     except (ValueError, LookupError, TypeError):
-        said = None
-    text = said if isinstance(said, str) else " ".join(answer.text.split())[:200]
+        detail = None
+    text = detail if isinstance(detail, str) else " ".join(answer.text.split())[:200]
     return text or f"it answered {answer.status_code}"
 
 
@@ -145,10 +145,10 @@ def tokens_of(address: Address) -> ModelTokens:
     """The tokens of a service's teacher. TeacherAway, TeacherRefused."""
     connection = Connection(address)
     try:
-        found = connection.answer(Tokens, "GET", "/v1/tokens")
+        tokens = connection.answer(Tokens, "GET", "/v1/tokens")
     finally:
         connection.close()
-    return ModelTokens(words=found.words, special=found.special, rows=found.rows)
+    return ModelTokens(words=tokens.words, special=tokens.special, rows=tokens.rows)
 
 
 def status_of(address: Address) -> Status:
@@ -266,14 +266,14 @@ class TeacherClient:
         while True:
             raise_if_set(self._cancel)
             try:
-                found = ask()
+                answer = ask()
             except TeacherAway:
                 if time.monotonic() - heard > self._patience:
                     raise
                 self._cancel.wait(PAUSE)
                 continue
-            if found is not None:
-                return found
+            if answer is not None:
+                return answer
             heard = time.monotonic()
 
     def _count(self, taught: Taught) -> None:
@@ -284,8 +284,8 @@ class TeacherClient:
     def used(self) -> Mapping[str, float]:
         """Tokens, and seconds in the queue and at the engine, since the last look."""
         with self._lock:
-            found, self._used = self._used, {}
-        return found
+            used, self._used = self._used, {}
+        return used
 
     def _renew(self) -> bool:
         lease = self._lease

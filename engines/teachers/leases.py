@@ -41,35 +41,35 @@ class Places:
 
         Refused where a newer flow of the run has it, and where there is no place.
         """
-        held = self._held.get(lease.address)
-        if held is None and len(self._held) >= self._places:
-            runs = ", ".join(sorted(one.lease.run for one in self._held.values()))
+        place = self._held.get(lease.address)
+        if place is None and len(self._held) >= self._places:
+            runs = ", ".join(sorted(place.lease.run for place in self._held.values()))
             raise ServiceRefused(
                 FULL,
                 f"it has places = {self._places}, all taken by other runs ({runs}); wait for one of "
                 "them to end, or start it with more places",
             )
-        if held is not None:
-            self._check(held, lease.epoch)
-        fresh = held is None or lease.epoch > held.lease.epoch
-        if held is None or fresh:
-            held = self._held[lease.address] = TakenPlace(lease=lease, until=0.0)
-        held.until = self._clock() + self._seconds
+        if place is not None:
+            self._check(place, lease.epoch)
+        fresh = place is None or lease.epoch > place.lease.epoch
+        if place is None or fresh:
+            place = self._held[lease.address] = TakenPlace(lease=lease, until=0.0)
+        place.until = self._clock() + self._seconds
         return fresh
 
     def held(self, address: str, epoch: int) -> TakenPlace:
         """The place from which a flow of a run asks. Refused where it has none."""
-        held = self._held.get(address)
-        if held is None or epoch > held.lease.epoch:
+        place = self._held.get(address)
+        if place is None or epoch > place.lease.epoch:
             raise ServiceRefused(GONE, "the run has no lease there")
-        self._check(held, epoch)
-        held.until = self._clock() + self._seconds
-        return held
+        self._check(place, epoch)
+        place.until = self._clock() + self._seconds
+        return place
 
     def release(self, address: str, epoch: int) -> bool:
         """Give a place back; False where the flow has none."""
-        held = self._held.get(address)
-        if held is None or held.lease.epoch != epoch:
+        place = self._held.get(address)
+        if place is None or place.lease.epoch != epoch:
             return False
         del self._held[address]
         return True
@@ -77,7 +77,7 @@ class Places:
     def ended(self) -> list[str]:
         """Take the places of runs that were not heard of for too long; their addresses."""
         now = self._clock()
-        over = [address for address, held in self._held.items() if held.until < now]
+        over = [address for address, place in self._held.items() if place.until < now]
         for address in over:
             del self._held[address]
         return over

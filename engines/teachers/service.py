@@ -33,6 +33,7 @@ from engines.train.contract import TrainEngine
 from engines.train.spec import TeachRequest
 from engines.workers.gang import Gang
 from engines.workers.messages import CallId
+from storage.batches.forest import read_forests
 from storage.batches.refs import BatchRef
 from storage.objects.errors import StoreError, StoreUnavailable
 from storage.objects.store import Store
@@ -123,13 +124,13 @@ class TeacherService:
 
     def probe(self, probe: ServiceProbe) -> Facts:
         """What is taught by, for a run that can be served. Refused, in a sentence."""
-        found = self._store(probe.store)
+        store = self._store(probe.store)
         try:  # of another size it is not read: it may be anything in the store
-            whole = found.size(probe.key) == len(probe.text.encode())
-            seen = found.read(probe.key).decode(errors="replace") if whole else ""
+            whole = store.size(probe.key) == len(probe.text.encode())
+            text = store.read(probe.key).decode(errors="replace") if whole else ""
         except (StoreError, ValueError):
-            seen = ""
-        if seen != probe.text:
+            text = ""
+        if text != probe.text:
             raise ServiceRefused(
                 BAD_REQUEST,
                 f"it does not see what this run has just written to {probe.store}; set store.uri to "
@@ -140,7 +141,7 @@ class TeacherService:
     def facts(self, dtype: str | None = None) -> Facts:
         """What is taught by; with the digest of the weights in a number format."""
         with self._changed:
-            taken = len(self._leases.all)
+            places = len(self._leases.all)
         return Facts(
             name=self._name,
             model=self._model,
@@ -148,7 +149,7 @@ class TeacherService:
             rows=self.tokens.rows,
             positions=self._positions,
             places=self._limits.places,
-            taken=taken,
+            taken=places,
             lease_seconds=self._limits.lease_seconds,
             tokens_per_minute=self._limits.tokens_per_minute,
         )
@@ -179,16 +180,16 @@ class TeacherService:
         """The answer to come; a question that is asked again is the same one. Refused."""
         key = (question.address, question.out_key)
         with self._changed:
-            held = self._leases.held(question.address, question.epoch)
-            if (known := self._asked.get(key)) is not None:
-                return known.answer
+            lease = self._leases.held(question.address, question.epoch)
+            if (pending := self._asked.get(key)) is not None:
+                return pending.answer
         tokens = self._checked(question)
         waiting = _Waiting(
-            question=question, readable=held.lease.rows, tokens=tokens, since=self._clock()
+            question=question, readable=lease.lease.rows, tokens=tokens, since=self._clock()
         )
         with self._changed:
-            if (known := self._asked.get(key)) is not None:  # asked twice at once
-                return known.answer
+            if (pending := self._asked.get(key)) is not None:  # asked twice at once
+                return pending.answer
             self._leases.held(question.address, question.epoch)  # still
             if self._queue.waiting(question.address)[0] >= MOST_WAITING:
                 raise ServiceRefused(LATER, f"{MOST_WAITING} questions of the run wait already")
@@ -206,20 +207,20 @@ class TeacherService:
         """For a person's look."""
         facts = self.facts()
         with self._changed:
-            now, held = self._clock(), self._leases.all
+            now, leases = self._clock(), self._leases.all
             runs = []
-            for address, one in sorted(held.items()):
+            for address, lease in sorted(leases.items()):
                 calls, tokens = self._queue.waiting(address)
                 runs.append(
                     RunUse(
-                        run=one.lease.run,
-                        store=one.lease.store,
-                        epoch=one.lease.epoch,
-                        heard=max(0.0, now - one.until + self._limits.lease_seconds),
-                        calls=one.calls,
-                        tokens=one.tokens,
-                        queue_seconds=one.queue_seconds,
-                        seconds=one.seconds,
+                        run=lease.lease.run,
+                        store=lease.lease.store,
+                        epoch=lease.lease.epoch,
+                        heard=max(0.0, now - lease.until + self._limits.lease_seconds),
+                        calls=lease.calls,
+                        tokens=lease.tokens,
+                        queue_seconds=lease.queue_seconds,
+                        seconds=lease.seconds,
                         waiting=calls,
                         waiting_tokens=tokens,
                     )
@@ -229,14 +230,14 @@ class TeacherService:
     # -- checks ----------------------------------------------------------------------------------
 
     def _store(self, uri: str) -> Store:
-        found = self._stores.get(uri)
-        if found is None:
+        store = self._stores.get(uri)
+        if store is None:
             raise ServiceRefused(
                 BAD_REQUEST,
                 f"it serves runs of the stores {', '.join(self._stores)}, and this run's is {uri}; "
                 f"start it with other_stores=[{uri}], or set store.uri",
             )
-        return found
+        return store
 
     def _checked(self, question: Question) -> int:
         """The tokens of a question that the gang can answer, so that a bad one does not break it."""
@@ -252,10 +253,14 @@ class TeacherService:
             for key in question.batch.objects:
                 store.size(key)
             lengths = read_lengths(store, question.batch)
+            forests = read_forests(store, question.batch)
         except (StoreError, ValueError) as error:
             raise ServiceRefused(FAILED, f"the samples cannot be read: {error}") from error
         each = lengths.prompts + lengths.responses
         longest = int(each.max(initial=0))
+        if forests is not None:  # of a forest no token has more before it than its path
+            paths = (int(forest.path_lengths().max(initial=0)) for forest in forests)
+            longest = max(paths, default=0)
         if self._positions is not None and longest > self._positions:
             raise ServiceRefused(
                 BAD_REQUEST, f"a sample has {longest} tokens, and it reads {self._positions}"
@@ -316,12 +321,12 @@ class TeacherService:
             seconds=ended - began,
         )
         with self._changed:
-            held = self._leases.all.get(question.address)
-            if held is not None and held.lease.epoch == question.epoch:
-                held.calls += 1
-                held.tokens += taught.tokens
-                held.queue_seconds += taught.queue_seconds
-                held.seconds += taught.seconds
+            lease = self._leases.all.get(question.address)
+            if lease is not None and lease.lease.epoch == question.epoch:
+                lease.calls += 1
+                lease.tokens += taught.tokens
+                lease.queue_seconds += taught.queue_seconds
+                lease.seconds += taught.seconds
         waiting.answer.set_result(taught)
 
     def _taught(self, question: Question, readable: int | None) -> BatchRef:
@@ -352,14 +357,14 @@ class TeacherService:
 
     def _digest(self, dtype: str) -> str:
         """Digest of the weights that the gang holds, which is formed anew if it was lost."""
-        known = self._digests.get(dtype)
-        if known is not None and self._gang.formed:
-            return known
+        digest = self._digests.get(dtype)
+        if digest is not None and self._gang.formed:
+            return digest
         with self._forming:
             if not self._gang.formed:
                 self._digests = {}
                 self._gang.form(self._over)
             if dtype not in self._digests:
-                found = self._gang.call(TrainEngine.digest, None, self._over, dtype=dtype)
-                self._digests[dtype] = found
+                digest = self._gang.call(TrainEngine.digest, None, self._over, dtype=dtype)
+                self._digests[dtype] = digest
             return self._digests[dtype]

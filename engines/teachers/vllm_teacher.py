@@ -39,11 +39,11 @@ class VllmTeacher(TeacherEngine):
 
     def __init__(self, spec: VllmTeacherSpec) -> None:
         """ValueError where its tokens are not the student's; EngineDead where vLLM does not start."""
-        given = spec.engine
-        self._name, cache = given.name, Path(given.model_cache)
-        self._store = Store(given.store_uri, given.store_options)
-        directory = prepared(given.model, cache)
-        self._readable = tokens_of_student(prepared(spec.student, cache), directory, given.name)
+        settings = spec.engine
+        self._name, cache = settings.name, Path(settings.model_cache)
+        self._store = Store(settings.store_uri, settings.store_options)
+        directory = prepared(settings.model, cache)
+        self._readable = tokens_of_student(prepared(spec.student, cache), directory, settings.name)
         tokens = model_tokens(directory)
         self._rows = None if tokens is None else tokens.rows
         weights = spec.weights or published(
@@ -52,11 +52,11 @@ class VllmTeacher(TeacherEngine):
             FOLDER,
             directory,
             digest_of(directory, WEIGHTS),
-            given.rollout.dtype,
-            f"the teacher {given.name}",
+            settings.rollout.dtype,
+            f"the teacher {settings.name}",
         )
-        report(f"loading the teacher {given.name}")
-        self._engine = VllmEngine(given)
+        report(f"loading the teacher {settings.name}")
+        self._engine = VllmEngine(settings)
         try:
             self._engine.sync(weights)
         except BaseException:
@@ -76,23 +76,23 @@ class VllmTeacher(TeacherEngine):
 
         Columns as of FSDPEngine.teach.
         """
-        if (held := self.digest()) != digest:
+        if (digest_held := self.digest()) != digest:
             raise WeightMismatch(
-                f"The teacher {self._name} holds the weights {held}, not {digest}."
+                f"The teacher {self._name} holds the weights {digest_held}, not {digest}."
             )
         prompts, responses = (
             self._rows_of(batch, f"{name}_ids") for name in ("prompt", "response")
         )
-        asked = [row for row, response in enumerate(responses) if response]
+        rows = [row for row, response in enumerate(responses) if response]
         scored = self._engine.likeliest(
-            [prompts[row] + responses[row] for row in asked],
-            [len(prompts[row]) for row in asked],
+            [prompts[row] + responses[row] for row in rows],
+            [len(prompts[row]) for row in rows],
             top_k + self._unknown if top_k else 0,
         )
         offsets = np.cumsum([0, *map(len, responses)], dtype=np.int64)
-        columns = columns_of([known_words(one, self._readable, top_k) for one in scored], top_k)
-        written = {name: Jagged(values, offsets) for name, values in columns.items()}
-        return write_batch(self._store, out_key, written)
+        columns = columns_of([known_words(score, self._readable, top_k) for score in scored], top_k)
+        jagged = {name: Jagged(values, offsets) for name, values in columns.items()}
+        return write_batch(self._store, out_key, jagged)
 
     def memory_held(self, memory: Memory) -> Mapping[str, int]:
         """What its engine holds."""
@@ -138,15 +138,15 @@ def columns_of(scored: Sequence[ScoredTokens], top_k: int) -> dict[str, NDArray[
         words=np.zeros((0, top_k), np.float32),
     )
     every = [none, *scored]
-    found: dict[str, NDArray[np.generic]] = {
-        "teacher_logprobs": np.concatenate([one.logprobs for one in every])
+    columns: dict[str, NDArray[np.generic]] = {
+        "teacher_logprobs": np.concatenate([score.logprobs for score in every])
     }
     if top_k:
-        words = np.concatenate([one.words for one in every])
-        found["teacher_topk_ids"] = np.concatenate([one.ids for one in every])
-        found["teacher_topk_logprobs"] = words
-        found["teacher_tail_logprobs"] = tails(words)
-    return found
+        words = np.concatenate([score.words for score in every])
+        columns["teacher_topk_ids"] = np.concatenate([score.ids for score in every])
+        columns["teacher_topk_logprobs"] = words
+        columns["teacher_tail_logprobs"] = tails(words)
+    return columns
 
 
 def known_words(scored: ScoredTokens, readable: int | None, top_k: int) -> ScoredTokens:

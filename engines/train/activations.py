@@ -106,18 +106,18 @@ class _Away:
         place = (storage.cdata, *view, tensor._version)
         if place in self._copies:
             return tensor.device, self._copies[place][1]
-        kept = self._room(tensor)
-        if kept is None:
+        copy = self._room(tensor)
+        if copy is None:
             return tensor.device, tensor
-        kept.copy_(tensor, non_blocking=True)
-        self._copies[place] = (storage, kept)
-        return tensor.device, kept
+        copy.copy_(tensor, non_blocking=True)
+        self._copies[place] = (storage, copy)
+        return tensor.device, copy
 
     def forget(self) -> None:
         """Leave the copies to the graph alone."""
         self._copies.clear()
 
 
-def _bring_back(kept: tuple[torch.device, Tensor]) -> Tensor:
-    device, tensor = kept
+def _bring_back(saved: tuple[torch.device, Tensor]) -> Tensor:
+    device, tensor = saved
     return tensor.to(device, non_blocking=True)

@@ -44,7 +44,7 @@ def make_adamw(
     moved = config.optimizer_device == "host" or config.optimizer_dtype != "float32"
     if moved or masters.tensors:
         kind = partial(FetchingAdamW, masters)
-    made = kind(
+    optimizer = kind(
         parameters,
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
@@ -53,16 +53,16 @@ def make_adamw(
         fused=True,
     )
     away: list[Tensor] = []
-    for group in made.param_groups:
+    for group in optimizer.param_groups:
         for parameter in group["params"]:
             device = "cpu" if config.optimizer_device == "host" else parameter.device
             pinned = config.optimizer_device == "host" and parameter.device.type == "cuda"
             moments = _moments(parameter, config, device, pinned)
             away += moments.values() if pinned else []
             steps = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            made.state[parameter] = {"step": steps, **moments}
+            optimizer.state[parameter] = {"step": steps, **moments}
     pin(away)
-    return made
+    return optimizer
 
 
 def _moments(
@@ -80,11 +80,11 @@ def _moments(
     }
     for name in MOMENTS if block else ():
         blocks = parameter[0].numel() // block
-        own = torch.zeros(len(_own(parameter)), blocks, device=device)
-        whole = own
+        scales = torch.zeros(len(_own(parameter)), blocks, device=device)
+        whole = scales
         if isinstance(parameter, DTensor):
             whole = DTensor.from_local(
-                *(own, parameter.device_mesh, parameter.placements),
+                *(scales, parameter.device_mesh, parameter.placements),
                 run_check=False,
                 shape=torch.Size([len(parameter), blocks]),
                 stride=(blocks, 1),
@@ -133,13 +133,13 @@ class FetchingAdamW(torch.optim.AdamW):
                 slot = slots[number % SLOTS]
                 moves = slot.moves(piece)
                 with lanes.fetching(slot):
-                    for kept, buffer in moves:
-                        buffer.copy_(kept, non_blocking=True)
+                    for source, buffer in moves:
+                        buffer.copy_(source, non_blocking=True)
                 with lanes.using(slot):
                     _update(piece, slot.near(piece))
                 with lanes.writing(slot):
-                    for kept, buffer in moves:
-                        kept.copy_(buffer, non_blocking=True)
+                    for source, buffer in moves:
+                        source.copy_(buffer, non_blocking=True)
 
     def _pieces(self) -> Iterator[_Piece]:
         for group in self.param_groups:
@@ -148,21 +148,21 @@ class FetchingAdamW(torch.optim.AdamW):
                     continue
                 state, beside = self.state[parameter], self._masters.beside(parameter)
                 before = state["step"]
-                kept = {name: value for name, value in state.items() if name != "step"}
+                moments = {name: value for name, value in state.items() if name != "step"}
                 remainder = beside if isinstance(beside, Remainder) else None
                 if remainder is not None:
-                    kept[REMAINDER] = remainder.bits
+                    moments[REMAINDER] = remainder.bits
                 elif isinstance(beside, Tensor):
-                    kept[MASTER] = beside
-                own, gradient = _own(parameter).view(-1), _own(parameter.grad).reshape(-1)
-                parts = {name: _own(value).view(-1) for name, value in kept.items()}
-                for start, stop in parts_of(len(own)):
+                    moments[MASTER] = beside
+                local, gradient = _own(parameter).view(-1), _own(parameter.grad).reshape(-1)
+                parts = {name: _own(value).view(-1) for name, value in moments.items()}
+                for start, stop in parts_of(len(local)):
                     yield _Piece(
-                        own=own[start:stop],
+                        own=local[start:stop],
                         gradient=gradient[start:stop],
-                        steps=before if stop == len(own) else before.clone(),
+                        steps=before if stop == len(local) else before.clone(),
                         kept={
-                            name: part[_places(start, stop, len(own), len(part))]
+                            name: part[_places(start, stop, len(local), len(part))]
                             for name, part in parts.items()
                         },
                         group=group,
@@ -173,13 +173,13 @@ class FetchingAdamW(torch.optim.AdamW):
     def _is_near(self, piece: _Piece) -> bool:
         """Whether nothing of it is to be fetched, nor rounded."""
         return not any(
-            self._is_away(kept, piece.own) or kept.dtype != torch.float32
-            for kept in piece.kept.values()
+            self._is_away(moment, piece.own) or moment.dtype != torch.float32
+            for moment in piece.kept.values()
         )
 
     @staticmethod
-    def _is_away(kept: Tensor, own: Tensor) -> bool:
-        return kept.device != own.device
+    def _is_away(moment: Tensor, local: Tensor) -> bool:
+        return moment.device != local.device
 
 
 class _Slot:
@@ -189,10 +189,10 @@ class _Slot:
         self._is_away = is_away
         sizes: dict[tuple[str, torch.dtype], int] = {}
         for piece in pieces:
-            for name, kept in piece.kept.items():
-                if is_away(kept, piece.own):
-                    place = (name, kept.dtype)
-                    sizes[place] = max(sizes.get(place, 0), len(kept))
+            for name, moment in piece.kept.items():
+                if is_away(moment, piece.own):
+                    place = (name, moment.dtype)
+                    sizes[place] = max(sizes.get(place, 0), len(moment))
         self.buffers = {
             place: torch.empty(size, dtype=place[1], device=pieces[0].own.device)
             for place, size in sizes.items()
@@ -204,17 +204,17 @@ class _Slot:
     def near(self, piece: _Piece) -> dict[str, Tensor]:
         """What is kept of a piece, on the device: here, or where it is."""
         return {
-            name: self.buffers[name, kept.dtype][: len(kept)]
-            if self._is_away(kept, piece.own)
-            else kept
-            for name, kept in piece.kept.items()
+            name: self.buffers[name, moment.dtype][: len(moment)]
+            if self._is_away(moment, piece.own)
+            else moment
+            for name, moment in piece.kept.items()
         }
 
     def moves(self, piece: _Piece) -> list[tuple[Tensor, Tensor]]:
         """What is away of a piece, and its place here."""
         near = self.near(piece)
-        pairs = [(kept, near[name]) for name, kept in piece.kept.items()]
-        return [(kept, here) for kept, here in pairs if here is not kept]
+        pairs = [(moment, near[name]) for name, moment in piece.kept.items()]
+        return [(moment, here) for moment, here in pairs if here is not moment]
 
 
 class _Lanes:
@@ -296,8 +296,8 @@ def _update_together(pieces: Sequence[_Piece]) -> None:
     )
     rounded = [(piece.own, piece.kept[MASTER]) for piece in pieces if MASTER in piece.kept]
     if rounded:
-        own, masters = zip(*rounded, strict=True)
-        torch._foreach_copy_(list(own), list(masters))
+        local_tensors, masters = zip(*rounded, strict=True)
+        torch._foreach_copy_(list(local_tensors), list(masters))
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

@@ -22,13 +22,13 @@ def code(signed: bool, device: torch.device) -> Tensor:
     0, 1, and in the decade (10^(e-1), 10^e], for e from -6 to 0, the middles of 2^(e+6) equal parts;
     of both signs, or of twice as many parts.
     """
-    found = [torch.tensor([0.0, 1.0])]
+    levels = [torch.tensor([0.0, 1.0])]
     for decade in range(DECADES):
         parts = 2 ** (decade if signed else decade + 1)
         edges = torch.linspace(0.1, 1, parts + 1)
         middles = 10.0 ** (decade - DECADES + 1) * (edges[:-1] + edges[1:]) / 2
-        found += [middles, -middles] if signed else [middles]
-    return torch.cat(found).sort().values.to(device)
+        levels += [middles, -middles] if signed else [middles]
+    return torch.cat(levels).sort().values.to(device)
 
 
 @cache
@@ -38,8 +38,8 @@ def _lowest(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     And [256] where a code ends, midway to the next. No two ends have the same upper half, so that one
     comparison gives the nearest code: a search among them takes ten times as long.
     """
-    known = code(signed, torch.device("cpu"))
-    ends = torch.cat([(known[1:] + known[:-1]) / 2, torch.tensor([float("inf")])])
+    levels = code(signed, torch.device("cpu"))
+    ends = torch.cat([(levels[1:] + levels[:-1]) / 2, torch.tensor([float("inf")])])
     halves = torch.arange(1 << 16, dtype=torch.int32)
     # Of numbers below 0 the smallest has all the lower bits.
     bits = (halves << 16) | torch.where(halves < 1 << 15, 0, 0xFFFF).to(torch.int32)

@@ -52,13 +52,13 @@ def give_memory(module: nn.Module, device: torch.device) -> None:
 
     `to_empty` gives each place of a tied weight memory of its own.
     """
-    held: dict[nn.Parameter, nn.Parameter] = {}
+    copies: dict[nn.Parameter, nn.Parameter] = {}
     for part in module.modules():
         for name, old in part.named_parameters(recurse=False, remove_duplicate=False):
-            if old not in held:
+            if old not in copies:
                 empty = torch.empty_like(old, device=device)
-                held[old] = nn.Parameter(empty, requires_grad=old.requires_grad)
-            part.register_parameter(name, held[old])
+                copies[old] = nn.Parameter(empty, requires_grad=old.requires_grad)
+            part.register_parameter(name, copies[old])
         for name, buffer in list(part.named_buffers(recurse=False)):
             part._buffers[name] = torch.empty_like(buffer, device=device)
 
@@ -185,7 +185,7 @@ def materialize(
     load(policy.model, policy.place_in(checkpoint), checkpoint, group, masters)
     policy.reset()
     if spec.base is not None:
-        held = base_weights(policy.model, masters, to_set=True)
-        fill(held, store, spec.base, group, policy.names_in(checkpoint))
+        targets = base_weights(policy.model, masters, to_set=True)
+        fill(targets, store, spec.base, group, policy.names_in(checkpoint))
     masters.round()
     return masters

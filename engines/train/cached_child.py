@@ -44,9 +44,9 @@ class CachedChild(Generic[T]):
     @contextmanager
     def begun(self) -> Iterator[Callable[[], T]]:
         """Begin it; what is given waits for what it says, or raises BrokeOff. Ends with the body."""
-        kept = self._kept()
-        if kept is not None:
-            yield lambda: kept
+        stored = self._kept()
+        if stored is not None:
+            yield lambda: stored
             return
         process = subprocess.Popen(
             [sys.executable, "-m", self.module, str(self.directory), *self.arguments],
@@ -62,12 +62,12 @@ class CachedChild(Generic[T]):
             except subprocess.TimeoutExpired as error:
                 raise BrokeOff(f"had not ended after {self.limit:.0f} s") from error
             try:
-                said = self.read(line := out.splitlines()[-1])
+                result = self.read(line := out.splitlines()[-1])
             except (ValueError, TypeError, KeyError, IndexError) as error:
                 last = (err.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
                 raise BrokeOff(f"broke off ({last[:200]})") from error
             self._keep(line)
-            return said
+            return result
 
         try:
             yield wait

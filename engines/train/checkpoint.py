@@ -79,10 +79,10 @@ def save_snapshot(
     """Write tensors (sharded or whole) and numbers as the snapshot after `step`; a collective."""
     writer = _Writer(files, step, dict(facts))
     shapes = {
-        name: torch.empty_like(one.like, device="meta", dtype=torch.float32, requires_grad=False)
-        if isinstance(one, Computed)
-        else one
-        for name, one in tensors.items()
+        name: torch.empty_like(tensor.like, device="meta", dtype=torch.float32, requires_grad=False)
+        if isinstance(tensor, Computed)
+        else tensor
+        for name, tensor in tensors.items()
     }
     planner = _SavePlanner(tensors)
     with _plain_errors():
@@ -101,7 +101,10 @@ def load_snapshot(
     where a tensor is missing or of another shape, or has codes in place of numbers.
     """
     reader, planner = _Reader(files, step), _LoadPlanner(tensors)
-    shapes = {name: one.like if isinstance(one, Computed) else one for name, one in tensors.items()}
+    shapes = {
+        name: tensor.like if isinstance(tensor, Computed) else tensor
+        for name, tensor in tensors.items()
+    }
     with _plain_errors():
         dcp.load(shapes, storage_reader=reader, planner=planner, process_group=group)
     planner.end()
@@ -128,8 +131,8 @@ class _SavePlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """What is written, made now where it is computed."""
-        held = self._tensors[index.fqn]
-        value = held.values() if isinstance(held, Computed) else held
+        tensor = self._tensors[index.fqn]
+        value = tensor.values() if isinstance(tensor, Computed) else tensor
         return find_state_dict_object({index.fqn: value}, index)
 
 
@@ -141,19 +144,19 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """What is filled; of computed ones one at a time, as a tensor's pieces come together."""
-        held = self._tensors[index.fqn]
-        if isinstance(held, Computed) and index.fqn not in self._made:
+        tensor = self._tensors[index.fqn]
+        if isinstance(tensor, Computed) and index.fqn not in self._made:
             self.end()
-            self._made = {index.fqn: held.place()}
-        value = self._made[index.fqn] if isinstance(held, Computed) else held
+            self._made = {index.fqn: tensor.place()}
+        value = self._made[index.fqn] if isinstance(tensor, Computed) else tensor
         return cast("Tensor", find_state_dict_object({index.fqn: value}, index))
 
     def end(self) -> None:
         """All of the last one has been filled."""
         for name in self._made:
-            held = self._tensors[name]
-            assert isinstance(held, Computed)
-            held.take()
+            tensor = self._tensors[name]
+            assert isinstance(tensor, Computed)
+            tensor.take()
         self._made = {}
 
 
@@ -267,19 +270,19 @@ class _Reader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What the index says, in torch's words."""
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         for name, entry in self._state.tensors.items():
             pieces = []
             for piece in entry.chunks:
                 offsets = torch.Size(piece.offsets or [0] * len(entry.shape))
                 pieces.append(ChunkStorageMetadata(offsets, torch.Size(piece.shape)))
                 self._chunks[MetadataIndex(name, offsets)] = piece
-            found[name] = TensorStorageMetadata(
+            entries[name] = TensorStorageMetadata(
                 TensorProperties(dtype=dtype_of(entry.chunks[0].dtype)),
                 torch.Size(entry.shape),
                 pieces,
             )
-        return Metadata(state_dict_metadata=found)
+        return Metadata(state_dict_metadata=entries)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any

@@ -153,15 +153,15 @@ class _TokenStatistics(torch.autograd.Function):
         blocks = Blocks(hidden, weight, temperature, kind, width, bias, cap, support)
         ctx.logits = None  # all of them, where one block holds them: they are not made again then
         if fused:
-            peaks, sums, products, squares, found, last = _sums_by_kernel(blocks, picked, squared)
+            peaks, sums, products, squares, logit, last = _sums_by_kernel(blocks, picked, squared)
             if width == weight.shape[0] and any(ctx.needs_input_grad[:2]):
                 ctx.logits = last
             del last
             rest = torch.zeros_like(sums)
         else:
-            peaks, sums, products, squares, rest, found = _sums(blocks, picked, squared, tailed)
+            peaks, sums, products, squares, rest, logit = _sums(blocks, picked, squared, tailed)
         logs = sums.log()
-        logprobs = found - peaks[:, None] - logs[:, None]
+        logprobs = logit - peaks[:, None] - logs[:, None]
         tail, entropy = rest.clamp(min=LEAST).log() - logs, logs - products / sums
         ctx.save_for_backward(hidden, weight, picked, peaks, logs, entropy, logprobs, tail, bias)
         ctx.temperature, ctx.chunk, ctx.cap = temperature, chunk, cap
@@ -185,8 +185,8 @@ class _TokenStatistics(torch.autograd.Function):
         if ctx.fused:
             slope = grad_entropy if ctx.entropy_gradient else None
             whole, ctx.logits = ctx.logits, None
-            known = (picked, peaks + logs, entropy, grad_logprobs[:, 0], slope)
-            for start, cast in _slopes_by_kernel(blocks, *known, whole):
+            tensors = (picked, peaks + logs, entropy, grad_logprobs[:, 0], slope)
+            for start, cast in _slopes_by_kernel(blocks, *tensors, whole):
                 if grad_hidden is not None and cast.shape[1] == weight.shape[0]:
                     grad_hidden = cast @ blocks.weight_at(start)
                 elif grad_hidden is not None:
@@ -243,14 +243,14 @@ def _sums(
     sums, products, squares, rest = torch.zeros(
         4, hidden.shape[0], dtype=kind, device=hidden.device
     ).unbind()
-    found = torch.zeros(picked.shape, dtype=kind, device=hidden.device)
+    logit = torch.zeros(picked.shape, dtype=kind, device=hidden.device)
     peaks = torch.full_like(sums, torch.finfo(kind).min / 4)
     for start, logits in blocks:
         higher = torch.maximum(peaks, logits.amax(-1))
         fall = peaks - higher  # <= 0: what was summed so far shrinks by its exponential
         peaks = higher
         inside, columns = within(picked, start, logits.shape[1])
-        found = torch.where(inside, logits.gather(1, columns), found)
+        logit = torch.where(inside, logits.gather(1, columns), logit)
         logits.sub_(peaks[:, None])
         probs = logits.exp()
         shrink = fall.exp()
@@ -262,7 +262,7 @@ def _sums(
         if tailed:
             rest.mul_(shrink).add_(without(probs, inside[:, 1:], columns[:, 1:]).sum(-1))
         del logits, probs  # before the next block is made
-    return peaks, sums, products, squares, rest, found
+    return peaks, sums, products, squares, rest, logit
 
 
 def _sums_by_kernel(
@@ -278,8 +278,8 @@ def _sums_by_kernel(
         state.add(logits, labels, start, blocks.temperature, squared)
         last = logits if start + logits.shape[1] == len(blocks.weight) else None
         del logits  # before the next block is made
-    peaks, sums, products, squares, found = state.unbind()
-    return peaks, sums, products, squares, found[:, None], last
+    peaks, sums, products, squares, logit = state.unbind()
+    return peaks, sums, products, squares, logit[:, None], last
 
 
 def _slopes_by_kernel(
@@ -307,14 +307,14 @@ def _slopes_by_kernel(
         del logits  # before the next block is made
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def add_product(total: Tensor, factor: Tensor, right: Tensor) -> None:
     """total += left @ right in float32, on CUDA without a product in between."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    elif left.is_cuda and _adds_in_float32(left.device, left.dtype):
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    if factor.dtype == total.dtype:
+        total.addmm_(factor, right)
+    elif factor.is_cuda and _adds_in_float32(factor.device, factor.dtype):
+        torch.addmm(total, factor, right, out_dtype=total.dtype, out=total)
     else:
-        total += left @ right
+        total += factor @ right
 
 
 @functools.cache
@@ -354,8 +354,8 @@ def top_words(
     ids = torch.zeros(hidden.shape[0], 0, dtype=torch.int64, device=hidden.device)
     width = block_width(hidden, weight, chunk)
     for start, logits in Blocks(hidden, weight, 1.0, kind, width, bias):
-        known = logits[:, : max(0, among - start)]
-        values, columns = known.topk(min(k, known.shape[1]), dim=-1)
+        readable = logits[:, : max(0, among - start)]
+        values, columns = readable.topk(min(k, readable.shape[1]), dim=-1)
         values, ids = torch.cat([best, values], dim=-1), torch.cat([ids, columns + start], dim=-1)
         best, places = values.topk(min(k, values.shape[1]), dim=-1)
         ids = ids.gather(1, places)
@@ -420,8 +420,8 @@ def within(picked: Tensor, start: int, words: int) -> tuple[Tensor, Tensor]:
 
 def without(probs: Tensor, inside: Tensor, columns: Tensor) -> Tensor:
     """A block's [T, words] with 0 at the words of which `within` says where they are."""
-    taken = torch.where(inside, probs.gather(1, columns), 0).neg_()
-    return probs.scatter_add(1, columns, taken)
+    chosen_probs = torch.where(inside, probs.gather(1, columns), 0).neg_()
+    return probs.scatter_add(1, columns, chosen_probs)
 
 
 def block_width(hidden: Tensor, weight: Tensor, chunk: int) -> int:

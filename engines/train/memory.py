@@ -38,20 +38,20 @@ def held_by_rank(
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     gradients += [] if optimizer is None else optimizer.masters.gradients.tensors
     kind = "cpu" if memory == "host" else device.type
-    found = {
+    sizes = {
         "weights": _size(parameters, kind),
         "gradients": _size(gradients, kind),
         "optimizer": _size(moments, kind),
     }
     if size := _size(masters, kind):
-        found["master weights"] = size
-    known = sum(found.values())
+        sizes["master weights"] = size
+    counted = sum(sizes.values())
     if kind == "cpu":
-        return {**found, PASS: max(psutil.Process().memory_info().rss - known, 0)}
+        return {**sizes, PASS: max(psutil.Process().memory_info().rss - counted, 0)}
     free, total = torch.cuda.mem_get_info(device)
-    mine = torch.cuda.memory_reserved(device)
+    reserved = torch.cuda.memory_reserved(device)
     allocated = torch.cuda.memory_allocated(device)
-    return {**found, PASS: max(allocated - known, 0), OTHERS: max(total - free - mine, 0)}
+    return {**sizes, PASS: max(allocated - counted, 0), OTHERS: max(total - free - reserved, 0)}
 
 
 def on_device(module: nn.Module, optimizer: Optimizer | None, device: torch.device) -> list[Tensor]:
@@ -59,16 +59,20 @@ def on_device(module: nn.Module, optimizer: Optimizer | None, device: torch.devi
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
-    held = [*module.parameters(), *module.buffers()]
-    held += [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    held += [] if optimizer is None else [*optimizer.moments().values(), *optimizer.masters.tensors]
-    return [tensor for tensor in held if tensor.device.type == device.type]
+    tensors = [*module.parameters(), *module.buffers()]
+    tensors += [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    tensors += (
+        [] if optimizer is None else [*optimizer.moments().values(), *optimizer.masters.tensors]
+    )
+    return [tensor for tensor in tensors if tensor.device.type == device.type]
 
 
 def _size(tensors: Sequence[Tensor], kind: str) -> int:
     """Bytes of this rank's parts of those tensors that are on a kind of device."""
-    own = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return sum(tensor.nbytes for tensor in own if tensor.device.type == kind)
+    local_tensors = [
+        tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors
+    ]
+    return sum(tensor.nbytes for tensor in local_tensors if tensor.device.type == kind)
 
 
 def setting_for_less(

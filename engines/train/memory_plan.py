@@ -14,7 +14,13 @@ from dataclasses import dataclass, replace
 from configs.lora import LoraConfig
 from configs.train import TrainConfig
 from engines.models.facts import ModelShape
-from engines.models.traced_shape import Kept, Shape, TracedShape
+from engines.models.traced_shape import (
+    Kept,
+    Shape,
+    TracedShape,
+    adapted_sizes,
+    adapter_parameters,
+)
 from engines.models.vla.shapes import TowerShape
 from engines.train.batching.packing import WHOLE
 from engines.train.optimizer_pieces import CODED, FEWEST, JOINED, PIECE, SLOTS, block_of
@@ -93,6 +99,8 @@ def largest_batch(
     ranks: int,
     sequence: int = 1,
     tree_training: bool = False,
+    paths: int = 1,
+    path: int | None = None,
 ) -> Batch:
     """A rank's part of the largest micro-batch of samples as long as they may be.
 
@@ -106,8 +114,11 @@ def largest_batch(
         sequence: Ranks that share a micro-batch, of tokens and of heads.
         tree_training: Whether samples share what they begin with: any number of tokens, so they fill
             as many slots as plans allow.
+        paths: Of a sample that may be a forest of requests, at most; they share tokens likewise.
+        path: Tokens of the longest one, the prompt among them. None: prompt + response.
     """
     budget *= sequence
+    longest = (path or prompt + response) - 1
     mine = math.ceil(samples * sequence / ranks)
     shared = min(group, mine)  # samples that share a prompt on a rank
     one = response - 1 + prompt / shared  # tokens of a sample
@@ -119,11 +130,14 @@ def largest_batch(
         tokens = min(budget, math.ceil(together * one))
         # What is predicted, shared tokens once: each token that is read, and each sample's last.
         responses = min(tokens + together, together * response)
+    slots = together * longest
+    if paths > 1:
+        slots = min(mine * paths * longest, WHOLE * budget)
     return Batch(
         tokens=max(math.ceil(tokens / sequence), 1),
-        slots=math.ceil((together * (prompt + response - 1) + 1) / sequence),
+        slots=math.ceil((slots + 1) / sequence),
         responses=math.ceil(responses / sequence),
-        longest=prompt + response - 1,
+        longest=longest,
         several=fitting < mine,
     )
 
@@ -293,30 +307,6 @@ def _stages(
         "backward": max(first + busy + passing["head"], last),
         "optimizer": held + passing["gradients"] + pieces,
     }
-
-
-def adapted_sizes(shape: ModelShape, lora: LoraConfig) -> list[int]:
-    """Inputs and outputs, added, of each linear layer of a decoder layer that is adapted."""
-    queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
-    sizes = {
-        "q_proj": shape.hidden + queries,
-        "k_proj": shape.hidden + keys,
-        "v_proj": shape.hidden + keys,
-        "o_proj": queries + shape.hidden,
-        "gate_proj": shape.hidden + shape.intermediate,
-        "up_proj": shape.hidden + shape.intermediate,
-        "down_proj": shape.intermediate + shape.hidden,
-    }
-    return [size for name, size in sizes.items() if lora.adapts_layer(name)]
-
-
-def adapter_parameters(shape: Shape, lora: LoraConfig) -> int:
-    """Numbers in the factors of all adapted layers."""
-    if isinstance(shape, TracedShape):
-        sizes = [size for name, size in shape.linear if lora.adapts_layer(name)]
-        sizes += [size for name, size in shape.experts if lora.adapts_experts(name)]
-        return lora.rank * sum(sizes)
-    return shape.layers * lora.rank * sum(adapted_sizes(shape, lora))
 
 
 def gathered_bytes(shape: Shape, train: TrainConfig, shards: int, c: int, adapter: int = 0) -> int:

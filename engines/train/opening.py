@@ -79,7 +79,7 @@ def trainer_on(
     settings = TrainerSettings(
         epoch=epoch,
         temperature=config.rollout.temperature,
-        max_new_tokens=config.rollout.max_new_tokens,
+        max_new_tokens=config.longest_response,
         cancel=cancel,
         on_replay=on_replay,
         on_rounding=on_rounding,

@@ -76,8 +76,8 @@ class Optimizer:
         """
         norms = {}
         for name, parameter in self.parameters.items():
-            if (own := first(name)) is not None:
-                norms[name] = torch.linalg.vector_norm(_as(parameter, own))
+            if (gradient := first(name)) is not None:
+                norms[name] = torch.linalg.vector_norm(_as(parameter, gradient))
         total = torch.linalg.vector_norm(torch.stack(list(norms.values())))
         report = self._report(total, finite)
         for name in () if report.skipped else norms:
@@ -91,8 +91,8 @@ class Optimizer:
     def _check_sums(self) -> None:
         """Gradients are sums in float32 (master_weights.py), whatever the weights are in."""
         for name, parameter in self.parameters.items():
-            found = torch.float32 if parameter.grad is None else parameter.grad.dtype
-            assert found == torch.float32, f"the gradient of {name} was summed in {found}"
+            dtype = torch.float32 if parameter.grad is None else parameter.grad.dtype
+            assert dtype == torch.float32, f"the gradient of {name} was summed in {dtype}"
 
     def _report(self, norm: Tensor, finite: bool) -> StepReport:
         """Count one step, set its learning rate, and say whether it is made."""
@@ -121,12 +121,12 @@ class Optimizer:
             self._adamw.state[parameter]["step"].fill_(float(applied))
 
 
-def _as(parameter: Tensor, own: Tensor) -> Tensor:
+def _as(parameter: Tensor, local: Tensor) -> Tensor:
     """This rank's part of a gradient in the form of its (sharded) parameter."""
     if not isinstance(parameter, DTensor):
-        return own
+        return local
     return DTensor.from_local(
-        own,
+        local,
         parameter.device_mesh,
         parameter.placements,
         run_check=False,
@@ -158,7 +158,7 @@ def learning_rate(config: TrainConfig, step: int, total: int | None) -> float:
             "Set train.schedule = constant, or give TrainSpec.total_steps."
         )
     done = (step - config.warmup_steps) / max(total - config.warmup_steps, 1)
-    left = 1.0 - min(done, 1.0)
+    share = 1.0 - min(done, 1.0)
     if config.schedule == "linear":
-        return config.learning_rate * left
-    return config.learning_rate * 0.5 * (1 + math.cos(math.pi * (1 - left)))
+        return config.learning_rate * share
+    return config.learning_rate * 0.5 * (1 + math.cos(math.pi * (1 - share)))

@@ -39,8 +39,8 @@ class HeadedModel(nn.Module):
 
     def router_biases(self) -> dict[str, Tensor]:
         """What balances experts without a loss, by its name in `model`; a tensor for each router."""
-        held = self.model.state_dict(keep_vars=True)
-        return {router.bias: held[router.bias] for router in self.routers if router.bias}
+        state = self.model.state_dict(keep_vars=True)
+        return {router.bias: state[router.bias] for router in self.routers if router.bias}
 
     @property
     def versioned(self) -> nn.Module:
@@ -161,19 +161,19 @@ class Policy(HeadedModel):
             cap=head.cap,
             support=_own_support(packed.support, places),
         )
-        found: tuple[Tensor, ...] = (stats.logprobs, stats.entropy)
+        outputs: tuple[Tensor, ...] = (stats.logprobs, stats.entropy)
         if stats.sum_pi_squared is not None:
-            found = (*found, stats.sum_pi_squared)
-        found = sequence.together(found, places, total)
+            outputs = (*outputs, stats.sum_pi_squared)
+        outputs = sequence.together(outputs, places, total)
         if stats.bins is not None:
-            found = (*found, sequence.table(stats.bins, places, total))
+            outputs = (*outputs, sequence.table(stats.bins, places, total))
         if top:
             assert words is not None
-            found = (*found, sequence.table(words, places, total))
+            outputs = (*outputs, sequence.table(words, places, total))
         if distinct is not None:
-            return tuple(each.index_select(0, distinct.member) for each in found)
+            return tuple(each.index_select(0, distinct.member) for each in outputs)
         # No view may leave an FSDP module: https://github.com/pytorch/pytorch/issues/181832
-        return tuple(each.clone() for each in found)
+        return tuple(each.clone() for each in outputs)
 
     def own_logits(self, tokens: Tensor) -> Tensor:
         """Logits [S, T, V] of whole sequences [S, T], as transformers computes them."""
@@ -204,9 +204,9 @@ def decoder_states(
     """
     if whole:
         return _by_rows(decoder, packed).index_select(0, predictors), None
-    given = {"input_ids": packed.tokens} if embedded is None else {"inputs_embeds": embedded}
+    inputs = {"input_ids": packed.tokens} if embedded is None else {"inputs_embeds": embedded}
     hidden = decoder(
-        **{name: sequence.own(tokens)[None] for name, tokens in given.items()},
+        **{name: sequence.own(tokens)[None] for name, tokens in inputs.items()},
         position_ids=sequence.own(packed.positions)[None],
         use_cache=False,
         packed_layout=packed.layout,

@@ -44,15 +44,15 @@ OTHER = "others"
 
 def group_of(name: str) -> str:
     """The group of an operation or a kernel, by its name."""
-    found = (group for group, words in GROUPS.items() if re.search(words, name, re.I))
-    return next(found, OTHER)
+    groups = (group for group, words in GROUPS.items() if re.search(words, name, re.I))
+    return next(groups, OTHER)
 
 
 def recorded(work: Callable[[], R], device: torch.device) -> tuple[R, UpdateProfile, bytes]:
     """Do something and say where its time went; with Chrome's trace of it, gzipped."""
     on_gpu = device.type == "cuda"
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with profile(activities=kinds) as seen:
+    with profile(activities=kinds) as profiler:
         started = time.monotonic()
         done = work()
         if on_gpu:
@@ -60,17 +60,19 @@ def recorded(work: Callable[[], R], device: torch.device) -> tuple[R, UpdateProf
         seconds = time.monotonic() - started
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
-        seen.export_chrome_trace(str(file))
+        profiler.export_chrome_trace(str(file))
         trace = gzip.compress(file.read_bytes(), 6)
-    events = seen.events() or []
+    events = profiler.events() or []
     # Ranges that code names, such as FSDP's, are drawn on the device too, and span its idle time.
     kernels = [e for e in events if e.device_type != DeviceType.CPU and not e.is_user_annotation]
     if on_gpu:
-        spans = [(one.name, one.time_range.start, one.time_range.end) for one in kernels]
+        spans = [
+            (kernel.name, kernel.time_range.start, kernel.time_range.end) for kernel in kernels
+        ]
         times = [(name, (end - start) / 1e6) for name, start, end in spans]
         busy = union(((start, end) for _, start, end in spans)) / 1e6 / seconds
     else:
-        times, busy = [(one.name, _own_seconds(one)) for one in events], None
+        times, busy = [(kernel.name, _own_seconds(kernel)) for kernel in events], None
     return done, UpdateProfile(seconds=seconds, busy=busy, operations=by_operation(times)), trace
 
 
@@ -86,14 +88,14 @@ def by_operation(times: Iterable[tuple[str, float]]) -> tuple[OperationTime, ...
         seconds[name] += spent
         calls[name] += 1
     longest = sorted(seconds, key=lambda name: -seconds[name])
-    found = [
+    operations = [
         OperationTime(name=name, group=group_of(name), seconds=seconds[name], calls=calls[name])
         for name in longest[:SHOWN]
     ]
     rest: dict[str, list[str]] = defaultdict(list)
     for name in longest[SHOWN:]:
         rest[group_of(name)].append(name)
-    found += [
+    operations += [
         OperationTime(
             name="",
             group=group,
@@ -102,7 +104,7 @@ def by_operation(times: Iterable[tuple[str, float]]) -> tuple[OperationTime, ...
         )
         for group, names in rest.items()
     ]
-    return tuple(found)
+    return tuple(operations)
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> float:

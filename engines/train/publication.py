@@ -92,10 +92,10 @@ def publish_together(
     outlines = _outlines(state, dtype, kept)
     there, token = on_first(group, lambda: (find_manifest(store, key), new_token()))
     if there is not None:
-        found = digest_together(state, dtype, group, kept)
+        digest = digest_together(state, dtype, group, kept)
         if adapter is not None:
-            found = adapter_digest(found, adapter[0], adapter[1].digest)
-        return Publication(on_first(group, lambda: same(there, key, found)))
+            digest = adapter_digest(digest, adapter[0], adapter[1].digest)
+        return Publication(on_first(group, lambda: same(there, key, digest)))
     base = on_first(group, lambda: base_for(RunStore(store, run), version, outlines, every))
     shards = cut(outlines, group.size(), shard_bytes)
     owners = {name: number % group.size() for number, shard in enumerate(shards) for name in shard}
@@ -110,10 +110,10 @@ def publish_together(
         with _Writer(parts_of, shards, group.rank(), group.size(), outlines) as writer:
             on_owners(state, _formats(outlines), owners, group, writer.add)
             parts = together(group, writer.parts)
-    written = {number: part for rank in parts for number, part in rank.items()}
-    ordered = [written[number] for number in range(len(shards))]
-    made, below = (None, base) if adapter is None else adapter
-    whole = contents(key, version, ordered, files, below, made)
+    parts_written = {number: part for rank in parts for number, part in rank.items()}
+    ordered = [parts_written[number] for number in range(len(shards))]
+    adapter_fields, below = (None, base) if adapter is None else adapter
+    whole = contents(key, version, ordered, files, below, adapter_fields)
     if behind is None or below is not None:
         return Publication(on_first(group, lambda: finish(store, whole)))
     together(group, lambda: announce(behind, whole))
@@ -179,11 +179,11 @@ class _Parts:
     ) -> dict[int, WeightFile]:
         """Write the shards of a lone rank, several at once, each on a lane of its device."""
         base = None if self.base is None else BaseTensors(self.store, self.base)
-        own = {name: own_part(tensor)[0] for name, tensor in state.items()}
+        local = {name: own_part(tensor)[0] for name, tensor in state.items()}
 
         def write(number: int, lane: Lane) -> WeightFile:
             outlines = shards[number]
-            tensors = ((name, own[name]) for name in outlines)
+            tensors = ((name, local[name]) for name in outlines)
             if base is None:
                 name = shard_name(number, self.token)
                 pieces = partial(_pieces, lane)
@@ -200,26 +200,26 @@ class _Parts:
 
 def _pieces(lane: Lane, tensor: Tensor, outline: TensorOutline) -> Iterable[memoryview]:
     """The bytes of a tensor in the number format of its outline."""
-    wanted = dtype_of(outline.dtype)
+    dtype = dtype_of(outline.dtype)
     if by_lanes(tensor.device):
-        return lane.out(tensor, wanted)
-    return [bytes_of(tensor.to(wanted)).data]
+        return lane.out(tensor, dtype)
+    return [bytes_of(tensor.to(dtype)).data]
 
 
 def _whole(lane: Lane, tensor: Tensor, outline: TensorOutline) -> Tensor:
     """The same as a tensor of the host."""
-    found, at = torch.empty(tensor.shape, dtype=dtype_of(outline.dtype)), 0
-    target = found.view(-1).view(torch.uint8).numpy()
+    tensor_whole, at = torch.empty(tensor.shape, dtype=dtype_of(outline.dtype)), 0
+    target = tensor_whole.view(-1).view(torch.uint8).numpy()
     for piece in _pieces(lane, tensor, outline):
         target[at : at + piece.nbytes] = np.frombuffer(piece, np.uint8)
         at += piece.nbytes
-    return found
+    return tensor_whole
 
 
 def _device(state: Mapping[str, Tensor]) -> torch.device:
     """The device of (sharded) weights; masters are on the host, and their modules' buffers not."""
     devices = {own_part(tensor)[0].device for tensor in state.values()}
-    return next((one for one in devices if by_lanes(one)), torch.device("cpu"))
+    return next((device for device in devices if by_lanes(device)), torch.device("cpu"))
 
 
 class _Writer:
@@ -234,11 +234,11 @@ class _Writer:
         outlines: Mapping[str, TensorOutline],
     ) -> None:
         self._parts = parts
-        mine = range(rank, len(shards), ranks)
+        numbers = range(rank, len(shards), ranks)
         self._shards = {
-            number: {name: outlines[name] for name in shards[number]} for number in mine
+            number: {name: outlines[name] for name in shards[number]} for number in numbers
         }
-        sizes = [sum(one.nbytes for one in shard.values()) for shard in self._shards.values()]
+        sizes = [sum(tensor.nbytes for tensor in shard.values()) for shard in self._shards.values()]
         # Bytes held. While others take their turn a whole shard waits; a lone rank writes as it goes.
         self._limit = max(sizes, default=0) if ranks > 1 else LONE_BYTES
         self._held = 0
@@ -310,7 +310,7 @@ def _outlines(
 
 
 def _formats(outlines: Mapping[str, TensorOutline]) -> dict[str, torch.dtype]:
-    return {name: dtype_of(one.dtype) for name, one in outlines.items()}
+    return {name: dtype_of(outline.dtype) for name, outline in outlines.items()}
 
 
 def digest_together(
@@ -329,7 +329,7 @@ def digest_together(
         state, _formats(outlines), owners, group, lambda _, whole: tensor_digest(whole)
     )
     return weights_digest(
-        (name, one.dtype, one.shape, digests[name]) for name, one in outlines.items()
+        (name, outline.dtype, outline.shape, digests[name]) for name, outline in outlines.items()
     )
 
 
@@ -346,39 +346,42 @@ def compare_together(
     Each tensor is read by the rank that has it whole. kept: see `publish_together`.
     """
     entries = on_first(group, lambda: open_manifest(store, weights).tensors)
-    for (name, mine), (stored_name, stored) in zip(state.items(), entries.items(), strict=True):
-        if name != stored_name or tuple(mine.shape) != stored.shape:
+    for (name, weight), (stored_name, stored) in zip(state.items(), entries.items(), strict=True):
+        if name != stored_name or tuple(weight.shape) != stored.shape:
             raise WeightMismatch(
                 f"{weights.key} has {stored_name} {stored.shape} where the model has "
-                f"{name} {tuple(mine.shape)}. The run was made with another model."
+                f"{name} {tuple(weight.shape)}. The run was made with another model."
             )
     owners = share(entries, group.size())
-    own = stream(store, weights, {name for name in entries if owners[name] == group.rank()})
+    stream_of_rank = stream(
+        store, weights, {name for name in entries if owners[name] == group.rank()}
+    )
 
-    def beside(name: str, mine: Tensor) -> tuple[str, TensorDifference | None]:
-        stored_name, stored = next(own)
+    def beside(name: str, weight: Tensor) -> tuple[str, TensorDifference | None]:
+        stored_name, stored = next(stream_of_rank)
         assert name == stored_name
-        found = tensor_digest(mine)
-        if found == entries[name].digest and mine.dtype == stored.dtype:
-            return found, None
-        gap = (mine.detach().cpu().double() - stored.double()).abs()
+        digest = tensor_digest(weight)
+        if digest == entries[name].digest and weight.dtype == stored.dtype:
+            return digest, None
+        gap = (weight.detach().cpu().double() - stored.double()).abs()
         difference = TensorDifference(
             name=name,
-            shape=tuple(mine.shape),
+            shape=tuple(weight.shape),
             elements=int((gap > 0).sum()),
             largest=float(gap.max()),
             total=float(gap.sum()),
         )
-        return found, difference
+        return digest, difference
 
     outlines = _outlines(state, dtype, kept)
-    found = on_owners(state, _formats(outlines), owners, group, beside)
+    pairs = on_owners(state, _formats(outlines), owners, group, beside)
     return WeightsComparison(
         digest=weights_digest(
-            (name, one.dtype, one.shape, found[name][0]) for name, one in outlines.items()
+            (name, outline.dtype, outline.shape, pairs[name][0])
+            for name, outline in outlines.items()
         ),
-        tensors=len(found),
-        differing=tuple(one for _, one in found.values() if one is not None),
+        tensors=len(pairs),
+        differing=tuple(difference for _, difference in pairs.values() if difference is not None),
     )
 
 
@@ -393,16 +396,16 @@ def agree_together(
     """
     entries = on_first(group, lambda: open_manifest(store, weights).tensors)
     owners = share({name: entries[name] for name in held}, group.size())
-    mine = stream(store, weights, {name for name in held if owners[name] == group.rank()})
+    stream_of_rank = stream(store, weights, {name for name in held if owners[name] == group.rank()})
     differing = []
     for name in (each for each in entries if each in held):
         target = held[name]
-        own, _ = own_part(target)
-        before, dtype = own.clone(), dtype_of(entries[name].dtype)
-        whole = next(mine)[1] if owners[name] == group.rank() else None
+        local, _ = own_part(target)
+        before, dtype = local.clone(), dtype_of(entries[name].dtype)
+        whole = next(stream_of_rank)[1] if owners[name] == group.rank() else None
         spread(target, whole, owners[name], group)
-        same = before.to(dtype) == own.to(dtype)
+        same = before.to(dtype) == local.to(dtype)
         if not bool(same.all()):
             differing.append(name)
-        own.copy_(torch.where(same, before, own))
+        local.copy_(torch.where(same, before, local))
     return len({name for names in together(group, lambda: differing) for name in names})

@@ -141,8 +141,8 @@ class ShardedModel(TrainEngine):
     def offload(self) -> Moved:
         """Put weights, gradients and optimizer state into the host's memory, until `onload`."""
         self._joined()
-        held = on_device(self._loaded(), self._optimizer, self._device)
-        return self._storages.put_away(held, keep=True)
+        tensors = on_device(self._loaded(), self._optimizer, self._device)
+        return self._storages.put_away(tensors, keep=True)
 
     def onload(self) -> Moved:
         return self._storages.bring_back()
@@ -202,26 +202,26 @@ class ShardedModel(TrainEngine):
         model = self._loaded()
         self.version = None
         if weights != self._spec.base:
-            held = base_weights(model.model, self._masters, to_set=True)
+            targets = base_weights(model.model, self._masters, to_set=True)
             names = model.names_in(self._checkpoint)
-            fill(held, self._store, weights, meeting.group, names)
+            fill(targets, self._store, weights, meeting.group, names)
             self._masters.round()
         self._begin_versions(model)
         self.version = version
 
     def _begin_versions(self, policy: HeadedModel) -> None:
         """What is held now is a beginning: below fresh adapters, if this engine trains any."""
-        made: type[Versions] = Versions
+        kind_of_versions: type[Versions] = Versions
         if self._spec.lora is not None:
             reset(policy.model, self._spec.seed)
-            made = AdapterVersions
+            kind_of_versions = AdapterVersions
         if self._published is not None:
             self._published.close()
         kind = self._spec.version_names
         as_files = kind == "files" or (kind == "checkpoint" and not self._checkpoint.stacked)
         names = policy.names_in(self._checkpoint)
         published = names if as_files else CheckpointNames()
-        self._published = made(
+        self._published = kind_of_versions(
             policy.versioned,
             self._spec,
             self._files,
@@ -247,22 +247,24 @@ class ShardedModel(TrainEngine):
 
     def _state(self) -> dict[str, Tensor | Computed]:
         optimizer, masters = self._trained(), self._masters
-        held: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         computed: dict[str, Computed] = {}
-        for name, one in optimizer.parameters.items():
-            if isinstance(masters.beside(one), Remainder):
+        for name, parameter in optimizer.parameters.items():
+            if isinstance(masters.beside(parameter), Remainder):
                 computed[f"model.{name}"] = Computed(
-                    like=one.detach(),
-                    values=partial(masters.of, one),
-                    place=partial(masters.to_set, one),
+                    like=parameter.detach(),
+                    values=partial(masters.of, parameter),
+                    place=partial(masters.to_set, parameter),
                     take=masters.take,
                 )
             else:
-                held[name] = masters.of(one)
+                tensors[name] = masters.of(parameter)
         if self._spec.version_names == "files":  # of older runs no step has changed them
             biases = self._loaded().router_biases()
-            held |= {f"model.{name}": masters.of(one) for name, one in biases.items()}
-        weights = {f"model.{name}": value.detach() for name, value in held.items()}
+            tensors |= {
+                f"model.{name}": masters.of(parameter) for name, parameter in biases.items()
+            }
+        weights = {f"model.{name}": value.detach() for name, value in tensors.items()}
         return {**weights, **computed, **optimizer.moments()}
 
     def _versions(self) -> Versions:

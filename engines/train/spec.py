@@ -204,10 +204,10 @@ class UpdateProfile:
 
     def by_group(self) -> dict[str, float]:
         """Seconds by group, the longest first."""
-        found: dict[str, float] = {}
-        for one in self.operations:
-            found[one.group] = found.get(one.group, 0.0) + one.seconds
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+        seconds: dict[str, float] = {}
+        for operation in self.operations:
+            seconds[operation.group] = seconds.get(operation.group, 0.0) + operation.seconds
+        return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

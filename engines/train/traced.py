@@ -25,10 +25,10 @@ def traced_shape(
     Raises BrokeOff where the code cannot be gone through without the weights, or not in LIMIT.
     """
     settings = () if lora is None else (lora.model_dump_json(exclude={"alpha"}),)
-    found = _asked(directory, min(max(longest, LEAST), MOST), products, *settings)
-    if isinstance(found, str):
-        raise BrokeOff(found)
-    return found
+    answer = _asked(directory, min(max(longest, LEAST), MOST), products, *settings)
+    if isinstance(answer, str):
+        raise BrokeOff(answer)
+    return answer
 
 
 @cache
@@ -42,8 +42,8 @@ def _asked(directory: Path, longest: int, products: str, *lora: str) -> TracedSh
         folder="shapes",
         limit=LIMIT,
     )
-    with child.begun() as told:
+    with child.begun() as results:
         try:
-            return told()
+            return results()
         except BrokeOff as error:
             return str(error)

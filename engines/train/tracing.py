@@ -80,12 +80,12 @@ def trace(
         cached, state = _cached(build_without_values(directory, "bfloat16"))
     heads = getattr(model.config.get_text_config(), "num_attention_heads", 1)
     divisible = why_together(model) is None
-    linear = [(name.rpartition(".")[2], one) for name, one in linear_layers(model).items()]
+    linear = [(name.rpartition(".")[2], module) for name, module in linear_layers(model).items()]
     whole = _numbers(model)
     largest = max(weight.numel() for weight in model.parameters())
     latent = getattr(model.config.get_text_config(), "kv_lora_rank", None) is not None
-    inside = [_numbers(one) for one in _stack(model)]
-    experts = [sum(map(_numbers, find_experts(one))) for one in _stack(model)]
+    inside = [_numbers(module) for module in _stack(model)]
+    experts = [sum(map(_numbers, find_experts(module))) for module in _stack(model)]
     with mode:
         factors = _factors_of_experts(model)
         if lora is not None:
@@ -100,10 +100,10 @@ def trace(
     few, more = (seen(tokens).operations for tokens in PROBED)
     if more > MORE * few:  # one token after the other: no chunks, so that a few tokens tell
         longest = min(longest, PROBED[-1])
-    one, double, sharing = seen(longest), seen(2 * longest), seen(longest, of_each=2)
+    module, double, sharing = seen(longest), seen(2 * longest), seen(longest, of_each=2)
 
     def fitted(what: Callable[[_Seen], dict[int, Amount]], layer: int) -> Kept:
-        return fit(what(one)[layer], what(double)[layer], what(sharing)[layer], longest)
+        return fit(what(module)[layer], what(double)[layer], what(sharing)[layer], longest)
 
     embedding = model.get_input_embeddings().weight
     assert isinstance(embedding, Tensor)
@@ -138,12 +138,12 @@ def trace(
 
 def _factors_of_experts(model: PreTrainedModel) -> tuple[tuple[str, int], ...]:
     """Names of the weights of experts, and the numbers in their factors of rank 1."""
-    found = []
+    sizes = []
     for name, module in expert_weights(model).items():
         weight = module.get_parameter(name.rpartition(".")[2])
         experts, *sides = weight.shape
-        found.append((name, experts * sum(sides)))
-    return tuple(found)
+        sizes.append((name, experts * sum(sides)))
+    return tuple(sizes)
 
 
 def fit(one: Amount, double: Amount, sharing: Amount, length: int) -> Kept:
@@ -171,7 +171,7 @@ def fit(one: Amount, double: Amount, sharing: Amount, length: int) -> Kept:
 def _packed(length: int, of_each: int, needs: RowNeeds) -> PackedBatch:
     """Sequences of `length` tokens that are read, so many of each of two prompts, half as long."""
     prompts = [np.full(length // 2, number) for number in range(PROMPTS) for _ in range(of_each)]
-    responses = [np.full(length - len(one) + 1, n) for n, one in enumerate(prompts)]
+    responses = [np.full(length - len(prompt) + 1, n) for n, prompt in enumerate(prompts)]
     return pack(prompts, responses, needs=needs)
 
 
@@ -183,7 +183,7 @@ def _seen(
     packed: PackedBatch,
 ) -> _Seen:
     """What a forward pass of a micro-batch keeps."""
-    seen, layer, counted = _Seen(), [OUTSIDE], {}
+    amounts, layer, counted = _Seen(), [OUTSIDE], {}
 
     def add(to: dict[int, Amount], size: int, dtype: torch.dtype) -> None:
         before = to[layer[0]]
@@ -198,7 +198,7 @@ def _seen(
         storage = tensor.untyped_storage()
         if storage._cdata not in weights and storage._cdata not in counted:
             counted[storage._cdata] = storage  # so that no other one gets its number
-            add(seen.kept, storage.nbytes(), tensor.dtype)
+            add(amounts.kept, storage.nbytes(), tensor.dtype)
         return tensor
 
     class Products(TorchDispatchMode):
@@ -206,20 +206,20 @@ def _seen(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             result = func(*args, **(kwargs or {}))
-            seen.operations += 1
+            amounts.operations += 1
             if is_product(func):
                 results = result if isinstance(result, tuple) else (result,)
                 tensors = [each for each in results if isinstance(each, Tensor)]
                 for tensor in tensors:
-                    add(seen.products, tensor.numel() * tensor.element_size(), tensor.dtype)
+                    add(amounts.products, tensor.numel() * tensor.element_size(), tensor.dtype)
                 if "attention" in func.name():
                     first = tensors[0]
-                    add(seen.attention, first.numel() * first.element_size(), first.dtype)
+                    add(amounts.attention, first.numel() * first.element_size(), first.dtype)
             return result
 
-    def enter(number: int, given: tuple[Any, ...]) -> None:
+    def enter(number: int, inputs: tuple[Any, ...]) -> None:
         layer[0] = number
-        add(seen.input, given[0].numel() * given[0].element_size(), given[0].dtype)
+        add(amounts.input, inputs[0].numel() * inputs[0].element_size(), inputs[0].dtype)
 
     model.eval()  # in training OPT drops layers by chance, which are never dropped here
     with (
@@ -230,7 +230,7 @@ def _seen(
     ):
         decoder = model.get_decoder()
         decoder_states(decoder, packed, packed.predictors, ALONE, needs.whole)
-    return seen
+    return amounts
 
 
 @contextmanager
@@ -243,8 +243,8 @@ def _layers_noted(
     hooks = []
     for number, layer in enumerate(_stack(model)):
 
-        def before(_: nn.Module, given: tuple[Any, ...], number: int = number) -> None:
-            enter(number, given)
+        def before(_: nn.Module, inputs: tuple[Any, ...], number: int = number) -> None:
+            enter(number, inputs)
 
         hooks.append(layer.register_forward_pre_hook(before))
         hooks.append(layer.register_forward_hook(lambda *_: leave()))
@@ -275,10 +275,10 @@ def _cached(model: PreTrainedModel) -> tuple[int, int]:
     for length in DECODED:
         _rotate_alike(model)
         tokens = torch.zeros(1, length, dtype=torch.int64)
-        found = model.eval().get_decoder()(input_ids=tokens, use_cache=True)
-        besides = {name: each for name, each in found.items() if name != "last_hidden_state"}
-        held = {id(tensor): tensor.numel() for tensor in _tensors(besides, set())}
-        sizes.append(sum(held.values()))
+        output = model.eval().get_decoder()(input_ids=tokens, use_cache=True)
+        besides = {name: each for name, each in output.items() if name != "last_hidden_state"}
+        counts = {id(tensor): tensor.numel() for tensor in _tensors(besides, set())}
+        sizes.append(sum(counts.values()))
     token = (sizes[1] - sizes[0]) // (DECODED[1] - DECODED[0])
     return token, sizes[0] - token * DECODED[0]
 

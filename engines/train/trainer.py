@@ -268,13 +268,13 @@ class Trainer:
 
         On another kind of CPU or GPU sums round otherwise; samples were drawn by what was published.
         """
-        told = self._settings.on_rounding
-        if told is None:
+        on_rounding = self._settings.on_rounding
+        if on_rounding is None:
             return
         self._version = None
         weights = read_commit(self._files, step).version_out
         if differing := self._call(TrainEngine.agree, step, weights=weights):
-            told(step, differing)
+            on_rounding(step, differing)
         self._version = step
 
     def _request(self, step: int, batch: BatchRef, algorithm: AlgorithmConfig) -> UpdateRequest:

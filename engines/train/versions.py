@@ -109,9 +109,9 @@ class Versions:
         For who computes with them and publishes nothing: tokenizer and settings are not beside them.
         """
         store, run = self._files.store, self._files.run
-        held, group = self._held(dtype), self._group
+        weights_held, group = self._held(dtype), self._group
         return publish_together(
-            store, run, version, held, {}, dtype, group, key=key, kept=self._kept
+            store, run, version, weights_held, {}, dtype, group, key=key, kept=self._kept
         ).settle()
 
     def close(self) -> None:
@@ -130,13 +130,13 @@ class Versions:
 
     def compare(self, weights: WeightsRef, dtype: torch.dtype) -> WeightsComparison:
         """The weights held, cast to `dtype`, beside a published version's."""
-        held, group = self._weights(dtype), self._group
-        return compare_together(self._files.store, weights, held, dtype, group, self._kept)
+        weights_held, group = self._weights(dtype), self._group
+        return compare_together(self._files.store, weights, weights_held, dtype, group, self._kept)
 
     def agree(self, weights: WeightsRef) -> int:
         """Take a version's weights where those held are others; how many tensors differed."""
-        held = self._names.renamed(base_weights(self._module, self._masters, to_set=True))
-        return agree_together(self._files.store, weights, held, self._group)
+        targets = self._names.renamed(base_weights(self._module, self._masters, to_set=True))
+        return agree_together(self._files.store, weights, targets, self._group)
 
     def _weights(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
         """What a version is made of: what is held, and what the checkpoint holds besides."""
@@ -199,8 +199,8 @@ class AdapterVersions(Versions):
 
     def digest(self, dtype: torch.dtype | None) -> str:
         """What `publish` would give the version's digest."""
-        own = digest_together(factors(self._module), None, self._group)
-        return adapter_digest(own, self._adapter, self._base_digest(dtype))
+        factors_digest = digest_together(factors(self._module), None, self._group)
+        return adapter_digest(factors_digest, self._adapter, self._base_digest(dtype))
 
     def compare(self, weights: WeightsRef, dtype: torch.dtype) -> WeightsComparison:
         """Base and factors held beside a published version's."""
@@ -211,18 +211,18 @@ class AdapterVersions(Versions):
                 f"{weights.key} is no adapter, and this run trains one. Set lora = null."
             )
         base = compare_together(store, published, self._weights(dtype), dtype, group)
-        mine = compare_together(store, weights, factors(self._module), None, group)
+        factors_compared = compare_together(store, weights, factors(self._module), None, group)
         return replace(
-            mine,
-            digest=adapter_digest(mine.digest, self._adapter, base.digest),
-            tensors=base.tensors + mine.tensors,
-            differing=base.differing + mine.differing,
+            factors_compared,
+            digest=adapter_digest(factors_compared.digest, self._adapter, base.digest),
+            tensors=base.tensors + factors_compared.tensors,
+            differing=base.differing + factors_compared.differing,
         )
 
     def agree(self, weights: WeightsRef) -> int:
-        held = factors(self._module)
-        differing = agree_together(self._files.store, weights, held, self._group)
-        take_factors(self._module, held)
+        targets = factors(self._module)
+        differing = agree_together(self._files.store, weights, targets, self._group)
+        take_factors(self._module, targets)
         return differing
 
     @cached_property
@@ -250,8 +250,8 @@ class AdapterVersions(Versions):
         name = str(dtype).removeprefix("torch.")
         base = on_first(self._group, lambda: find_base(self._files, name))
         if base is None:
-            made = self._publish_whole(0, dtype, key=base_key(self._files, name)).settle()
-            base = BaseVersion(key=made.key, digest=made.digest)
+            published = self._publish_whole(0, dtype, key=base_key(self._files, name)).settle()
+            base = BaseVersion(key=published.key, digest=published.digest)
             self._base_digests[dtype] = base.digest
         if self._base_digest(dtype) != base.digest:
             raise WeightMismatch(

@@ -17,17 +17,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from configs.tree import TreeSettings
+from engines.models.routed_experts import write_by_prompt
 from engines.rollout.samples import (
     NOTHING,
-    PROMPT_COLUMNS,
     Completion,
     read_begun,
     token_columns,
-    write_by_prompt,
 )
 from engines.trees.contract import GrownTrees, Growth, TreeGrower, TreeSpec
 from engines.trees.plan import Branch, Noise, TreeNode, branches, leaves, path_of, settled
-from storage.batches.columns import SEGMENT, SampleStatus
+from storage.batches.columns import PROMPT_COLUMNS, SEGMENT, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
@@ -268,9 +267,9 @@ def write_leaves(
                 for (tree, *_), path in zip(found, paths, strict=True)
             ],
         },
-        n,
+        places := np.repeat(np.arange(len(prompts)), n),
     )
-    samples = of_prompts(prompts, np.repeat(np.arange(len(prompts)), n)).with_columns(written)
+    samples = of_prompts(prompts, places).with_columns(written)
     return samples, sum(cut)
 
 

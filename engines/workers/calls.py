@@ -279,14 +279,17 @@ def submit(
     deadline: float,
     cancel: threading.Event | None = None,
     slot: bool = True,
+    aside: bool = False,
 ) -> R:
     """Make a call on one worker's engine and wait for its result; `slot` as in PendingCall.
+
+    aside: past the worker's slots and threads, beside however many other calls.
 
     Raises the engine's own exception (with a note: worker and its traceback), WorkerLost,
     CallDeadline (the worker has been killed), StaleCall, EngineMissing, CallCancelled (`cancel`
     was set; the call itself may go on) or ClusterLost.
     """
-    pending = start(cluster, address, call, deadline=deadline, slot=slot)
+    pending = start(cluster, address, call, deadline=deadline, slot=slot, aside=aside)
     where = f"by {call.label} on worker {pending.worker} ({address})"
     return value_of(pending.wait(deadline, cancel), where)
 
@@ -299,6 +302,7 @@ def start(
     deadline: float,
     wake: threading.Event | None = None,
     slot: bool = True,
+    aside: bool = False,
 ) -> PendingCall[R]:
     """Begin `submit`; `wake` and `slot` as in PendingCall."""
     token = uuid.uuid4().hex
@@ -311,8 +315,9 @@ def start(
         token,
         deadline + GRACE,
         cluster.pushed.topic,
+        aside,
         token=token,
-        slot=slot,
+        slot=slot and not aside,
         wake=wake,
         starts=call.method in STARTS,
         pushed=True,

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable
 from typing import TypeVar
 
-from distributed import Worker, get_worker
+from distributed import Worker, get_worker, secede
 
 from engines.failures import EngineMissing, Failure, capture
 from engines.workers.engine import Call, Engine, EngineSpec
@@ -55,9 +55,16 @@ def build(role: str, spec: EngineSpec[Engine], token: str) -> CallResult[BuildRe
     return _recorded(lambda: host.build(role, spec, token))
 
 
-def call(request: Call[R], token: str, limit: float, topic: str) -> CallResult[R] | None:
-    """Dask task: `EngineHost.call`; its CallResult is pushed, or returned where it is large."""
+def call(
+    request: Call[R], token: str, limit: float, topic: str, aside: bool = False
+) -> CallResult[R] | None:
+    """Dask task: `EngineHost.call`; its CallResult is pushed, or returned where it is large.
+
+    aside: whether it leaves the worker's threads to others, for one of its own.
+    """
     worker = get_worker()
+    if aside:
+        secede()
     host = host_of(worker)
     ended = _recorded(lambda: host.answer(request, token, limit))
     return push(worker, topic, token, ended)

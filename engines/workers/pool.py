@@ -61,7 +61,9 @@ class EnginePool(Generic[E]):
         deadline: float,
         start_timeout: float,
         cancel: threading.Event | None = None,
+        at_once: int | None = None,
     ) -> None:
+        """`at_once`: calls that an engine takes, past its worker's slots; None: as many as slots."""
         self.cluster = cluster
         self.pool = pool
         self.role = role
@@ -72,7 +74,8 @@ class EnginePool(Generic[E]):
         self._ready: dict[str, str] = {}  # address -> name of workers whose engine is built
         self._locks: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
-        slots = cluster.config.pools[pool].slots
+        self._calls_aside = at_once is not None
+        slots = at_once or cluster.config.pools[pool].slots
         self._slots = SlotQueue(slots, self.live, self._known, self._check)
 
     def load(self) -> PoolLoad:
@@ -128,6 +131,7 @@ class EnginePool(Generic[E]):
                 deadline=self.deadline,
                 cancel=self.cancel,
                 slot=slot,
+                aside=slot and self._calls_aside,
             )
         except InfrastructureError as failure:
             self._failed(address, failure)

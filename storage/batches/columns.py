@@ -41,6 +41,8 @@ WAITING = "waiting"  # finish reason of a sample that goes on when others have h
 GIVEN = "given"  # finish reason of a sample that is an answer of the data
 OPPONENTS_TURN = "opponent's turn"  # finish reason of a frozen player's sample whose turn is next
 LIMIT = "max_new_tokens"  # column of prompts, where one of a run's tasks has a limit of its own
+TURN_LIMIT = "max_turn_tokens"  # likewise, of a turn of an episode
+GROUP_SIZE = "group_size"  # likewise, where one of a run's tasks has groups of its own size
 TASK = "task"  # column of rows, prompts and samples, where a run has several tasks
 TOKENS = "I32"  # number format of token ids; older objects hold I64
 
@@ -147,10 +149,21 @@ COLUMNS: dict[str, Declared] = {
     "tree_parent": Declared("dense", "I64", "number of the segment before it; 0: the prompt, [N]"),
     "tree_depth": Declared("dense", "I64", "segments from the prompt to the end of this one, [N]"),
     "tree_share": Declared("dense", "I64", "leaves that the segment stands for, [N]"),
+    "node_lengths": Declared(
+        "jagged", "I64", "response tokens of each node of an episode's forest (forest.py)"
+    ),
+    "node_parents": Declared(
+        "jagged", "I64", "number of the token after which each of those nodes goes on, from 1"
+    ),
+    "requests": Declared(
+        "json", "U8", "names and places of the requests that an episode's nodes are"
+    ),
     "tree_path": Declared("jagged", "I64", "numbers of the nodes of the sample's segments"),
     "tree_lengths": Declared("jagged", "I64", "response tokens of each of those segments"),
     "baseline_reward": Declared("dense", "F32", "reward of the prompt's greedy completion, [N]"),
     LIMIT: Declared("dense", "I64", "longest completion, in tokens, [N] (prompts only)"),
+    TURN_LIMIT: Declared("dense", "I64", "longest turn, in tokens; 0: none, [N] (prompts only)"),
+    GROUP_SIZE: Declared("dense", "I64", "completions of the prompt, [N] (prompts only)"),
     "state_id": Declared("dense", "I64", "number of the state that the prompt shows, [N]"),
     "group_id": Declared("dense", "I64", "number of the prompt in the run, [N]"),
     "sample_id": Declared("dense", "I64", "number of the sample in the run, [N]"),
@@ -173,6 +186,11 @@ IN_PART = ("unused_tokens",)  # likewise, where a turn may be acted on in part
 REWRITTEN = ("past_rewritten",)  # likewise, where the template rewrites earlier turns
 OF_PLAYERS = ("turn_order", "episode_id")  # likewise, where there are several players
 
+# Columns that a sample shares with its prompt; they are referred to, not written again.
+PROMPT_COLUMNS = (
+    *("prompt_ids", "group_id", "prompt_row", "state_id", "env_seed", "opening"),
+    *("player", "frozen", "opening_frame", "frame", "task"),
+)
 # Columns that are named after reward functions, and what the names begin with.
 SCORE = "score/"  # score/<function>: F32 [N], what the function gave; NaN where nothing
 EXTRA = "extra/"  # extra/<function>/<column>: json, what it gave to log_extra; null where nothing

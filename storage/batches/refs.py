@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic_core import CoreSchema, core_schema
 
 from storage.batches import reading, ref_columns
-from storage.batches.columns import Kind
+from storage.batches.columns import GROUP_SIZE, Kind
 from storage.batches.format import DTYPES
 from storage.batches.ref_columns import ColumnRef, Source
 from storage.batches.rows import MOST, PACKED, RowIndex
@@ -240,6 +240,19 @@ class BatchRef:
             return groups
         players = self.fetch_numpy(store, "player")[0].astype(np.int64)
         return groups * (int(players.max(initial=0)) + 1) + players
+
+    def group_sizes(self, store: Store, n: int) -> list[int]:
+        """[N] completions of each prompt where n are asked: fewer where its column says so."""
+        if GROUP_SIZE not in self.columns:
+            return [n] * self.count
+        own = self.fetch_numpy(store, GROUP_SIZE)[0]
+        return [int(size) for size in np.minimum(own, n)]
+
+    def prompts_in(self, store: Store, prompts: BatchRef) -> NDArray[np.int64]:
+        """[N]: the row of `prompts`, one for each group, that is the prompt of each sample."""
+        own, known = (ref.fetch_numpy(store, "group_id")[0] for ref in (self, prompts))
+        order = np.argsort(known, kind="stable")
+        return order[np.searchsorted(known, own, sorter=order)]
 
     def of_policy(self, store: Store) -> BatchRef:
         """Without the samples of opponents: a frozen version's never train, and count nowhere."""

@@ -21,6 +21,7 @@ import numpy as np
 import xxhash
 from pydantic import TypeAdapter
 
+from configs.coding import CodingSource
 from configs.data import (
     DataConfig,
     DataSource,
@@ -87,11 +88,16 @@ def _open(config_json: str, stamp: str) -> PromptSource:
         return ReasoningGymRows(config)
     if isinstance(config, FunctionSource):
         return FunctionRows(config)
+    if isinstance(config, CodingSource):
+        from storage.prompts.coding.rows import CodingRows, is_of_folders
+
+        of_folders = is_of_folders(config.path)
+        return CodingRows(config, None if of_folders else _open_file(config))
     stored = HubRows(config) if isinstance(config, HubSource) else _open_file(config)
     return ChosenRows(stored, config) if config.where or config.choices else stored
 
 
-def _open_file(config: FileSource) -> PromptSource:
+def _open_file(config: FileSource | CodingSource) -> PromptSource:
     filesystem, paths = locate(config.path)
     if len(paths) == 1:
         return open_file(filesystem, paths[0], config.path)

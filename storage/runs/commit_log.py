@@ -124,6 +124,8 @@ class CarriedGroup(StoredRecord):
     since: int  # step that drew it
     begun: bool  # whether there are tokens to go on from, in refs["begun"]
     oldest: int | None = None  # policy version of its oldest token
+    # Its samples in refs["begun"], where groups differ in size; None: it has as many as the others.
+    samples: int | None = None
 
 
 class GuardRecord(StoredRecord):
@@ -159,7 +161,8 @@ class Outline(StoredRecord):
     ledger: Ledger = Field(default_factory=Ledger)
     rows: dict[str, int] = Field(default_factory=dict)  # of each of its refs; filled in by `commit`
     first_group: int | None = None  # number of the first group that it drew; None: not recorded
-    group_size: int | None = None  # samples of a prompt: prompt g has sample_ids g * size + k
+    # Samples of a prompt, at most: prompt g has sample_ids g * size + k.
+    group_size: int | None = None
     # Requests to readmit rows that its draw took account of, counted from 1 (readmissions.py).
     readmissions: int = Field(default=0, ge=0)
     # What scored the samples, by the digest in their column reward_code: a record per function.

@@ -34,6 +34,7 @@ from tasks.evaluation.summary import counts_of, metrics_of, scores_of
 from tasks.results import Sampled
 from tasks.reward import score
 from tasks.run.attempt_log import EvaluationLog, summed
+from tasks.run.episode_driver import EpisodeDriver
 from tasks.run.events import VersionEvaluated
 from tasks.run.flow_options import TaskThreads, result_of
 from tasks.run.metrics import pools_of
@@ -43,7 +44,7 @@ from tasks.run.roles.role import ByRole
 from tasks.run.roles.sampling import OPPONENT, ROLLOUT
 from tasks.run.roles.scoring import SCORER
 from tasks.run.run_view import Caller
-from tasks.run.shard_driver import AtOnce, ShardDriver, ShardRange, task_runs
+from tasks.run.shard_driver import ShardDriver, ShardRange, task_runs
 from tasks.run.stage import Stage
 from tasks.run.suite import Suite
 from tasks.sampling import SamplingStage
@@ -110,8 +111,8 @@ class Questioning:
         self.device_time = caller.device_time
         self.engines: ByRole = evaluator.place.engines_of(caller, suite)
         self.files = EvaluationFiles(self.store, "")  # until its key is known
-        played, pools = self.config.episodes, self.config.cluster.pools
-        self.episodes = AtOnce(None if played is None else played.at_once, caller.cancelled)
+        pools = self.config.cluster.pools
+        self.episodes = EpisodeDriver(self.config.episodes, caller.cancelled)
         engines = pools[self.engines[ROLLOUT].pool]
         most = task_runs(pools[self.engines[SCORER].pool], stages=1)
         # As many as the engines take, and some that wait.
@@ -179,6 +180,7 @@ def evaluation(
             found[name] = _evaluated(run)
         finally:
             run.shards.close()
+            run.episodes.close()
         evaluator.keep(found[name])
         run.tell(VersionEvaluated(result=found[name], version=version))
         # Last: what is noted counts as told.

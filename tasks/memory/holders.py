@@ -74,6 +74,7 @@ class Vllm:
     named: str  # where these settings are: rollout, teachers.NAME.engine, rewards.functions[]
     shape: Shape | None  # of its model; None: not known here
     longest: int  # tokens of a sample, or of a judge's question and answer
+    lora: LoraConfig | None = None  # adapters beside its base
     remedy: str | None = None  # None: its share is that of the engines that sample
 
     @property
@@ -88,7 +89,7 @@ class Vllm:
             unplanned |= not self.shape.plain_cache or self.settings.tensor_parallel_size > 1
         if gpu is None or self.shape is None or unplanned:
             return None
-        return vllm_share(self.settings, self.shape, self.longest, gpu)
+        return vllm_share(self.settings, self.shape, self.longest, gpu, self.lora)
 
 
 Holder: TypeAlias = Ranks | WorkerEngine | Vllm
@@ -143,6 +144,7 @@ def _policy_holders(config: GRPOConfig, shape: Shape) -> Iterator[Holder]:
                 named="rollout",
                 shape=shape,
                 longest=config.longest_sequence,
+                lora=_beside(config),
             )
         else:
             yield WorkerEngine(
@@ -165,12 +167,14 @@ def plan_of(config: GRPOConfig, shape: Shape, role: Role) -> MemoryPlan:
     batch = _largest_turns(config, shape, ranks) or largest_batch(
         train.micro_batch_tokens,
         config.data.max_prompt_tokens,
-        config.rollout.max_new_tokens,
+        config.longest_response,
         -(-config.trained_per_step // train.mini_batches),
         config.group_size,
         ranks,
         train.sequence_parallel,
         train.tree_training,
+        paths=config.most_paths,
+        path=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
     )
     lora = config.lora if role == "actor" else None
     gpu = pool.gpus > 0
@@ -214,7 +218,12 @@ def rollout_bytes(config: GRPOConfig, shape: Shape, role: Role = "rollout") -> d
     if config.sees_frames and config.episodes is not None and shape.vision is not None:
         turn = config.episodes.max_turn_tokens or 0
         longest = config.data.max_prompt_tokens + shape.vision.patches + turn
-    return engine_bytes(config.rollout, shape, most, longest)
+    return engine_bytes(config.rollout, shape, most, longest, _beside(config))
+
+
+def _beside(config: GRPOConfig) -> LoraConfig | None:
+    """The adapters that engines load beside their base; None: they have none, or merge them."""
+    return config.lora if config.lora is not None and config.lora.serving == "adapter" else None
 
 
 def sizes_of(

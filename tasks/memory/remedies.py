@@ -133,7 +133,7 @@ def _same_bits(config: GRPOConfig) -> list[Settings]:
 def _other_bits(config: GRPOConfig, shape: Shape) -> list[Settings]:
     """Settings with which sums are made in another order or rounded otherwise."""
     train, ranks = config.train, config.cluster.pools[config.cluster.roles.actor].workers
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens - 1
+    longest = config.data.max_prompt_tokens + config.longest_response - 1
     if (episode := episode_tokens(config, shape)) is not None:
         longest = episode
     budgets = [train.micro_batch_tokens // part for part in (2, 4, 8, 16)]

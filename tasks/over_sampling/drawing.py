@@ -39,8 +39,7 @@ def going_on(run: StepView, step: int) -> Carried:
     That is so where the settings were changed between two flows of the run, or in a fork.
     """
     config, carried = run.config, run.clock.carried[step]
-    count = sum(group.begun for group in carried.groups)
-    fits = carried.begun is None or len(carried.begun) == count * config.samples_per_prompt
+    fits = carried.begun is None or _sizes_fit(run, carried)
     stale = [
         group.oldest is not None and step - 1 - group.oldest > config.max_staleness
         for group in carried.groups
@@ -59,4 +58,15 @@ def going_on(run: StepView, step: int) -> Carried:
             group if ref is not None else CarriedGroup(since=step, begun=False)
             for group, ref in zip(carried.groups, kept, strict=True)
         ),
+    )
+
+
+def _sizes_fit(run: StepView, carried: Carried) -> bool:
+    """Whether each group that is begun has as many samples as its prompt is to get."""
+    assert carried.prompts is not None and carried.begun is not None
+    sizes = carried.prompts.group_sizes(run.store, run.config.samples_per_prompt)
+    pairs = zip(carried.groups, sizes, strict=True)
+    begun = [(group.samples or size, size) for group, size in pairs if group.begun]
+    return all(own == size for own, size in begun) and len(carried.begun) == sum(
+        size for _, size in begun
     )

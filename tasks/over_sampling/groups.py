@@ -18,7 +18,7 @@ import numpy as np
 from prefect.futures import PrefectFuture
 
 from configs.grpo import GRPOConfig
-from storage.batches.columns import SampleStatus
+from storage.batches.columns import GROUP_SIZE, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.documents import key_of
@@ -194,10 +194,14 @@ def _carried(
     oldest = {number: _oldest(run, shard) for number, shard in shards.items()}
     since = {number: before[number].since if number < len(before) else step for number in shards}
     groups = handed_on(run.config, step + 1, since, oldest)
-    begun = [samples_of(shards[number]) for number, group in groups.items() if group.begun]
+    there = {number: samples_of(shards[number]) for number, one in groups.items() if one.begun}
+    begun = {number: ref for number, ref in there.items() if ref is not None}
+    if GROUP_SIZE in prompts.ref.names:
+        own = {number: {"samples": len(ref)} for number, ref in begun.items()}
+        groups = {n: one.model_copy(update=own.get(n, {})) for n, one in groups.items()}
     return Carried(
         prompts=prompts.ref.take(list(groups)),
-        begun=BatchRef.concat([ref for ref in begun if ref is not None]) if begun else None,
+        begun=BatchRef.concat(list(begun.values())) if begun else None,
         groups=tuple(groups.values()),
     )
 

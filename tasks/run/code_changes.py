@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
+from configs.episodes import Environment
 from configs.grpo import GRPOConfig
 from configs.imports import is_file
 from configs.rewards import FunctionReward
@@ -43,16 +44,20 @@ def _functions(config: GRPOConfig) -> Iterator[tuple[str, str]]:
         for reward in rewards.functions:
             if isinstance(reward, FunctionReward):
                 yield reward.label, reward.path
-    if config.episodes is None:
-        return
-    played = config.episodes.environment
-    if played.kind in ("class", "agent"):
-        yield ENVIRONMENT + played.path.rpartition(":")[2], played.path
-    elif played.kind == "tools":
-        for path in played.functions:
+    for one in config.played.values():
+        for path in _paths(one.environment):
             yield ENVIRONMENT + path.rpartition(":")[2], path
-    elif played.kind in ("gymnasium", "openenv") and played.codec is not None:
-        yield ENVIRONMENT + played.codec.rpartition(":")[2], played.codec
+
+
+def _paths(environment: Environment) -> Sequence[str]:
+    """The import paths of what an environment is made of."""
+    if environment.kind in ("class", "agent"):
+        return (environment.path,)
+    if environment.kind == "tools":
+        return environment.functions
+    if environment.kind in ("gymnasium", "openenv") and environment.codec is not None:
+        return (environment.codec,)
+    return ()
 
 
 def _file_of(path: str) -> Path | None:

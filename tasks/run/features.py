@@ -54,6 +54,7 @@ FEATURES: Mapping[str, str] = {
     "critic": "tasks.critic.feature:FEATURE",
     "over_sampling": "tasks.over_sampling.feature:FEATURE",
     "tasks": "tasks.several_tasks.feature:FEATURE",
+    "coding": "tasks.coding.feature:FEATURE",
     "quarantine": "tasks.quarantine.feature:FEATURE",
     "guards": "tasks.guards.feature:FEATURE",
     "promotion": "tasks.promotion.feature:FEATURE",

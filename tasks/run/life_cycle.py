@@ -118,6 +118,7 @@ def close(run: Run, error: BaseException | None) -> None:
         stack.callback(run.listeners.stop)
         stack.callback(run.engines.close)
         stack.callback(run.shards.close)
+        stack.callback(run.episodes.close)
         stack.callback(run.cancelled.set)
         run.tell(RunClosing())
 

@@ -33,6 +33,7 @@ def step_metrics(
     shards = [shard.stats for one in scored for shard in one.sampled]
     tokens, read = sum(shard.tokens for shard in shards), sum(shard.read for shard in shards)
     cached = sum(shard.cached for shard in shards)
+    fullest = max((one.cache_use for one in shards if one.cache_use is not None), default=None)
     metrics: Metrics = {
         **batch.metrics,
         **updated.metrics,
@@ -42,6 +43,8 @@ def step_metrics(
         "rollout/tokens": float(tokens),
         "rollout/tokens_per_second": tokens / max(stages.get("rollout", 0.0), 1e-9),
         **({"rollout/prefix_cached": cached / read} if read else {}),
+        **({} if fullest is None else {"rollout/cache_full": fullest}),
+        **({"episode/at_once": run.episodes.at_once} if run.config.plays_apart else {}),
         "retries": float(sum(attempt.number > 1 for attempt in attempts)),
         "prompts/dropped": float(
             sum(map(len, prompts.dropped.values())) + sum(batch.dropped.values())

@@ -284,17 +284,23 @@ def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
         f"The longest sample has data.max_prompt_tokens + rollout.max_new_tokens = "
         f"{prompt} + {response} tokens"
     )
-    budget = config.train.shared_micro_batch_tokens
-    if longest - 1 > budget and not resumed:  # its last token is not read, only predicted
-        raise PreflightError(
-            f"{what}, more than train.micro_batch_tokens = {config.train.micro_batch_tokens} "
-            "takes. Set train.micro_batch_tokens to at least "
-            f"{-(-(longest - 1) // config.train.sequence_parallel)}."
+    whole, all_of_it = prompt + config.longest_response, what
+    if whole > longest:
+        all_of_it = (
+            "The longest episode has data.max_prompt_tokens + episodes.max_tokens = "
+            f"{prompt} + {config.longest_response} tokens"
         )
-    if config.train.planned_tokens < min(budget, longest - 1) and not resumed:
+    budget = config.train.shared_micro_batch_tokens
+    if whole - 1 > budget and not resumed:  # its last token is not read, only predicted
         raise PreflightError(
-            f"{what}, more than a unit of train.unit_tokens = {config.train.unit_tokens} takes. Set "
-            f"train.unit_tokens to at least {longest - 1}, and best to many times that."
+            f"{all_of_it}, more than train.micro_batch_tokens = {config.train.micro_batch_tokens} "
+            "takes. Set train.micro_batch_tokens to at least "
+            f"{-(-(whole - 1) // config.train.sequence_parallel)}."
+        )
+    if config.train.planned_tokens < min(budget, whole - 1) and not resumed:
+        raise PreflightError(
+            f"{all_of_it}, more than a unit of train.unit_tokens = {config.train.unit_tokens} takes. "
+            f"Set train.unit_tokens to at least {whole - 1}, and best to many times that."
         )
     facts = model_facts(config.model)
     name = _name_of(config)

@@ -36,6 +36,7 @@ from engines.rewards.checks import (
 )
 from engines.rewards.judge_rubric import read_rubric
 from engines.rewards.protocol import EPISODE_COLUMNS
+from storage.batches.columns import TASK
 from storage.objects.documents import JsonValue, Row
 from storage.prompts.datasets import open_source
 from storage.prompts.source import PromptSource
@@ -59,9 +60,15 @@ def check_data(config: GRPOConfig, resumed: bool = False) -> tuple[str, str]:
         with naming(name):
             found.append(f"{name} {check_rows(config.model, part.data, part.source, resumed)}")
     data = "; ".join(found).strip()
-    if config.episodes is not None:
-        frames, images = config.keeps_frames, config.needs_images
-        data += f"; environment: {check_environment(config.episodes, source, frames, images)}"
+    frames, images = config.keeps_frames, config.needs_images
+    for name, episodes in config.played.items():
+        if episodes.environment.kind != "none":
+            (row,) = parts[name].source.rows([0])
+            with naming(name):
+                said = check_environment(
+                    episodes, {**row, TASK: name} if name else row, frames, images
+                )
+            data += f"; environment{f' of {name}' if name else ''}: {said}"
     given: tuple[str, ...] = () if config.episodes is None else EPISODE_COLUMNS
     if config.episodes is not None and config.episodes.players > 1:
         given = (*given, PLAYER)
@@ -90,20 +97,10 @@ def parts_of(config: GRPOConfig, source: PromptSource) -> dict[str, DataPart]:
     """The tasks' rows by name, or all under no name. source: the run's."""
     if not config.data.tasks:
         return {"": DataPart(data=config.data, rewards=config.rewards, source=source)}
-    rewards = config.rewards
-    labels = {name: config.data.rewards_of(name) for name in config.data.tasks}
     return {
         name: DataPart(
             data=data,
-            rewards=rewards.model_copy(
-                update={
-                    "functions": tuple(
-                        one
-                        for one in rewards.functions
-                        if (own := labels[name]) is None or one.label in own
-                    )
-                }
-            ),
+            rewards=config.rewards_of(name),
             source=open_source(data.source),
         )
         for name, data in config.data.tasks.items()
@@ -230,11 +227,11 @@ def answers_not_begun(config: GRPOConfig) -> str | None:
 
 def check_environment(
     episodes: EpisodesConfig,
-    source: PromptSource,
+    row: Row,
     frames: bool = False,
     images: tuple[str, str] | None = None,
 ) -> str:
-    """Whether the environment loads here, and can be reset for the first row. ValueError.
+    """Whether the environment loads here, and can be reset for a row, the first. ValueError.
 
     frames: whether it has to give something to see. images: the setting for which that has to be an
     image, and another one.
@@ -254,7 +251,7 @@ def check_environment(
             raise ValueError(
                 f"{error} Its interpreter is episodes.python = {episodes.python}."
             ) from error
-        (first,) = environments.opening(source.rows([0]), [seed_of(episodes.seed, 0)])
+        (first,) = environments.opening([row], [seed_of(episodes.seed, 0)])
     if frames:
         (first,) = alike([first])
     if first.failed is not None:
@@ -328,14 +325,17 @@ def check_suite(config: GRPOConfig, suite: Suite, resumed: bool = False) -> str:
         feature.check_rewards(suite.config.rewards)
     check_rewards(suite.config.rewards, suite.config.data, source, given)
     if suite.settings.episodes is not None:
-        found += f"; environment: {check_environment(suite.settings.episodes, source)}"
+        (row,) = source.rows([0])
+        found += f"; environment: {check_environment(suite.settings.episodes, row)}"
     return found
 
 
 def _check_rewards_of_run(config: GRPOConfig, suite: Suite, source: PromptSource) -> None:
     """Whether rows have what the run's rewards need, which are loaded by now."""
-    held_out, trained = suite.settings.source, config.data.source
-    for reward in config.rewards.functions:
+    task = suite.settings.task
+    trained = config.data.source if task is None else config.data.tasks[task].source
+    held_out = suite.settings.source
+    for reward in suite.config.rewards.functions:
         if isinstance(reward, MathReward | ChoiceReward):
             source.check_columns([reward.answer_column])
         elif isinstance(reward, Judging):

@@ -31,6 +31,7 @@ from tasks.run.code_changes import code_files
 from tasks.run.continue_from import fresh_rows
 from tasks.run.disk_space import DiskWarnings
 from tasks.run.engines import Engines
+from tasks.run.episode_driver import EpisodeDriver
 from tasks.run.events import Event
 from tasks.run.facts import RunFacts
 from tasks.run.features import features_of
@@ -40,7 +41,7 @@ from tasks.run.opened_run import OpenedRun, Position
 from tasks.run.reports import Reporting
 from tasks.run.roles.sampling import ROLLOUT
 from tasks.run.roles.scoring import SCORER
-from tasks.run.shard_driver import AtOnce, ShardDriver, task_runs
+from tasks.run.shard_driver import ShardDriver, task_runs
 from tasks.run.staleness_gate import Gate
 from tasks.run.step_history import StepHistory
 
@@ -90,8 +91,7 @@ class Run:
         self.listeners, self.tracking = reports.listeners, reports.tracking
         self.shards = _shards_of(opened.config)
         self.disk = DiskWarnings(opened.files.store.local_folder, opened.config.steps)
-        played = opened.config.episodes
-        self.episodes = AtOnce(None if played is None else played.at_once, self.cancelled)
+        self.episodes = EpisodeDriver(opened.config.episodes, self.cancelled)
         self.engines = Engines(self)
         self._probe: tuple[list[list[int]], list[int]] | None = None
 
@@ -214,10 +214,9 @@ class Run:
     @property
     def sampling(self) -> Sampling:
         """How the samples that train are drawn."""
-        episodes = self.config.episodes
-        most = 0 if episodes is None else episodes.max_turn_tokens or 0
-        asked = Sampling.of(self.config.rollout, self.config.group_size, most)
-        return replace(asked, routed_experts=self.config.train.router_replay)
+        config = self.config
+        asked = Sampling.of(config.rollout, config.group_size, config.longest_turn)
+        return replace(asked, routed_experts=config.train.router_replay)
 
     def attempts_of(self, step: int) -> list[Attempt]:
         """What was tried for a step, in the order in which it ended."""

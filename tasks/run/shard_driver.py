@@ -7,7 +7,6 @@ attempts of its own, and a retry repeats those alone that failed.
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import itertools
 import threading
@@ -19,10 +18,8 @@ from typing import Any, TypeVar
 from prefect.futures import PrefectFuture
 
 from configs.cluster import PoolConfig
-from engines.workers.cluster import raise_if_set
 from tasks.run.attempts import logged_together
 
-LOOK = 0.5  # seconds between looks at the end of the run
 FEWEST = 8  # task runs of a stage in a step that has at least so many shards
 MOST = 48  # of all stages in a step together: with those that have no shards, about 64
 Result = TypeVar("Result")
@@ -169,31 +166,3 @@ class ShardDriver:
         """Begin nothing more; what is under way ends with the engines."""
         self._first.shutdown(wait=False, cancel_futures=True)
         self._again.shutdown(wait=False, cancel_futures=True)
-
-
-class AtOnce:
-    """How many of something the run has at once, of all shards and steps together."""
-
-    def __init__(self, limit: int | None, cancelled: threading.Event) -> None:
-        """`limit`: None is none; `cancelled` ends every wait."""
-        self._limit, self._cancelled = limit, cancelled
-        self._held = 0
-        self._changed = threading.Condition()
-
-    @contextlib.contextmanager
-    def held(self, count: int) -> Iterator[None]:
-        """So many more in the body, which waits for room; more than the limit come alone.
-
-        Raises Cancelled when the run ends meanwhile.
-        """
-        with self._changed:
-            while self._limit is not None and self._held and self._held + count > self._limit:
-                self._changed.wait(LOOK)
-                raise_if_set(self._cancelled)
-            self._held += count
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._held -= count
-                self._changed.notify_all()

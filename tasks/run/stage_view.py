@@ -10,9 +10,10 @@ from storage.objects.store import Store
 from storage.runs.run_store import StageStore
 from storage.runs.weights import WeightsRef
 from tasks.run.clock import Clock
+from tasks.run.episode_driver import EpisodeDriver
 from tasks.run.roles.role import ByRole
 from tasks.run.run_view import AttemptsView
-from tasks.run.shard_driver import AtOnce, ShardDriver
+from tasks.run.shard_driver import ShardDriver
 
 
 class StageView(AttemptsView, Protocol):
@@ -20,7 +21,7 @@ class StageView(AttemptsView, Protocol):
 
     config: GRPOConfig
     store: Store
-    episodes: AtOnce
+    episodes: EpisodeDriver
 
     @property
     def files(self) -> StageStore:

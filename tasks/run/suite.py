@@ -29,6 +29,8 @@ class Suite:
     @classmethod
     def of(cls, config: GRPOConfig, name: str, settings: SuiteConfig) -> Suite:
         """The suite for a run with these settings."""
+        if settings.task is not None:
+            return cls(name=name, settings=settings, config=_of_task(config, settings))
         if settings.prompt is None:
             data = config.data.model_copy(update={"source": settings.source})
         else:
@@ -57,9 +59,8 @@ class Suite:
     @property
     def sampling(self) -> Sampling:
         """How completions are drawn."""
-        settings, episodes = self.settings, self.config.episodes
-        most = 0 if episodes is None else episodes.max_turn_tokens or 0
-        asked = Sampling.of(self.config.rollout, settings.samples, most)
+        settings = self.settings
+        asked = Sampling.of(self.config.rollout, settings.samples, self.config.longest_turn)
         if settings.greedy:
             asked = asked.as_greedy
         return replace(
@@ -115,3 +116,17 @@ class Suite:
     def summing(self) -> str:
         """What turns scores into metrics."""
         return key_of("summed", self.settings.pass_at, self.settings.right_from)
+
+
+def _of_task(config: GRPOConfig, settings: SuiteConfig) -> GRPOConfig:
+    """The settings of a suite that is asked, played and scored as one of a run's tasks."""
+    name = settings.task
+    assert name is not None, "it is one of a task"
+    most = settings.max_new_tokens or config.data.limits(config.rollout.max_new_tokens)[name]
+    changes = {
+        "data": config.data.tasks[name].model_copy(update={"source": settings.source}),
+        "rewards": config.rewards_of(name),
+        "episodes": config.played.get(name),
+        "rollout": config.rollout.model_copy(update={"max_new_tokens": most}),
+    }
+    return config.model_copy(update=changes)

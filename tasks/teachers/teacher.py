@@ -13,6 +13,7 @@ from prefect.futures import PrefectFuture
 from configs.cluster import Role
 from configs.distill import DistillConfig
 from engines.teachers.client import TeacherClient
+from storage.batches.forest import LENGTHS, PARENTS
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.documents import key_of
@@ -73,7 +74,8 @@ def scored(
     return made.with_columns(write_batch(run.store, origin.out_key, columns))
 
 
-READ = ("prompt_ids", "response_ids", "response_mask", "group_id", "player")  # by a teacher
+# By a teacher.
+READ = ("prompt_ids", "response_ids", "response_mask", "group_id", "player", LENGTHS, PARENTS)
 
 
 def names_of(run: Run, config: DistillConfig, sampled: WholeShards) -> list[str]:

@@ -65,6 +65,27 @@ def test_a_line_says_what_was_decided_and_why() -> None:
     ]
 
 
+def test_episodes_with_a_program_go_on_by_themselves() -> None:
+    agent = ("episodes.environment={kind: agent, path: 'some.agents:ask'}",)
+    said = "episodes.drive = apart: episodes.environment.kind = agent takes its time"
+    assert decided(*agent, machine=FAST) == [said]
+    assert decided(*agent, "episodes.drive=together", machine=FAST) == []
+    game = "episodes.environment={kind: class, path: 'some.games:Game'}"
+    assert decided(game, machine=FAST) == []
+
+
+def test_how_episodes_are_driven_is_in_no_key() -> None:
+    """Whole shards are found again, however they were played."""
+    game = "episodes.environment={kind: class, path: 'some.games:Game'}"
+    read = [
+        read_recipe(GRPOConfig, DEMO, (game, *words)).episodes
+        for words in ((), ("episodes.drive=apart", "episodes.fewest_at_once=4"))
+    ]
+    keys = [one.in_keys() for one in read if one is not None]
+    assert keys[0] == keys[1]
+    assert not {"drive", "deadline", "fewest_at_once"} & keys[0].keys()
+
+
 def test_teachers_have_a_pool_like_the_actors() -> None:
     read = read_recipe(DistillConfig, "tiny", TEACHER)
     assert read.cluster.roles.teacher is None

@@ -142,7 +142,7 @@ def starting(folder: Path, prefect_api: str) -> Iterator[Launch]:
 
 def ends_alike(
     whole: Launched, launch: Launch, folder: Path, words: Sequence[str], fault: Fault
-) -> None:
+) -> Launched:
     """A run that a fault strikes, resumed where its flow died, ends as one to which nothing happened.
 
     folder: for the fault's notes.
@@ -157,6 +157,7 @@ def ends_alike(
     assert faults.missed == []
     assert story(committed(run.files)) == story(whole.commits())
     assert audit(run.files).problems == []
+    return run
 
 
 # Settings of steps that do not wait for their longest episodes, and hand them on.

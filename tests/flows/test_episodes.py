@@ -191,11 +191,13 @@ def test_commands_show_the_turns(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("drive", ["together", "apart"])
 def test_greedy_baselines_and_the_evaluation_are_episodes_too(
-    launch: Launch, tmp_path: Path
+    launch: Launch, tmp_path: Path, drive: str
 ) -> None:
     run = launch(
         *WORDS,
+        f"episodes.drive={drive}",
         "steps=1",
         "episodes.environment.path=telling.py:Telling",
         f"episodes.environment.params.log={tmp_path}/told",

@@ -46,6 +46,7 @@ WORDS = (
     "data.source.tasks.digits.source.path=long.py:questions",
     "data.source.tasks.digits.from_step={4: 0.5}",
     "algorithm.advantage.normalize=task", "data.source.tasks.letters.max_new_tokens=6",
+    "data.source.tasks.letters.group_size=3",
 )  # fmt: skip
 
 
@@ -81,6 +82,24 @@ def test_each_step_has_the_tasks_shares(whole: Launched) -> None:
     drawn = sum(counts, Counter[str]())
     assert place.tasks["letters"].place == drawn["letters"]
     assert place.tasks["digits"].place > drawn["digits"], "rows that were dropped are drawn too"
+
+
+def test_groups_have_their_tasks_sizes(whole: Launched) -> None:
+    store = whole.files.store
+    for commit in committed(whole.files):
+        samples = commit.refs["samples"]
+        groups, ids = (samples.fetch_numpy(store, name)[0] for name in ("group_id", "sample_id"))
+        names = samples.fetch_list(store, "task")
+        found = Counter(zip(groups.tolist(), map(str, names), strict=True))
+        assert {(task, size) for (_, task), size in found.items()} == {
+            ("digits", 4),
+            ("letters", 3),
+        }
+        assert commit.group_size == 4 and np.array_equal(ids // 4, groups)
+        assert len(np.unique(ids)) == len(ids)
+        prompts = commit.refs["prompts"]
+        sizes = prompts.fetch_numpy(store, "group_size")[0].tolist()
+        assert sum(sizes) == len(ids) and len(found) == len(prompts)
 
 
 def test_rewards_and_metrics_are_of_their_task(whole: Launched) -> None:
@@ -156,6 +175,28 @@ def test_shares_are_the_same_with_overlapping_steps_and_other_shards(launch: Lau
     run = launch(*words, files=example()).whole()
     counts = [tasks_of(run, one) for one in committed(run.files, max_staleness=1)]
     assert [one["digits"] for one in counts] == [3, 2, 3, 1, 2]
+
+
+def test_groups_that_are_handed_on_keep_their_sizes(launch: Launch) -> None:
+    words = (
+        *WORDS, "max_staleness=1", "rollout.over_sampling=1.5", "rollout.partial_rollout=carry",
+        "algorithm.correction=[{kind: truncate}]", "data.quarantine=null",
+    )  # fmt: skip
+    run = launch(*words, files=example()).whole()
+    assert audit(run.files).problems == []
+    sizes = {"digits": 4, "letters": 3}
+    commits = committed(run.files, max_staleness=1)
+    handed_on = 0
+    for commit in commits:
+        samples = commit.refs["samples"]
+        groups = samples.fetch_numpy(run.files.store, "group_id")[0].tolist()
+        names = map(str, samples.fetch_list(run.files.store, "task"))
+        found = Counter(zip(groups, names, strict=True))
+        assert all(size == sizes[task] for (_, task), size in found.items())
+        begun = [group.samples for group in commit.carried if group.begun]
+        assert sum(size or 0 for size in begun) == len(commit.refs.get("begun", ()))
+        handed_on += len(commit.carried)
+    assert handed_on > 0
 
 
 def test_the_how_to_shows_the_example() -> None:

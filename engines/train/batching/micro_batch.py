@@ -20,6 +20,7 @@ from engines.models.routed_experts import OF_PROMPT, OF_RESPONSE, extended
 from engines.train.batching.image_turns import SeenRow, pack_turns, turns_of
 from engines.train.batching.packed_batch import Ints, PackedBatch, pack, put
 from engines.train.model.row_needs import PLAIN, RowNeeds
+from storage.batches.forest import LENGTHS, PARENTS, Forest, forest_of
 from storage.batches.refs import BatchRef
 from storage.batches.sampling_mask import COUNTS, WORDS, SamplingMask
 from storage.objects.store import Store
@@ -98,6 +99,8 @@ def read_micro_batch(
     cut = needs.sampling_mask and COUNTS in batch.names
     names += [COUNTS, WORDS] if cut else []
     names += [OF_PROMPT, OF_RESPONSE] if needs.routed_experts else []
+    branched = LENGTHS in batch.names
+    names += [LENGTHS, PARENTS] if branched else []
     if needs.routed_experts and OF_RESPONSE not in batch.names:
         raise ValueError(
             "train.router_replay = true, and the samples do not have the experts that they were "
@@ -125,12 +128,28 @@ def read_micro_batch(
                 for counts, words in zip(*columns_of, strict=True)
             ]
         prompts = _rows_of(data["prompt_ids"])
-        packed = pack(prompts, responses, device, tree_training, needs, experts, masks)
+        forests = _forests(data, prompts, responses) if branched else None
+        packed = pack(prompts, responses, device, tree_training, needs, experts, masks, forests)
     return MicroBatch(
         packed=packed,
         mask=put(torch.ones(total, dtype=torch.bool) if mask is None else mask, device),
         columns={name: put(_as_read(name, data[name].values()), device) for name in wanted},
     )
+
+
+def _forests(data: TensorDict, prompts: list[Ints], responses: list[Ints]) -> list[Forest]:
+    """Which tokens go on after which. ValueError where one is trained that nothing predicts."""
+    nodes = (_rows_of(data[name]) for name in (LENGTHS, PARENTS))
+    found = [
+        forest_of(len(prompt), len(response), lengths, parents)
+        for prompt, response, lengths, parents in zip(prompts, responses, *nodes, strict=True)
+    ]
+    if "response_mask" in data.keys():  # noqa: SIM118
+        for forest, response, mask in zip(
+            found, responses, _rows_of(data["response_mask"]), strict=True
+        ):
+            forest.check_row(len(response), mask)
+    return found
 
 
 def _seen(

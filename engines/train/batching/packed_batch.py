@@ -18,10 +18,12 @@ from torch import Tensor
 from engines.algorithms.jagged import Rows
 from engines.models.longrope import LONG
 from engines.models.routed_experts import RoutedExperts, as_ids, extended
+from engines.train.batching.forest_sequences import Sequences
 from engines.train.batching.tree_training import in_order
 from engines.train.logprobs import Support
 from engines.train.model.attention import AttentionLayout, Bucket
 from engines.train.model.row_needs import PLAIN, RowNeeds
+from storage.batches.forest import Forest
 from storage.batches.sampling_mask import SamplingMask
 
 SHORTEST_SHARE = 0.75  # a bucket holds sequences of at least this share of its longest one's length
@@ -46,7 +48,7 @@ class PackedBatch:
     """What a forward pass over some rows needs: T tokens in, numbers of R response tokens out.
 
     Rows that share a prompt share its tokens; with tree training, all tokens that they begin with.
-    The last token of a row is only ever a label.
+    The last token of a row, or of each of its paths (forest.py), is only ever a label.
 
     Example: prompt [5, 6] with the responses [7, 8, 9] and [4]
         tokens     = [5, 6, 7, 8]  # the prompt once, the first response without its last token
@@ -90,6 +92,7 @@ def pack(
     needs: RowNeeds = PLAIN,
     experts: Sequence[RoutedExperts] | None = None,
     masks: Sequence[SamplingMask] | None = None,
+    forests: Sequence[Forest] | None = None,
 ) -> PackedBatch:
     """Pack rows; rows whose prompts are equal share it, rows without response take no room.
 
@@ -103,22 +106,25 @@ def pack(
             share, those of the first one that knows them.
         masks: Of each row, the words that its R_i tokens were drawn from. ValueError where a token
             is not among them.
+        forests: Of each row, which tokens go on after which. None: each is one path. Where one is
+            not, rows share all tokens that their paths begin with alike, as with tree training.
     """
     used = [row for row, response in enumerate(responses) if len(response)]
     asked = [np.asarray(prompts[row]) for row in used]
     given = [np.asarray(responses[row]) for row in used]
-    place = _beginnings_once if tree_training else _prompts_once
-    if used and needs.rope_limit is not None:
-        placed = _by_length(place, asked, given, needs.rope_limit)
+    own_experts = None if experts is None else [experts[row] for row in used]
+    if forests is None or all(forests[row].one_path for row in used):
+        placed = _placed(asked, given, tree_training, needs)
+        predictors = [
+            member[len(prompt) - 1 :] for member, prompt in zip(placed.members, asked, strict=False)
+        ]
     else:
-        placed = place(asked, given) if used else _NOTHING
-    predictors = [
-        member[len(prompt) - 1 :] for member, prompt in zip(placed.members, asked, strict=False)
-    ]
+        found = Sequences.of(asked, given, [forests[row] for row in used])
+        placed = _placed([t[:1] for t in found.tokens], [t[1:] for t in found.tokens], True, needs)
+        predictors = found.predictors(placed.members)
+        own_experts = None if own_experts is None else found.experts(own_experts)
     lengths = [len(response) for response in responses]
-    routed = None
-    if experts is not None and used:
-        routed = _routed(placed, [experts[row] for row in used])
+    routed = _routed(placed, own_experts) if own_experts else None
     return PackedBatch(
         tokens=_tensor([placed.tokens], device),
         positions=_tensor([placed.positions], device),
@@ -168,10 +174,22 @@ class _Placed:
 
     tokens: Ints  # [T]
     positions: Ints  # [T]
-    members: list[Ints]  # of each row: its tokens among the T, but for its last
+    members: list[Ints]  # of each row, or path: its tokens among the T, but for its last
     shared: tuple[
         int, ...
     ]  # so many of the first tokens are in several rows, and so many after them
+
+
+def _placed(
+    prompts: list[Ints], responses: list[Ints], beginnings: bool, needs: RowNeeds
+) -> _Placed:
+    """Sequences whose equal prompts, or with `beginnings` all equal beginnings, are there once."""
+    if not prompts:
+        return _NOTHING
+    place = _beginnings_once if beginnings else _prompts_once
+    if needs.rope_limit is None:
+        return place(prompts, responses)
+    return _by_length(place, prompts, responses, needs.rope_limit)
 
 
 Place: TypeAlias = Callable[[list[Ints], list[Ints]], _Placed]

@@ -9,7 +9,7 @@ in balancing.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -19,6 +19,7 @@ from engines.train.batching.balancing import contiguous_cuts, largest_first, par
 from engines.train.batching.mfu import CostModel
 from engines.train.batching.tree_training import Beginnings, read_beginnings
 from storage.batches.columns import Author
+from storage.batches.forest import read_forests
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 
@@ -42,9 +43,11 @@ class Lengths:
     responses: Ints  # [N] response tokens
     groups: Ints | None = None  # [N] rows of one group share their prompt; None: rows share nothing
     beginnings: Beginnings | None = None  # of the rows of each group; None: no tree training
-    # [N] sum of the squared lengths of each row's sequences, where it is several (image_turns.py):
-    # `prompts` are then all that they read besides the responses, none shared. None: it is one.
+    # [N] sum of the squared lengths of each row's sequences, where it is several. None: it is one.
     squares: Ints | None = None
+    # [N] sum of those lengths, where sequences are paths that share tokens (forest.py). None beside
+    # squares: they share none (image_turns.py), `prompts` is all that is read besides the responses.
+    slots: Ints | None = None
 
     def __post_init__(self) -> None:
         if len(self.prompts) != len(self.responses):
@@ -56,6 +59,21 @@ class Lengths:
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    @property
+    def apart(self) -> bool:
+        """Whether rows share no prompt."""
+        return self.squares is not None and self.slots is None
+
+    def slots_of(self, rows: list[int]) -> Ints:
+        """[n] tokens of each row's sequences, were nothing shared."""
+        if self.slots is not None:
+            return self.slots[rows]
+        return self.prompts[rows] + self.responses[rows] - 1
+
+    def squares_of(self, rows: list[int]) -> Ints:
+        """[n] sum of the squared lengths of each row's sequences."""
+        return self.slots_of(rows) ** 2 if self.squares is None else self.squares[rows]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,11 +114,20 @@ def read_lengths(
         groups = batch.own_groups(store)
     if patches:
         return _turn_lengths(store, batch, groups, patches)
-    return Lengths(
+    lengths = Lengths(
         prompts=batch.lengths(store, "prompt_ids"),
         responses=batch.lengths(store, "response_ids"),
         groups=groups,
         beginnings=read_beginnings(store, batch, groups) if tree_training else None,
+    )
+    forests = read_forests(store, batch)
+    if forests is None or all(forest.one_path for forest in forests):
+        return lengths
+    read = [forest.path_lengths() - 1 for forest in forests]  # the last token is only a label
+    return replace(
+        lengths,
+        slots=np.array([int(own.sum()) for own in read], np.int64),
+        squares=np.array([int((own**2).sum()) for own in read], np.int64),
     )
 
 
@@ -312,7 +339,7 @@ def _groups(lengths: Lengths, rows: Sequence[int]) -> list[list[int]]:
         return [[row] for row in rows]
     found: dict[tuple[int, int], list[int]] = {}
     tree = lengths.beginnings
-    alone = tree is not None or lengths.squares is not None
+    alone = tree is not None or lengths.apart
     for row in rows:
         key = (int(lengths.groups[row]), 0 if alone else int(lengths.prompts[row]))
         found.setdefault(key, []).append(row)
@@ -336,12 +363,16 @@ def _unit(lengths: Lengths, rows: Sequence[int] | Ints, cost: CostModel) -> _Uni
         group = int(row) if lengths.groups is None else int(lengths.groups[row])
         tokens += response - 1 + (0 if (group, prompt) in prompts else prompt)
         logits += response
-        if lengths.squares is None:
+        if not lengths.apart:
             prompts.add((group, prompt))
+        if lengths.squares is None:
             squares += (prompt + response - 1) ** 2
         else:
             squares += int(lengths.squares[row])
-    return _Unit(tuple(int(row) for row in rows), tokens, cost.forward(tokens, logits, squares))
+    work = cost.forward(tokens, logits, squares)
+    if lengths.slots is not None:
+        tokens = max(tokens, -(-sum(int(lengths.slots[row]) for row in rows) // WHOLE))
+    return _Unit(tuple(int(row) for row in rows), tokens, work)
 
 
 def _tree_unit(
@@ -355,8 +386,8 @@ def _tree_unit(
         sizes, shared = prompts + responses - 1, tree.shared(group)
         tokens += int((sizes - shared).sum())
         logits += int((responses - (shared - prompts).clip(min=0)).sum())
-        squares += int((sizes**2).sum())
-        whole += int(sizes.sum())
+        squares += int(lengths.squares_of(group).sum())
+        whole += int(lengths.slots_of(group).sum())
     return _Unit(
         tuple(sorted(int(row) for row in rows)),
         max(tokens, -(-whole // WHOLE)),
@@ -379,7 +410,7 @@ def _row_costs(lengths: Lengths, cost: CostModel) -> Floats:
         key = None if lengths.groups is None else (lengths.groups[row], lengths.prompts[row])
         alone = _unit(lengths, [row], cost).cost
         shared = key is not None and key == previous and lengths.responses[row] > 0
-        shared = shared and lengths.squares is None
+        shared = shared and not lengths.apart
         costs.append(alone - cost.per_token * int(lengths.prompts[row]) * shared)
         previous = key if lengths.responses[row] > 0 else previous
     return np.asarray(costs, dtype=np.float64)
@@ -396,4 +427,10 @@ def _check_budget(lengths: Lengths, budget: int) -> None:
         raise ValueError(
             f"Row {int(tokens.argmax())} has {int(tokens.max())} tokens, more than "
             f"train.micro_batch_tokens = {budget}. Set that to the longest prompt plus response."
+        )
+    if lengths.slots is not None and lengths.slots.max() > WHOLE * budget:
+        raise ValueError(
+            f"The paths of row {int(lengths.slots.argmax())} have {int(lengths.slots.max())} tokens, "
+            f"those that they share counted in each, more than {WHOLE} times "
+            f"train.micro_batch_tokens = {budget}. Set that higher, or episodes.max_turns lower."
         )

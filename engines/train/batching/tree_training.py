@@ -15,10 +15,13 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from storage.batches.forest import read_forests
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 
 READ_ROWS = 4096  # whole groups of about so many rows are read at once for a plan
+
+_JUMP = 2**32  # more than any token's number
 
 Ints = npt.NDArray[np.int64]
 
@@ -108,7 +111,14 @@ def _tokens(store: Store, batch: BatchRef) -> Iterator[Ints]:
     prompts, starts = batch.fetch_numpy(store, "prompt_ids")
     responses, edges = batch.fetch_numpy(store, "response_ids")
     assert starts is not None and edges is not None
+    forests = read_forests(store, batch)
     for row in range(len(batch)):
         response = responses[edges[row] : edges[row + 1]]
         prompt = prompts[starts[row] : starts[row + 1] if len(response) else starts[row]]
-        yield np.concatenate([prompt, response[:-1]]).astype(np.int64)
+        tokens = np.concatenate([prompt, response]).astype(np.int64)[:-1]
+        if forests is not None and not forests[row].one_path:
+            # A node that goes on elsewhere than after the one before it: equal tokens of two rows
+            # are shared only where their nodes are too.
+            jumps = np.arange(len(prompt) - 1, len(tokens)) - forests[row].before
+            tokens[len(prompt) :] += jumps[:-1] * _JUMP
+        yield tokens

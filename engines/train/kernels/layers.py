@@ -192,10 +192,10 @@ def _rotate(
         cross_1, cross_2 = -(second * sin_1), first * sin_2
     else:
         cross_1, cross_2 = second * sin_2, -(first * sin_1)
-    left = (first * cos_1).to(kind).to(tl.float32) + cross_1.to(kind).to(tl.float32)
+    turned = (first * cos_1).to(kind).to(tl.float32) + cross_1.to(kind).to(tl.float32)
     right = (second * cos_2).to(kind).to(tl.float32) + cross_2.to(kind).to(tl.float32)
     target = out + token * heads * 2 * half + head * 2 * half + column
-    tl.store(target, left.to(kind), mask=inside)
+    tl.store(target, turned.to(kind), mask=inside)
     tl.store(target + half, right.to(kind), mask=inside)
 
 

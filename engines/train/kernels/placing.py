@@ -53,8 +53,8 @@ def place_kernels(model: PreTrainedModel, device: torch.device) -> dict[str, int
             rotation = Rotation(place[ROPE])
             if rotation_is_plain(rotation, device):
                 place[ROPE] = rotation
-        named = type(module).__name__.endswith("Attention")
-        counts["rotary"] += named and isinstance(place.get(ROPE), Rotation)
+        is_attention = type(module).__name__.endswith("Attention")
+        counts["rotary"] += is_attention and isinstance(place.get(ROPE), Rotation)
     return counts
 
 
@@ -71,8 +71,8 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def _epsilon(module: nn.Module) -> float:
-    own = vars(module)
-    value = own.get("variance_epsilon", own.get("eps", 0.0))
+    fields = vars(module)
+    value = fields.get("variance_epsilon", fields.get("eps", 0.0))
     return value if isinstance(value, float) else 0.0
 
 
@@ -93,8 +93,8 @@ def _gated(module: nn.Module, x: Tensor) -> Tensor:
 class Rotation:
     """A model's rotation of queries and keys, by the kernel for a packed row on CUDA."""
 
-    def __init__(self, own: Callable[..., tuple[Tensor, Tensor]]) -> None:
-        self.own = own
+    def __init__(self, plain: Callable[..., tuple[Tensor, Tensor]]) -> None:
+        self.own = plain
 
     def __call__(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
@@ -155,14 +155,14 @@ def _drawn(*shape: int, device: torch.device) -> Tensor:
 
 
 def _alike(
-    own: Callable[..., Tensor],
+    plain: Callable[..., Tensor],
     kernel: Callable[..., Tensor],
     inputs: list[Tensor],
     to: list[Tensor],
 ) -> bool:
     """Whether two functions have the same values and gradients but for rounding."""
     results = []
-    for function in (own, kernel):
+    for function in (plain, kernel):
         try:
             out = function(*inputs)
         except TypeError:  # other arguments: another kind of module

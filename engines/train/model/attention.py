@@ -150,7 +150,7 @@ def packed_attention(
     assert not dropout, "nothing is dropped"
     if sliding_window is not None and sliding_window >= packed_layout.longest:
         sliding_window = None
-    given = value.shape[3]
+    width = value.shape[3]
     query, key, value = _of_one_size(query, key, value)
     if sequence_group is not None:
         tokens = packed_layout.collapse.numel()
@@ -165,7 +165,7 @@ def packed_attention(
         out = _dense(q, k, v, packed_layout, scaling, further)
     out = collapse(out.reshape(-1, heads * size), packed_layout).view(1, -1, heads, size)
     out = out if sequence_group is None else sequence_group.to_tokens(out)
-    return (out if given == size else out[..., :given]), None
+    return (out if width == size else out[..., :width]), None
 
 
 def _of_one_size(*heads: Tensor) -> list[Tensor]:

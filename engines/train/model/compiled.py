@@ -41,8 +41,8 @@ def lacking(gpu: bool) -> str | None:
         return "triton is not installed. Install it: pip install triton"
     names = compilers(gpu)
     if not any(map(shutil.which, names)):
-        wanted = f"{'C' if gpu else 'C++'} compiler ({' or '.join(names)})"
-        return f"there is no {wanted} here. Install one (apt install g++)"
+        compiler = f"{'C' if gpu else 'C++'} compiler ({' or '.join(names)})"
+        return f"there is no {compiler} here. Install one (apt install g++)"
     headers = Path(sysconfig.get_paths()["include"], "Python.h")
     if not headers.exists():
         return f"Python's headers are not there ({headers}). Install them (apt install python3-dev)"

@@ -55,7 +55,7 @@ def check_experts(experts: tuple[nn.Module, ...], size: int, shards: int, role: 
             f"model of role {role}, workers / train.replicas = {shards}. Set it to {shards}"
             f"{', or to 1' if shards > 1 else ''}."
         )
-    for number in {count_experts(one) for one in experts}:
+    for number in {count_experts(module) for module in experts}:
         if number % size:
             raise ValueError(
                 f"train.expert_parallel = {size} does not divide the {number} experts of the model "
@@ -73,15 +73,15 @@ def spread_experts(experts: nn.Module, mesh: DeviceMesh, compute: torch.dtype) -
         compute: In what their weights are multiplied.
     """
     shards = mesh.size(mesh.ndim - 1)
-    own = copy.deepcopy(experts)
-    own.num_experts = count_experts(experts) // shards  # type: ignore[assignment]
+    spread_module = copy.deepcopy(experts)
+    spread_module.num_experts = count_experts(experts) // shards  # type: ignore[assignment]
     placements = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
     for name, whole in list(experts.named_parameters()):
         part = whole.detach()[: len(whole) // shards]
         spread = DTensor.from_local(part, mesh, placements, run_check=False)
         experts.register_parameter(name, nn.Parameter(spread, requires_grad=whole.requires_grad))
     group = mesh.get_group(mesh.ndim - 1)
-    experts.forward = _Spread(held=experts, own=own, group=group, compute=compute)
+    experts.forward = _Spread(held=experts, own=spread_module, group=group, compute=compute)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,8 +107,8 @@ class _Spread:
         experts = torch.arange(coming.shape[1], device=ids.device).repeat(shards)
         experts = experts.repeat_interleave(coming.flatten(), output_size=sum(here))
         back = _Exchange.apply(self._made(rows, experts), here, there, self.group)
-        made = back[order.argsort()].view(*chosen.shape, states.shape[1])
-        return (made * gates[..., None]).sum(1).to(states.dtype)
+        outputs = back[order.argsort()].view(*chosen.shape, states.shape[1])
+        return (outputs * gates[..., None]).sum(1).to(states.dtype)
 
     def _made(self, rows: Tensor, experts: Tensor) -> Tensor:
         """What this rank's experts make of rows [R, H], by the expert [R] of each."""
@@ -119,9 +119,9 @@ class _Spread:
             for name, weight in self.held.named_parameters()
             if isinstance(weight, DTensor)
         }
-        one = (pad(experts, (0, lack))[:, None], rows.new_ones(len(rows) + lack, 1))
-        made: Tensor = functional_call(self.own, weights, (pad(rows, (0, 0, 0, lack)), *one))
-        return made[: len(rows)]
+        column = (pad(experts, (0, lack))[:, None], rows.new_ones(len(rows) + lack, 1))
+        outputs: Tensor = functional_call(self.own, weights, (pad(rows, (0, 0, 0, lack)), *column))
+        return outputs[: len(rows)]
 
 
 class _Exchange(torch.autograd.Function):

@@ -68,19 +68,21 @@ def shard(
     if compute != torch.float32:
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     again = group.size() > replicas if reshard == "auto" else reshard
-    for one in experts:
-        spread_experts(one, mesh, compute)
+    for module_of_experts in experts:
+        spread_experts(module_of_experts, mesh, compute)
     wrap = partial(
         fully_shard,
         mesh=mesh,
         mp_policy=precision,
-        ignored_params={weight for one in experts for weight in one.parameters()},
+        ignored_params={
+            weight for module_of_experts in experts for weight in module_of_experts.parameters()
+        },
     )
     # Gates come in float32 where routers compute so, and stay what they are.
     as_given = replace(precision, cast_forward_inputs=False)
-    for one in find_experts(module):
-        if one not in experts:
-            wrap(one, mp_policy=as_given, reshard_after_forward=again)
+    for module_of_experts in find_experts(module):
+        if module_of_experts not in experts:
+            wrap(module_of_experts, mp_policy=as_given, reshard_after_forward=again)
     for layer in (*layers(module), *tower_layers(module)):
         wrap(layer, reshard_after_forward=again)
     wrap(module, reshard_after_forward=False)
@@ -95,12 +97,12 @@ def _mesh(
     if replicas == 1:
         return DeviceMesh.from_group(group, device)
     table = torch.arange(group.size()).view(replicas, -1)
-    mine, own = divmod(group.rank(), table.shape[1])
+    replica, place = divmod(group.rank(), table.shape[1])
     # Every rank makes every group, in the same order.
     limit = None if timeout is None else timedelta(seconds=timeout)
     copies = [dist.new_group(column, timeout=limit) for column in table.t().tolist()]
     shards = [dist.new_group(row, timeout=limit) for row in table.tolist()]
-    groups = [copies[own], shards[mine]]
+    groups = [copies[place], shards[replica]]
     return DeviceMesh.from_group(groups, device, mesh=table, mesh_dim_names=("replicate", "shard"))
 
 
@@ -116,7 +118,9 @@ def layers(module: nn.Module) -> list[nn.Module]:
         raise ValueError(
             f"{type(module).__name__} has no list of layers to shard. Choose another model."
         )
-    sizes = [sum(parameter.numel() for parameter in found.parameters()) for found in lists]
+    sizes = [
+        sum(parameter.numel() for parameter in module_list.parameters()) for module_list in lists
+    ]
     return list(lists[sizes.index(max(sizes))])
 
 
@@ -141,12 +145,12 @@ def own_part(target: Tensor) -> tuple[Tensor, int]:
     assert all(placement == Replicate() for placement in copied), target.placements
     mesh = target.device_mesh
     with torch.no_grad():
-        own = target.to_local().detach()
+        local = target.to_local().detach()
     rows, first = Shard.local_shard_size_and_offset(
         len(target), mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
     )
-    assert rows == len(own)
-    return own, first * math.prod(target.shape[1:])
+    assert rows == len(local)
+    return local, first * math.prod(target.shape[1:])
 
 
 def spread(target: Tensor, whole: Tensor | None, source: int, group: dist.ProcessGroup) -> None:
@@ -158,23 +162,23 @@ def spread(target: Tensor, whole: Tensor | None, source: int, group: dist.Proces
         source: A rank of the group.
         group: All ranks.
     """
-    own, _ = own_part(target)
+    local, _ = own_part(target)
     # A master is in the host's memory, and what the group exchanges on its device.
-    device = target.device_mesh.device_type if isinstance(target, DTensor) else own.device
+    device = target.device_mesh.device_type if isinstance(target, DTensor) else local.device
     if whole is not None:
-        whole = whole.to(device, own.dtype)
+        whole = whole.to(device, local.dtype)
     if not isinstance(target, DTensor):
-        received = own if whole is None else whole.contiguous()
+        received = local if whole is None else whole.contiguous()
         dist.broadcast(received, group=group, group_src=source)
     else:
         shards = target.device_mesh.size(target.device_mesh.ndim - 1)
         rows = -(-len(target) // shards)
-        received = own.new_empty(rows, *own.shape[1:], device=device)
+        received = local.new_empty(rows, *local.shape[1:], device=device)
         parts = None
         if whole is not None:  # rank r has the shard r modulo `shards`, whichever copy it is in
             parts = _equal_parts(whole, rows, shards) * (group.size() // shards)
         dist.scatter(received, parts, group=group, group_src=source)
-    own.copy_(received[: len(own)] if own.dim() else received)
+    local.copy_(received[: len(local)] if local.dim() else received)
 
 
 def _equal_parts(whole: Tensor, rows: int, number: int) -> list[Tensor]:
@@ -207,32 +211,34 @@ def fill(
     anything is copied. A rank that finds one damaged raises ObjectDamaged.
     """
     entries = whole_entries(store, weights)
-    own = names.in_model(entries)
-    for name, place in own.items():
+    names_of_model = names.in_model(entries)
+    for name, place in names_of_model.items():
         if place not in held or tuple(held[place].shape) != entries[name].shape:
             has = tuple(held[place].shape) if place in held else "no such tensor"
             raise WeightMismatch(
                 f"Tensor {name} of {weights.key} has shape {entries[name].shape}, the model has "
                 f"{has}. Set model to the one that these weights were trained from."
             )
-    if missing := held.keys() - set(own.values()):
+    if missing := held.keys() - set(names_of_model.values()):
         raise WeightMismatch(
             f"{weights.key} has no tensor {min(missing)}, which the model needs. "
             "Set model to the one that these weights were trained from."
         )
-    readers = share({name: entries[name] for name in own}, group.size())
-    mine = stream_whole(store, weights, {name for name in own if readers[name] == group.rank()})
-    for number, (name, place) in enumerate(own.items()):
-        report(f"reading {weights.key}: {number} of {len(own)} tensors")
-        whole = next(mine)[1] if readers[name] == group.rank() else None
+    readers = share({name: entries[name] for name in names_of_model}, group.size())
+    stream_of_rank = stream_whole(
+        store, weights, {name for name in names_of_model if readers[name] == group.rank()}
+    )
+    for number, (name, place) in enumerate(names_of_model.items()):
+        report(f"reading {weights.key}: {number} of {len(names_of_model)} tensors")
+        whole = next(stream_of_rank)[1] if readers[name] == group.rank() else None
         spread(held[place], whole, readers[name], group)
 
 
 def share(entries: Mapping[str, _Sized], ranks: int) -> dict[str, int]:
     """Which rank takes each tensor: the one that has taken the fewest bytes until then."""
-    found = {}
-    taken = [0] * ranks
+    owners = {}
+    loads = [0] * ranks
     for name, entry in entries.items():
-        found[name] = taken.index(min(taken))
-        taken[found[name]] += entry.nbytes
-    return found
+        owners[name] = loads.index(min(loads))
+        loads[owners[name]] += entry.nbytes
+    return owners

@@ -96,17 +96,17 @@ def head_form(model: PreTrainedModel) -> HeadForm:
             logits = model(input_ids=tokens, use_cache=False).logits
         except RuntimeError as error:  # of layers of its own that take other states than these
             raise ValueError(_unknown(model)) from error
-    seen = got[0].double().flatten() if len(got) == 1 else states[:0]
+    probe = got[0].double().flatten() if len(got) == 1 else states[:0]
     logits = logits.double().flatten()
-    if seen.shape != states.shape or logits.shape != states.shape:
+    if probe.shape != states.shape or logits.shape != states.shape:
         raise ValueError(_unknown(model))
-    before, after = _factor(states, seen), _factor(seen, logits)
+    before, after = _factor(states, probe), _factor(probe, logits)
     top = float(logits.abs().max())
-    uncapped = float((after * seen).abs().max())
+    uncapped = float((after * probe).abs().max())
     cap = None if top > 0.99 * uncapped else _rounded(top)
     form = HeadForm(before=before, after=after, cap=cap)
-    wanted = after * seen if form.cap is None else form.cap * (after * seen / form.cap).tanh()
-    for computed, expected in ((seen, before * states), (logits, wanted)):
+    outputs = after * probe if form.cap is None else form.cap * (after * probe / form.cap).tanh()
+    for computed, expected in ((probe, before * states), (logits, outputs)):
         if before * after <= 0 or not torch.allclose(computed, expected, rtol=_CLOSE, atol=1e-9):
             raise ValueError(_unknown(model))
     return form

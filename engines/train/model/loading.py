@@ -45,7 +45,7 @@ class Checkpoint:
     @property
     def stacked(self) -> bool:
         """Whether the files hold some weight in several tensors."""
-        return any(isinstance(one, StackedTensor) for one in (self.tensors or {}).values())
+        return any(isinstance(tensor, StackedTensor) for tensor in (self.tensors or {}).values())
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
@@ -98,11 +98,11 @@ def load(
     distinct = distinct_weights(model)
     for number, (names, target) in enumerate(distinct):
         report(f"reading the model's files: {number} of {len(distinct)} tensors")
-        own, begin = own_part(masters.to_set(target))
+        local, begin = own_part(masters.to_set(target))
         first, *others = (checkpoint.tensors[prefix + name] for name in names)
-        read_part(first, begin, own)
+        read_part(first, begin, local)
         for other in others:
-            if other != first and not part_equals(other, begin, own):
+            if other != first and not part_equals(other, begin, local):
                 raise ValueError(_not_tied(checkpoint.directory, first.name, other.name))
         masters.take()
 

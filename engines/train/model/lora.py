@@ -137,7 +137,7 @@ class FactorsOfExperts(nn.ModuleDict):
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
     """The decoder's, by name: those that adapters can be put on."""
-    return {name: one for name, one in _of_decoder(model).items() if type(one) is nn.Linear}
+    return {name: layer for name, layer in _of_decoder(model).items() if type(layer) is nn.Linear}
 
 
 def expert_weights(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -153,8 +153,8 @@ def expert_weights(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 def _of_decoder(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The decoder's modules by their names in the model."""
-    own = set(model.get_decoder().modules())
-    return {name: module for name, module in model.named_modules() if module in own}
+    modules = set(model.get_decoder().modules())
+    return {name: module for name, module in model.named_modules() if module in modules}
 
 
 def inject(model: PreTrainedModel, lora: LoraConfig) -> None:
@@ -164,8 +164,8 @@ def inject(model: PreTrainedModel, lora: LoraConfig) -> None:
     """
     model.requires_grad_(False)
     layers, experts = linear_layers(model), expert_weights(model)
-    if said := lora.unfit(layers, experts):
-        raise ValueError(said)
+    if refusal := lora.unfit(layers, experts):
+        raise ValueError(refusal)
     for name, linear in layers.items():
         parent, _, last = name.rpartition(".")
         if lora.adapts_layer(name):
@@ -181,18 +181,20 @@ def inject(model: PreTrainedModel, lora: LoraConfig) -> None:
             of_modules[module] = FactorsOfExperts()
             module.forward = partial(of_modules[module], module.forward, module)
         of_modules[module][weight] = factors
-    for module, found in of_modules.items():
-        module.add_module(FACTORS, found)
+    for module, expert_factors in of_modules.items():
+        module.add_module(FACTORS, expert_factors)
 
 
 @torch.no_grad()
 def take_factors(model: nn.Module, given: Mapping[str, Tensor]) -> None:
     """Set the factors of a (sharded) language model to such as `factors` says; a collective."""
     experts = adapted_experts(model)
-    for name, own in _sharded_factors(model).items():
-        for place, value in zip(own, (given[one] for one in _names(name, experts)), strict=True):
-            held = _as_held(value, len(place)) if value.dim() < place.dim() else value
-            own_part(place)[0].copy_(own_part(held)[0])
+    for name, places in _sharded_factors(model).items():
+        for place, value in zip(
+            places, (given[each] for each in _names(name, experts)), strict=True
+        ):
+            local_value = _as_held(value, len(place)) if value.dim() < place.dim() else value
+            own_part(place)[0].copy_(own_part(local_value)[0])
 
 
 @torch.no_grad()
@@ -206,9 +208,9 @@ def reset(model: nn.Module, seed: int) -> None:
         key = hashlib.sha256(f"{seed} {name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "big") >> 1)
         bound = 1 / math.sqrt(a.shape[1])
-        drawn = torch.empty(a.shape).uniform_(-bound, bound, generator=generator)
-        own, begin = own_part(a)
-        own.copy_(drawn.flatten()[begin : begin + own.numel()].view(own.shape))
+        values = torch.empty(a.shape).uniform_(-bound, bound, generator=generator)
+        local, begin = own_part(a)
+        local.copy_(values.flatten()[begin : begin + local.numel()].view(local.shape))
         own_part(b)[0].zero_()
 
 
@@ -222,7 +224,7 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
 def adapted_experts(model: nn.Module) -> dict[str, StackedWeight]:
     """The adapted weights of experts by the names of their factors' modules."""
     modules = model.named_modules()
-    return {name: one.stacked for name, one in modules if isinstance(one, ExpertFactors)}
+    return {name: module.stacked for name, module in modules if isinstance(module, ExpertFactors)}
 
 
 def factors(model: nn.Module) -> dict[str, Tensor]:
@@ -231,11 +233,11 @@ def factors(model: nn.Module) -> dict[str, Tensor]:
     Those of linear layers are what is held, B of experts is a copy.
     """
     experts = adapted_experts(model)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, (a, b) in _sharded_factors(model).items():
-        own = a, (_as_peft(b) if name in experts else b)
-        found |= zip(_names(name, experts), own, strict=True)
-    return found
+        pair = a, (_as_peft(b) if name in experts else b)
+        tensors |= zip(_names(name, experts), pair, strict=True)
+    return tensors
 
 
 def _names(module: str, experts: Mapping[str, StackedWeight]) -> tuple[str, str]:
@@ -266,10 +268,10 @@ def _sharded_factors(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
     By way of the state dict: after a forward pass FSDP leaves copies in `compute_dtype`, made for
     the next one, in the parameters' place.
     """
-    held = model.state_dict(keep_vars=True)
+    state = model.state_dict(keep_vars=True)
     a, b = PARAMETERS
     return {
-        name: (held[f"{name}.{a}"].detach(), held[f"{name}.{b}"].detach())
+        name: (state[f"{name}.{a}"].detach(), state[f"{name}.{b}"].detach())
         for name in [*(name for name, _ in adapted_layers(model)), *adapted_experts(model)]
     }
 
@@ -283,8 +285,8 @@ def base_weights(
     """
     masters = masters or MasterWeights()
     of = masters.to_set if to_set else masters.of
-    held = model.state_dict(keep_vars=True)
-    return {name: of(each).detach() for name, each in held.items() if not is_factor(name)}
+    state = model.state_dict(keep_vars=True)
+    return {name: of(each).detach() for name, each in state.items() if not is_factor(name)}
 
 
 @contextmanager

@@ -48,20 +48,22 @@ class MasterWeights:
         remainders: Matrices get a remainder in its place, and others a master, beside the parameter.
         """
         rounded = [parameter for parameter in parameters if parameter.dtype == torch.bfloat16]
-        split = [one for one in rounded if remainders and one.ndim > 1]
-        whole = [one for one in rounded if not (remainders and one.ndim > 1)]
+        split = [weight for weight in rounded if remainders and weight.ndim > 1]
+        whole = [weight for weight in rounded if not (remainders and weight.ndim > 1)]
         self.gradients = GradientSums()
         self._remainders = {
-            one: Remainder(torch.zeros_like(one, dtype=torch.int16, requires_grad=False))
-            for one in split
+            weight: Remainder(torch.zeros_like(weight, dtype=torch.int16, requires_grad=False))
+            for weight in split
         }
         self._to_round: dict[nn.Parameter, Tensor] = {}
         away = not remainders and device == "cpu"
-        away = away and any(one.device.type == "cuda" for one in whole)
+        away = away and any(weight.device.type == "cuda" for weight in whole)
         fresh = torch.empty_like if away else torch.zeros_like
         self._of = {
-            one: fresh(one, device=one.device if remainders else device, dtype=torch.float32)
-            for one in whole
+            weight: fresh(
+                weight, device=weight.device if remainders else device, dtype=torch.float32
+            )
+            for weight in whole
         }
         if away:
             pin(self.tensors)
@@ -73,12 +75,12 @@ class MasterWeights:
         if weight not in self._remainders:
             return self._of.get(weight, weight)
         master = torch.empty_like(weight, device="cpu", dtype=torch.float32, requires_grad=False)
-        into, own = own_part(master)[0].view(-1), own_part(weight)[0].view(-1)
+        into, local = own_part(master)[0].view(-1), own_part(weight)[0].view(-1)
         remainder = self._remainders[weight]
         bits = own_part(remainder.bits)[0].view(-1)
-        for start, stop in parts_of(len(own)):
+        for start, stop in parts_of(len(local)):
             ties = remainder.ties.get(start)
-            into[start:stop].copy_(joined(own[start:stop], bits[start:stop], ties))
+            into[start:stop].copy_(joined(local[start:stop], bits[start:stop], ties))
         return master
 
     def to_set(self, weight: Tensor) -> Tensor:
@@ -96,7 +98,7 @@ class MasterWeights:
     @property
     def tensors(self) -> list[Tensor]:
         """All masters and remainders; this rank's parts."""
-        return [*self._of.values(), *(one.bits for one in self._remainders.values())]
+        return [*self._of.values(), *(part.bits for part in self._remainders.values())]
 
     @torch.no_grad()
     def round(self) -> None:
@@ -110,11 +112,11 @@ class MasterWeights:
         """`round` of what has a remainder, which is to be called again for what is set later."""
         while self._to_round:
             parameter, master = self._to_round.popitem()
-            own, remainder = own_part(parameter)[0].view(-1), self._remainders[parameter]
+            local, remainder = own_part(parameter)[0].view(-1), self._remainders[parameter]
             bits, values = own_part(remainder.bits)[0].view(-1), own_part(master)[0].view(-1)
-            for start, stop in parts_of(len(own)):
-                piece = values[start:stop].to(own.device)
-                remainder.ties[start] = split(piece, own[start:stop], bits[start:stop])
+            for start, stop in parts_of(len(local)):
+                piece = values[start:stop].to(local.device)
+                remainder.ties[start] = split(piece, local[start:stop], bits[start:stop])
 
 
 @torch.no_grad()
@@ -134,9 +136,9 @@ def split(masters: Tensor, rounded: Tensor, remainder: Tensor) -> Tensor:
         Which masters have 2^15, one of 2^17 at random: int64 [ties], on the host.
     """
     rounded.copy_(masters)
-    left = masters.view(torch.int32) - (rounded.view(torch.int16).to(torch.int32) << 16)
-    remainder.copy_(left)
-    return (left == TIE).nonzero().view(-1).cpu()
+    digits = masters.view(torch.int32) - (rounded.view(torch.int16).to(torch.int32) << 16)
+    remainder.copy_(digits)
+    return (digits == TIE).nonzero().view(-1).cpu()
 
 
 def joined(rounded: Tensor, remainder: Tensor, ties: Tensor | None) -> Tensor:
@@ -174,12 +176,12 @@ class GradientSums:
 
     @torch.no_grad()
     def _add(self, parameter: nn.Parameter) -> None:
-        made, parameter.grad = parameter.grad, None
-        assert made is not None
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
         if parameter in self._sums:
-            self._sums[parameter].add_(made)
+            self._sums[parameter].add_(gradient)
         else:
-            self._sums[parameter] = made.float()
+            self._sums[parameter] = gradient.float()
 
     def give(self) -> None:
         """Hand each sum over as its weight's gradient; a collective where copies have the same."""
@@ -201,10 +203,10 @@ class GradientSums:
 @torch.no_grad()
 def _average(total: DTensor) -> None:
     """The mean over all ranks, as FSDP's gradients are, of the sum over those that share a copy."""
-    mesh, own = total.device_mesh, total.to_local()
-    own.div_(mesh.size())
+    mesh, local = total.device_mesh, total.to_local()
+    local.div_(mesh.size())
     for copies in range(mesh.ndim - 1):
-        dist.all_reduce(own, group=mesh.get_group(copies))
+        dist.all_reduce(local, group=mesh.get_group(copies))
 
 
 def sum_gradients_in_float32(module: nn.Module) -> None:

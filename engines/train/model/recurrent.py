@@ -52,9 +52,9 @@ class _Rows:
         ]
         self._layout: AttentionLayout | None = None
 
-    def note(self, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def note(self, _: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Before the layer's forward pass; None: its tokens are of whole sequences."""
-        self._layout = named.get(LAYOUT)
+        self._layout = keywords.get(LAYOUT)
 
     def _forward(self, *given: Any, **named: Any) -> Any:
         states = next(each for each in (*given, *named.values()) if isinstance(each, Tensor))
@@ -89,8 +89,8 @@ class _Rows:
             if not isinstance(value, Tensor) or value.shape[:2] != (1, layout.collapse.numel()):
                 return value
             flat = expand(value[0].reshape(value.shape[1], -1), layout)
-            own = flat[bucket.start : bucket.start + bucket.sequences * bucket.length]
-            return own.view(bucket.sequences, bucket.length, *value.shape[2:])
+            rows_of_bucket = flat[bucket.start : bucket.start + bucket.sequences * bucket.length]
+            return rows_of_bucket.view(bucket.sequences, bucket.length, *value.shape[2:])
 
         return self._forward(
             *(rows(each) for each in given), **{name: rows(each) for name, each in named.items()}
@@ -103,11 +103,11 @@ def _buffers_in(module: nn.Module, names: list[str], dtype: torch.dtype) -> Iter
 
     FSDP gathers weights in that format and leaves buffers as they are; MiniMax multiplies both.
     """
-    held = {name: module.get_buffer(name) for name in names}
-    for name, buffer in held.items():
+    buffers = {name: module.get_buffer(name) for name in names}
+    for name, buffer in buffers.items():
         setattr(module, name, buffer.to(dtype))
     try:
         yield
     finally:
-        for name, buffer in held.items():
+        for name, buffer in buffers.items():
             setattr(module, name, buffer)

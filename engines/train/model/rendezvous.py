@@ -135,12 +135,12 @@ def _group(
     store: dist.Store, rank: int, world: int, device: torch.device, call_timeout: float
 ) -> dist.ProcessGroup:
     global _identity
-    known = None
+    identity = None
     if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) == (rank, world):
-        known = _identity
-    store.set(f"known/{rank}", known or "none")
+        identity = _identity
+    store.set(f"known/{rank}", identity or "none")
     agreed = {store.get(f"known/{other}").decode() for other in range(world)}
-    if known is None or agreed != {known}:
+    if identity is None or agreed != {identity}:
         if dist.is_initialized():
             dist.destroy_process_group()
         if rank == 0:

@@ -46,16 +46,16 @@ def watched(routers: Sequence[Router]) -> Iterator[Routing]:
     Tensors are kept and nothing is computed: layers may be computed again in the backward pass, where
     each operation of the forward pass must come again.
     """
-    seen = Routing()
+    routing = Routing()
 
-    def see(router: Router, found: Returned) -> None:
-        parts = (found,) if isinstance(found, Tensor) else found
+    def see(router: Router, returned: Returned) -> None:
+        parts = (returned,) if isinstance(returned, Tensor) else returned
         logits = parts[min(router.index, len(parts) - 1)].flatten(0, -2)
-        chosen = next((one for one in parts if _are_choices(one, router.top_k)), None)
+        chosen = next((part for part in parts if _are_choices(part, router.top_k)), None)
         if chosen is None:
             chosen = logits.detach().topk(router.top_k).indices
-        seen.logits.append(logits)
-        seen.chosen.append(chosen.flatten(0, -2))
+        routing.logits.append(logits)
+        routing.chosen.append(chosen.flatten(0, -2))
 
     with ExitStack() as hooks:
         for router in routers:
@@ -63,13 +63,13 @@ def watched(routers: Sequence[Router]) -> Iterator[Routing]:
                 lambda _, given, found, router=router: see(router, found)
             )
             hooks.callback(hook.remove)
-        yield seen
+        yield routing
 
 
-def _are_choices(found: object, top_k: int) -> bool:
-    if not isinstance(found, Tensor) or found.dtype != torch.int64:
+def _are_choices(value: object, top_k: int) -> bool:
+    if not isinstance(value, Tensor) or value.dtype != torch.int64:
         return False
-    return found.dim() > 1 and found.shape[-1] == top_k
+    return value.dim() > 1 and value.shape[-1] == top_k
 
 
 def compute_in_float32(routers: Sequence[Router], hidden: int, compute: torch.dtype) -> None:
@@ -93,7 +93,7 @@ def compute_in_float32(routers: Sequence[Router], hidden: int, compute: torch.dt
                 "known. Set train.router_dtype = compute."
             )
         parts = (returned,) if isinstance(returned, Tensor) else returned
-        module.forward = _in_float32(router, module.forward, [one.dtype for one in parts])
+        module.forward = _in_float32(router, module.forward, [part.dtype for part in parts])
 
 
 def _in_float32(
@@ -101,12 +101,12 @@ def _in_float32(
 ) -> Callable[..., Returned]:
     def computed(states: Tensor, *others: Any, **named: Any) -> Returned:
         with _Float32Products():
-            found = forward(states.float(), *others, **named)
-        if isinstance(found, Tensor):
-            return found
+            results = forward(states.float(), *others, **named)
+        if isinstance(results, Tensor):
+            return results
         return tuple(
-            one if place == router.index else one.to(dtype)
-            for place, (one, dtype) in enumerate(zip(found, formats, strict=True))
+            result if place == router.index else result.to(dtype)
+            for place, (result, dtype) in enumerate(zip(results, formats, strict=True))
         )
 
     return computed
@@ -119,7 +119,9 @@ class _Float32Products(TorchFunctionMode):
         self, function: Any, types: Any, arguments: Any = (), named: Any = None
     ) -> Any:
         if function is linear:
-            arguments = [one.float() if isinstance(one, Tensor) else one for one in arguments]
+            arguments = [
+                value.float() if isinstance(value, Tensor) else value for value in arguments
+            ]
         return function(*arguments, **(named or {}))
 
 
@@ -138,10 +140,10 @@ def move_biases(held: Sequence[Sequence[Tensor]], load: Tensor, rate: float) -> 
     changes = rate * (load.mean(1, keepdim=True) - load).sign()
     for biases, change in zip(held, changes, strict=True):
         first, *copies = (own_part(bias) for bias in biases)
-        own, begin = first
-        own += change[begin : begin + own.numel()].view_as(own).to(own)
+        local, begin = first
+        local += change[begin : begin + local.numel()].view_as(local).to(local)
         for other, _ in copies:
-            other.copy_(own)
+            other.copy_(local)
 
 
 def router_means(
@@ -171,15 +173,15 @@ def replay_metrics(replay: ChosenExperts, layout: AttentionLayout, mask: Tensor)
     micro-batch's response tokens; without any no token counts.
     """
     chosen = torch.stack(replay.own, 1)  # [T, L, k]
-    told = torch.full_like(chosen, -1)
+    ids = torch.full_like(chosen, -1)
     if replay.told is not None:
-        told = replay.told.to(chosen)
+        ids = replay.told.to(chosen)
         if replay.slots is not None:
-            chosen = collapse(chosen.flatten(1), layout).view_as(told)
-    there = (told[..., None] == chosen[..., None, :]).any(-1)
-    known = (told >= 0).all(2).all(1) & mask.any()
+            chosen = collapse(chosen.flatten(1), layout).view_as(ids)
+    there = (ids[..., None] == chosen[..., None, :]).any(-1)
+    counted = (ids >= 0).all(2).all(1) & mask.any()
     return MetricSums(
-        means={"router/mismatch": mean_over(1 - there.float().mean((1, 2)), known)},
+        means={"router/mismatch": mean_over(1 - there.float().mean((1, 2)), counted)},
     )
 
 

@@ -64,8 +64,8 @@ class SequenceGroup:
         """
         if self.size == 1:
             return values
-        found: Tensor = _Together.apply(torch.stack(values), places, total, self.group)
-        return tuple(found.unbind())
+        whole: Tensor = _Together.apply(torch.stack(values), places, total, self.group)
+        return tuple(whole.unbind())
 
     def table(self, rows: Tensor, places: Tensor | None, total: int) -> Tensor:
         """As `together`, of rows of numbers: [r, n] of each rank make [R, n]; a collective."""
@@ -127,19 +127,19 @@ def sequence_group(meeting: Meeting, size: int, timeout: float) -> SequenceGroup
         return SequenceGroup(
             group=None, rank=0, size=1, replica=meeting.rank, replicas=meeting.world
         )
-    known = _made.get(size)
-    if known is not None and known[0] is meeting.group:
-        return known[1]
+    cached = _made.get(size)
+    if cached is not None and cached[0] is meeting.group:
+        return cached[1]
     groups = [
         dist.new_group(range(first, first + size), timeout=timedelta(seconds=timeout))
         for first in range(0, meeting.world, size)
     ]
     replica, rank = divmod(meeting.rank, size)
-    found = SequenceGroup(
+    group = SequenceGroup(
         group=groups[replica], rank=rank, size=size, replica=replica, replicas=len(groups)
     )
-    _made[size] = (meeting.group, found)
-    return found
+    _made[size] = (meeting.group, group)
+    return group
 
 
 def check_heads(heads: int, size: int) -> None:
@@ -182,10 +182,10 @@ class _Together(torch.autograd.Function):
         ctx: Any, values: Tensor, places: Tensor, total: int, group: dist.ProcessGroup
     ) -> Tensor:
         ctx.save_for_backward(places)
-        found = values.new_zeros(values.shape[0], total)
-        found[:, places] = values
-        dist.all_reduce(found, group=group)
-        return found
+        whole = values.new_zeros(values.shape[0], total)
+        whole[:, places] = values
+        dist.all_reduce(whole, group=group)
+        return whole
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

@@ -53,37 +53,38 @@ def verdict(directory: Path, longest: int) -> Verdict:
     if quantisation(config.to_dict()) not in (None, *UNPACKED):
         return Verdict(refused="its weights are quantised")
     try:
-        own, together = mixers(whole).names, why_together(whole)
+        names, together = mixers(whole).names, why_together(whole)
         linear = tuple(sorted({name.rpartition(".")[2] for name in linear_layers(whole)}))
         stacked = tuple(expert_weights(whole))
         routers = Policy(whole).routers
-        told = bool(routers) and None not in {
-            number_of_experts(one, whole.config.get_text_config().hidden_size) for one in routers
+        has_routing = bool(routers) and None not in {
+            number_of_experts(module, whole.config.get_text_config().hidden_size)
+            for module in routers
         }
-        experts = math.gcd(*(count_experts(one) for one in find_experts(whole)))
+        experts = math.gcd(*(count_experts(module) for module in find_experts(whole)))
     except UNFIT as error:
         return Verdict(refused=f"the train engine cannot run it ({_line(error)})")
     try:
-        found = compared(shrunken(config, longest))
+        result = compared(shrunken(config, longest))
     except Unpacked as error:
         return Verdict(refused=_window(config, longest) or str(error))
     except UNFIT as error:
         return Verdict(untested=f"a small one of its kind could not be made ({_line(error)})")
-    if found.none:
-        selective = 0.0 if found.selective <= found.tolerance_of_gradients else found.selective
+    if result.none:
+        selective = 0.0 if result.selective <= result.tolerance_of_gradients else result.selective
         return Verdict(
-            largest=found.largest,
+            largest=result.largest,
             together=together,
             selective=selective,
             unrounded=unrounded(build(shrunken(config, longest)), samples()),
             routers=len(routers),
             experts=experts,
             biased=sum(bool(router.bias) for router in routers),
-            told=told,
+            told=has_routing,
             linear=linear,
             stacked=stacked,
         )
-    return Verdict(refused=_cause(config, longest, found, own), largest=found.largest)
+    return Verdict(refused=_cause(config, longest, result, names), largest=result.largest)
 
 
 def compared(config: PretrainedConfig) -> Differences:
@@ -105,22 +106,24 @@ def compared(config: PretrainedConfig) -> Differences:
         raise Unpacked(f"the train engine cannot run it ({_line(error)})") from error
 
 
-def _cause(config: PretrainedConfig, longest: int, found: Differences, own: tuple[str, ...]) -> str:
+def _cause(
+    config: PretrainedConfig, longest: int, result: Differences, own: tuple[str, ...]
+) -> str:
     """Why the numbers differ, as far as that is known."""
-    if found.without_attention:
-        names = ", ".join(found.without_attention)
+    if result.without_attention:
+        names = ", ".join(result.without_attention)
         return f"{names} computes attention by itself, and not each packed sample apart"
     if own:
         return f"{', '.join(own)} does not compute samples beside others as each alone"
-    if found.in_evaluation <= found.tolerance < found.alone:
+    if result.in_evaluation <= result.tolerance < result.alone:
         return (
             "in training it changes numbers at random (by a dropout or jitter in its config.json)"
         )
     if window := _window(config, longest):
         return window
-    if found.alone > found.tolerance:
+    if result.alone > result.tolerance:
         return "its attention is not the causal one that the train engine computes"
-    if found.packed > found.tolerance:
+    if result.packed > result.tolerance:
         return "samples that are packed into one row reach each other"
     return "the gradients of its weights differ"
 

@@ -86,12 +86,12 @@ def _moved(model: PreTrainedModel) -> Iterator[None]:
     """With embeddings that differ by a float32's last digit."""
     table = model.get_input_embeddings().weight
     assert isinstance(table, Tensor)
-    held = table.detach().clone()
+    before = table.detach().clone()
     with torch.no_grad():
         table.mul_(1 + 2e-7)
     yield
     with torch.no_grad():
-        table.copy_(held)
+        table.copy_(before)
 
 
 def packed_logprobs(
@@ -113,7 +113,7 @@ def differences(
     """
     attention = model.config._attn_implementation
     with torch.no_grad():
-        own = own_logprobs(model.eval(), samples)
+        logprobs = own_logprobs(model.eval(), samples)
     policy = Policy(model).train()  # as the engine does: what models do in training only counts
     called: set[int] = set()
 
@@ -137,7 +137,7 @@ def differences(
         raise
     finally:
         AttentionInterface.register(PACKED, packed_attention)
-    largest = _largest(alone, own), _largest(packed, own)
+    largest = _largest(alone, logprobs), _largest(packed, logprobs)
     gradients, selective, allowed = float("nan"), 0.0, tolerance
     if max(largest) <= tolerance:
         ours = _gradients(model, packed_logprobs(policy, samples))
@@ -152,7 +152,7 @@ def differences(
     return Differences(
         alone=largest[0],
         packed=largest[1],
-        in_evaluation=_largest(still, own),
+        in_evaluation=_largest(still, logprobs),
         gradients=gradients,
         selective=selective,
         tolerance=tolerance,
@@ -175,13 +175,13 @@ def unrounded(model: PreTrainedModel, samples: Samples) -> str | None:
     try:
         torch.cat(packed_logprobs(policy, samples, torch.bfloat16)).sum().backward()
     except RuntimeError as error:
-        said = " ".join(str(error).split())[:160]
+        text = " ".join(str(error).split())[:160]
         # Others are of kernels that take no widths as small as the twin's.
-        return said if "dtype" in said or "scalar type" in said else None
+        return text if "dtype" in text or "scalar type" in text else None
     return None
 
 
-def _rounded(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+def _rounded(_: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """A layer's inputs in bfloat16, where they are numbers of another format."""
 
     def cast(value: object) -> object:
@@ -189,19 +189,19 @@ def _rounded(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any
             return value.bfloat16()
         return value
 
-    return tree_map(cast, (given, named))
+    return tree_map(cast, (inputs, keywords))
 
 
 def _selectively(policy: Policy, samples: Samples, wanted: dict[str, Tensor]) -> float:
     """By how much gradients differ where layers keep their products: some change these in place."""
     try:
         checkpoint_layers(policy.model, 1.0, "selective")
-        found = _gradients(policy.model, packed_logprobs(policy, samples))
+        gradients = _gradients(policy.model, packed_logprobs(policy, samples))
     except (RuntimeError, ValueError):  # torch and transformers say that it cannot be
         return float("inf")
     finally:
         policy.model.gradient_checkpointing_disable()
-    return _largest_share(found, wanted)
+    return _largest_share(gradients, wanted)
 
 
 def _gradients(model: PreTrainedModel, logprobs: list[Tensor]) -> dict[str, Tensor]:
@@ -226,25 +226,25 @@ def _largest_share(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     most = max(float(gradient.abs().max()) for gradient in theirs.values())
     shares = [0.0]
     for name in ours.keys() | theirs.keys():
-        mine, wanted = ours.get(name), theirs.get(name)
-        if mine is None or wanted is None:  # untouched by one: then zero by the other
-            one = mine if wanted is None else wanted
-            assert one is not None
-            shares.append(float(one.abs().max()) / most)
+        ours_at, theirs_at = ours.get(name), theirs.get(name)
+        if ours_at is None or theirs_at is None:  # untouched by one: then zero by the other
+            either = ours_at if theirs_at is None else theirs_at
+            assert either is not None
+            shares.append(float(either.abs().max()) / most)
             continue
-        scale = max(float(wanted.abs().max()), 0.01 * most)
-        shares.append(float((mine - wanted).abs().max()) / scale)
+        scale = max(float(theirs_at.abs().max()), 0.01 * most)
+        shares.append(float((ours_at - theirs_at).abs().max()) / scale)
     return max(shares) if all(share == share for share in shares) else float("nan")
 
 
 def _without_attention(model: PreTrainedModel, called: set[int]) -> tuple[str, ...]:
     """Of each layer in which no module called the packed attention, what may mix its tokens."""
-    found = set()
+    modules = set()
     for layer in layers(model.get_decoder()):
         if not any(id(module) in called for module in layer.modules()):
-            found |= {
+            modules |= {
                 type(child).__name__
                 for child in layer.children()
                 if not _NO_MIXER.search(type(child).__name__)
             } or {type(layer).__name__}
-    return tuple(sorted(found))
+    return tuple(sorted(modules))

@@ -29,11 +29,11 @@ def self_test(directory: Path, longest: int) -> Iterator[Callable[[], Verdict]]:
         arguments=(str(longest),),
         folder="self-tests",
     )
-    with child.begun() as told:
+    with child.begun() as results:
 
         def wait() -> Verdict:
             try:
-                return told()
+                return results()
             except BrokeOff as error:
                 return Verdict(untested=f"its self-test {error}")
 

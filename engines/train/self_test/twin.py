@@ -49,8 +49,8 @@ _MOST_LAYERS, _MOST_EXPERTS, _INNER_SIZE, _MOST_HEADS = 12, 8, 64, 2
 
 def shrunken(config: PretrainedConfig, longest: int) -> PretrainedConfig:
     """A small config of the same kind; longest: tokens of the longest sample of the run."""
-    made: PretrainedConfig = type(config).from_dict(_shrunken(config.to_dict(), longest))
-    return made
+    shrunk: PretrainedConfig = type(config).from_dict(_shrunken(config.to_dict(), longest))
+    return shrunk
 
 
 def shorter_than(config: PretrainedConfig, longest: int) -> list[str]:
@@ -73,35 +73,35 @@ def _length(values: dict[str, Any], name: str) -> int | None:
 
 
 def _shrunken(values: dict[str, Any], longest: int) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         name: _shrunken(value, longest) if isinstance(value, dict) else value
         for name, value in values.items()
         if name not in _OF_WEIGHTS
     }
-    _fewer_heads(found)
-    _fewer_layers(found)
-    for name, value in list(found.items()):
+    _fewer_heads(fields)
+    _fewer_layers(fields)
+    for name, value in list(fields.items()):
         if isinstance(value, bool) or value is None or not isinstance(name, str):
             continue
         if _INNER.search(name):
-            found[name] = _least(value, _INNER_SIZE)
+            fields[name] = _least(value, _INNER_SIZE)
         elif _EXPERTS.search(name):
-            found[name] = _least(value, _MOST_EXPERTS)
+            fields[name] = _least(value, _MOST_EXPERTS)
         elif _CHOSEN.search(name):
-            found[name] = _least(value, 2)
+            fields[name] = _least(value, 2)
         elif name in ("n_group", "topk_group", "n_groups"):
-            found[name] = _least(value, 1 if name == "n_groups" else 2)
+            fields[name] = _least(value, 1 if name == "n_groups" else 2)
         elif name.startswith("vocab_size"):
-            found[name] = WORDS
+            fields[name] = WORDS
         elif name in LENGTHS and isinstance(value, int):
-            found[name] = _scaled(value, longest)
+            fields[name] = _scaled(value, longest)
         elif name in ("max_position_embeddings", "n_positions", "max_seq_len"):
-            found[name] = max(int(value), 2 * LONGEST)
-    _own_tokens(found)
-    groups, chosen = found.get("n_group"), found.get("topk_group")
+            fields[name] = max(int(value), 2 * LONGEST)
+    _own_tokens(fields)
+    groups, chosen = fields.get("n_group"), fields.get("topk_group")
     if isinstance(groups, int) and isinstance(chosen, int):
-        found["topk_group"] = min(chosen, groups)
-    return found
+        fields["topk_group"] = min(chosen, groups)
+    return fields
 
 
 def _scaled(value: int, longest: int) -> int:
@@ -166,11 +166,11 @@ def _fewer_layers(values: dict[str, Any]) -> None:
         [str(values[name][layer]) for name in lists] + [str(values[n].get(layer)) for n in tables]
         for layer in range(layers)
     ]
-    needed = 2
+    least = 2
     for name, value in values.items():
         if _EVERY.search(str(name)) and isinstance(value, int) and not isinstance(value, bool):
-            needed = max(needed, value + 1 if re.search("start|first", name) else value)
-    chosen = sorted({*range(min(layers, needed, _MOST_LAYERS)), *map(kinds.index, kinds)})
+            least = max(least, value + 1 if re.search("start|first", name) else value)
+    chosen = sorted({*range(min(layers, least, _MOST_LAYERS)), *map(kinds.index, kinds)})
     if values.get("num_kv_shared_layers"):  # the last ones have keys of earlier ones of their kind
         values["num_kv_shared_layers"] = len(chosen)
         chosen += chosen
@@ -178,8 +178,10 @@ def _fewer_layers(values: dict[str, Any]) -> None:
     for name in lists:
         values[name] = [values[name][layer] for layer in chosen]
     for name in tables:
-        held = values[name]
-        values[name] = {n: held[layer] for n, layer in enumerate(chosen) if layer in held}
+        values_of_name = values[name]
+        values[name] = {
+            n: values_of_name[layer] for n, layer in enumerate(chosen) if layer in values_of_name
+        }
     values[layers_by] = total
     for name in ("full_attn_idxs", "attn_layer_indices", "mlp_only_layers"):
         if isinstance(values.get(name), list) and name not in lists:
@@ -204,15 +206,15 @@ def build(config: PretrainedConfig, gentle: bool = False, seed: int = 0) -> PreT
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            drawn = torch.randn(weight.shape, generator=generator)
+            values = torch.randn(weight.shape, generator=generator)
             last = name.rpartition(".")[2]
             if weight.dim() > 1 and last != "A_log":
                 fan_in = 1 if "embed" in name or "wte" in name else math.prod(weight.shape[1:])
-                weight.copy_(drawn / math.sqrt(weight.shape[-1] if weight.dim() > 2 else fan_in))
+                weight.copy_(values / math.sqrt(weight.shape[-1] if weight.dim() > 2 else fan_in))
             elif last.endswith("bias") and not last.startswith("dt"):
-                weight.copy_(0.2 * drawn)
+                weight.copy_(0.2 * values)
             elif last not in ("A_log", "D", "dt_bias"):
-                weight.add_(0.1 * drawn - (0.85 if gentle and _QUERY_NORM.search(name) else 0))
+                weight.add_(0.1 * values - (0.85 if gentle and _QUERY_NORM.search(name) else 0))
         _spread(model)
     return model
 

@@ -33,6 +33,6 @@ class Verdict:
     @classmethod
     def from_json(cls, text: str) -> Verdict:
         """What `to_json` made; ValueError, TypeError or KeyError for anything else."""
-        said = json.loads(text)
-        names = {name: tuple(said[name]) for name in ("linear", "stacked")}
-        return cls(**{**said, **names})
+        fields = json.loads(text)
+        names = {name: tuple(fields[name]) for name in ("linear", "stacked")}
+        return cls(**{**fields, **names})

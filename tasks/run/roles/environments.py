@@ -26,6 +26,7 @@ def environment_spec(config: GRPOConfig, episodes: EpisodesConfig, store: Store)
         episodes=episodes,
         frames=config.keeps_frames,
         max_new_tokens=config.rollout.max_new_tokens,
+        group_size=config.group_size,
         **common(config, store),
     )
 
@@ -39,7 +40,12 @@ def environment_engine(run: Caller, episodes: EpisodesConfig) -> EngineSpec[Envi
 def _environments(run: Caller, cluster: Cluster) -> EnginePool[EnvironmentHost]:
     assert run.config.episodes is not None, "who needs environments plays episodes"
     engine = environment_engine(run, run.config.episodes)
-    return pool_of(run, cluster, "environment", "environment", engine)
+    config = run.config
+    return pool_of(
+        *(run, cluster, "environment", "environment", engine),
+        deadline=config.environment_deadline,
+        at_once=config.episodes_at_once if config.plays_apart else None,
+    )
 
 
 ENVIRONMENT = EngineRole(

@@ -98,6 +98,7 @@ def pool_of(
     name: str,
     engine: EngineSpec[E],
     deadline: float | None = None,
+    at_once: int | None = None,
 ) -> EnginePool[E]:
     """Engines on every worker of a role's pool, any of which takes a call; `name`: theirs there."""
     config = run.config
@@ -109,6 +110,7 @@ def pool_of(
         deadline=config.rollout.deadline if deadline is None else deadline,
         start_timeout=config.cluster.start_timeout,
         cancel=run.cancelled,
+        at_once=at_once,
     )
 
 

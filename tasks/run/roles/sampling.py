@@ -31,7 +31,7 @@ def rollout_spec(config: GRPOConfig, store: Store, name: str = "rollout") -> Rol
         store_options=config.store.options,
         node_cache_bytes=config.store.node_cache_bytes,
         routed_experts=config.train.router_replay,
-        measured=config.tracking.metrics_every > 0,
+        measured=config.tracking.metrics_every > 0 or config.plays_apart,
         lora=lora if lora is not None and lora.serving == "adapter" else None,
         sleeps=config.cluster.share_devices,
         max_model_len=config.longest_sequence,
@@ -55,6 +55,7 @@ def rollouts_of(run: Caller, cluster: Cluster, role: SamplingRole) -> RolloutPoo
         sleep_level=config.rollout.sleep_level,
         cancel=run.cancelled,
         role=role,
+        at_once=config.rollout.max_sequences if config.plays_apart else None,
     )
 
 

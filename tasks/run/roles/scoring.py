@@ -28,6 +28,7 @@ def data_spec(config: GRPOConfig, files: RunStore) -> DataSpec:
         run=files.run,
         scorers=config.cluster.pools[config.cluster.roles.reward].workers,
         max_new_tokens=config.rollout.max_new_tokens,
+        group_size=config.group_size,
         **common(config, files.store),
     )
 

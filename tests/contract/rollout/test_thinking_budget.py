@@ -113,7 +113,9 @@ def bound(asked: Sampling, prompt: str) -> ThinkingBudget:
     request = RolloutRequest(prompts=None, sampling=asked, out_key="k", step=1, shard=1)  # type: ignore[arg-type]
     return ThinkingBudget(
         request=request,
-        prompts=PromptTokens(tokens=[WORDS.encode(prompt)], numbers=[0]),
+        prompts=PromptTokens(
+            tokens=[WORDS.encode(prompt)], numbers=[0], samples=[(0, k) for k in range(asked.n)]
+        ),
         max_model_len=64,
         encode=lambda text: WORDS.encode(text, add_special_tokens=False),
         decode=WORDS.decode,

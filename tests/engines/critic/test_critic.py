@@ -19,6 +19,7 @@ from storage.batches.writing import write_batch
 from storage.objects.store import Store
 from tests.engines.critic.conftest import Make
 from tests.engines.train import naive_training as naive
+from tests.engines.train.batching.test_forest import alone, batch_of, forests, laid_out
 from tests.engines.train.batching.test_tree_training import tree_rows
 from tests.engines.train.train_ranks import (
     MODEL,
@@ -220,6 +221,23 @@ def test_weights_in_bfloat16_are_trained_as_those_in_float32(make: Make, tmp_pat
         update(critic, batch)
         digests.append(critic.digest())
     assert len(set(digests)) == 1
+
+
+def test_values_of_forests_are_those_of_each_path(make: Make, tmp_path: Path) -> None:
+    rows = forests(2, 8)
+    critic = make(micro_batch_tokens=64)
+    by_hand = NaiveCritic(str(materialize(MODEL, tmp_path / "models")))
+    torch.manual_seed(2)
+    with torch.no_grad():
+        local = critic._critic.value.weight.to_local()
+        local.copy_(torch.randn(local.shape))
+        by_hand.head.weight.copy_(local)
+        found = [by_hand.values(path).numpy() for path in alone(rows)]
+    ours = values_of(critic, batch_of(tmp_path, rows), "forests", tmp_path)
+    wanted = np.concatenate(laid_out(rows, found))
+    known = ~np.isnan(wanted)
+    assert not known.all()
+    np.testing.assert_allclose(ours[known], wanted[known], atol=2e-5)
 
 
 def test_values_of_rows_that_share_a_beginning_are_the_same(make: Make, tmp_path: Path) -> None:

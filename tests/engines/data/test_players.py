@@ -164,7 +164,7 @@ class Table:
             frozen=frozen,
             worker="opponent-0" if frozen else "rollout-0",
         )
-        prompts = read_prompts(self.store, self.prompts, 1000)
+        prompts = read_prompts(self.store, self.prompts, 1000, self.sampling.n)
         written = write_samples(
             *(self.store, request, prompts, begun),
             engine="e",

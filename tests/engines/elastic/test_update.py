@@ -19,6 +19,7 @@ from storage.objects.store import Store
 from storage.runs.gradients import GradientsRefused, read_gradient, remove_gradients
 from storage.runs.run_store import RunStore
 from tests.engines.elastic.conftest import PLAIN, Elastic
+from tests.engines.train.batching.test_forest import batch_of, forests
 from tests.engines.train.conftest import Make
 from tests.engines.train.naive_training import Sample
 from tests.engines.train.train_ranks import samples, spec, stored, update_of
@@ -69,6 +70,18 @@ def test_weights_are_fsdps_to_the_bit_where_units_are_its_micro_batches(
         result = with_workers.update(batch, step, shuffled(step))
     assert with_workers.aggregator.digest("float32") == digest
     assert timeless(dict(result.metrics)) == timeless(metrics)
+
+
+def test_forests_are_learnt_as_fsdp_does_to_the_bit(
+    elastic: MakeElastic, make: Make, tmp_path: Path
+) -> None:
+    batch = batch_of(tmp_path, forests(6, 12))
+    alone = make(micro_batch_tokens=64)
+    metrics = alone.update(update_of(batch, PLAIN, 1)).metrics
+    with_workers = elastic(workers=2, run="other")
+    result = with_workers.update(batch, 1, shuffled(1))
+    assert with_workers.aggregator.digest("float32") == alone.digest("float32")
+    assert timeless(dict(result.metrics)) == timeless(dict(metrics))
 
 
 def test_any_number_of_workers_gives_the_same_weights(elastic: MakeElastic, tmp_path: Path) -> None:

@@ -222,11 +222,13 @@ def engines() -> Iterator[list[JudgingEngine]]:
 
 def sampled(folder: Path, tokenizer: Any, answers: Sequence[str]) -> tuple[Any, Any]:
     store = Store(f"file://{folder}/store")
-    prompts = write_batch(
-        store, "r/prompts.safetensors", {"row": [{"question": "1+1?", "answer": "2"}]}
-    )
+    of_prompt = {"row": [{"question": "1+1?", "answer": "2"}], "group_id": np.zeros(1, np.int64)}
+    prompts = write_batch(store, "r/prompts.safetensors", of_prompt)
     ids = [tokenizer(one, add_special_tokens=False)["input_ids"] for one in answers]
-    columns = {"response_ids": [np.array(one, np.int32) for one in ids]}
+    columns = {
+        "response_ids": [np.array(one, np.int32) for one in ids],
+        "group_id": np.zeros(len(ids), np.int64),
+    }
     return prompts, write_batch(store, "r/samples.safetensors", columns)
 
 

@@ -18,13 +18,13 @@ from configs.model import PretrainedModel
 from configs.train import TrainConfig
 from engines.models.checkpoints import build_empty, materialize
 from engines.models.facts import ModelShape, model_facts
+from engines.models.traced_shape import adapter_parameters
 from engines.train import logprobs, memory_plan, updater
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.memory_plan import (
     Batch,
     MemoryPlan,
     activation_bytes,
-    adapter_parameters,
     largest_batch,
     largest_turns,
     plan_rank,
@@ -196,6 +196,14 @@ def test_the_largest_micro_batch() -> None:
     assert largest_batch(4096, 8, 6, samples=8, group=4, ranks=8) == Batch(
         tokens=13, slots=14, responses=6, longest=13, several=False
     )
+
+
+def test_forests_fill_the_slots_of_their_paths_as_far_as_plans_allow() -> None:
+    """Episodes of up to 20 tokens after a prompt of 8, whose paths have up to 14."""
+    few = largest_batch(4096, 8, 20, samples=2, group=2, ranks=1, paths=3, path=14)
+    assert few == Batch(tokens=46, slots=2 * 3 * 13 + 1, responses=40, longest=13, several=False)
+    many = largest_batch(46, 8, 20, samples=40, group=2, ranks=1, paths=30, path=14)
+    assert (many.tokens, many.slots, many.longest) == (46, 8 * 46 + 1, 13)
 
 
 @pytest.mark.parametrize(

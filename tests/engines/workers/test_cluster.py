@@ -130,6 +130,32 @@ def test_the_slots_are_the_calls_at_once(cluster, pair):
     assert took[2] >= 1.0
 
 
+def test_calls_aside_are_past_slots_and_threads(cluster, solo):
+    """However many: each is in a thread of its own, and a call in a slot is taken beside them."""
+    build(cluster, solo)
+    nap = request("nap", seconds=4.0)
+    waits = [
+        in_thread(calls.submit, cluster, solo, nap, deadline=DEADLINE, aside=True) for _ in range(8)
+    ]
+    running(cluster, solo, 8)
+    assert call(cluster, solo, "threads") == 2
+    assert len(calls.status_of(cluster, solo).running) == 8
+    assert all(isinstance(wait()[0], int) for wait in waits)
+
+
+def test_a_killed_worker_fails_its_calls_aside(cluster, pair):
+    build(cluster, pair[1])
+    nap = request("nap", seconds=60.0)
+    waits = [
+        in_thread(calls.submit, cluster, pair[1], nap, deadline=DEADLINE, aside=True)
+        for _ in range(4)
+    ]
+    running(cluster, pair[1], 4)
+    os.kill(calls.status_of(cluster, pair[1]).pid, signal.SIGKILL)
+    assert all(isinstance(wait()[0], WorkerLost) for wait in waits)
+    assert cluster.wait("pair", 2)["pair-1"] != pair[1]
+
+
 def test_a_killed_worker_fails_its_call_at_once_and_comes_back_as_another(
     cluster, pair, tmp_path, monkeypatch
 ):

@@ -5,12 +5,20 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from configs.lora import LoraConfig
 from configs.rollout import RolloutConfig
 from engines.models.facts import ModelShape
-from engines.rollout.memory_plan import UNPLANNED, VllmShare, vllm_share
+from engines.rollout.memory_plan import (
+    ADAPTER_RANKS,
+    UNPLANNED,
+    VllmShare,
+    engine_bytes,
+    vllm_share,
+)
 from tests.tasks.memory.settings import GPU, SHAPES, plan, settings, words
 
 TRAINS = (
@@ -56,6 +64,25 @@ def test_the_share_less_the_weights_is_for_keys_and_values() -> None:
     assert (half.weights, half.token) == (share.weights // 2, share.token // 2)
     eight = rollout.model_copy(update={"tensor_parallel_size": 8})  # more GPUs than key heads
     assert vllm_share(eight, shape("7b"), 1537, 80 * 2**30).token == share.token // 4
+
+
+def test_an_adapter_beside_its_base_takes_tables_of_vllms_next_rank() -> None:
+    rollout = RolloutConfig(dtype="bfloat16", gpu_memory_utilization=0.5)
+    lora = LoraConfig(rank=20, target_modules=("q_proj", "down_proj"))
+    without = vllm_share(rollout, shape("7b"), 1537, 80 * 2**30)
+    share = vllm_share(rollout, shape("7b"), 1537, 80 * 2**30, lora)
+    # A [32, in] and B [out, 32] of two layers in each of 28, 2 bytes a number.
+    tables = 28 * 32 * (3584 + 3584 + 18944 + 3584) * 2
+    assert share.weights - without.weights == tables
+    held = engine_bytes(RolloutConfig(engine="transformers"), shape("7b"), 1, 16, lora)
+    assert held["weights"] > engine_bytes(RolloutConfig(), shape("7b"), 1, 16)["weights"]
+
+
+@pytest.mark.vllm
+def test_the_ranks_of_tables_are_vllms() -> None:
+    from vllm.config.lora import MaxLoRARanks
+
+    assert get_args(MaxLoRARanks) == ADAPTER_RANKS
 
 
 def test_the_least_share_holds_one_longest_sample_and_a_byte_less_none() -> None:

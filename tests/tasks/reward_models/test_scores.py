@@ -105,6 +105,9 @@ def sampled(run: Mock, texts: list[str]) -> Any:
             "response_ids": [np.asarray(one, dtype=np.int64) for one in ids],
             "status": np.zeros(SAMPLES, dtype=np.int64),
             "sample_id": np.arange(SAMPLES),
+            "group_id": made.ref.fetch_numpy(run.store, "group_id")[0].repeat(
+                SAMPLES // len(made.ref)
+            ),
         },
     )
     return (SimpleNamespace(prompts=made.ref, ref=samples),)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, cast
 
 import pytest
@@ -16,9 +15,8 @@ from prefect.futures import PrefectConcurrentFuture
 from configs.cluster import PoolConfig
 from configs.grpo import GRPOConfig
 from configs.recipe import load_recipe
-from engines.failures import CallCancelled
 from tasks.run.run import _shards_of
-from tasks.run.shard_driver import AtOnce, ShardDriver, ShardRange, shard_ranges, task_runs
+from tasks.run.shard_driver import ShardDriver, ShardRange, shard_ranges, task_runs
 
 
 @given(st.integers(1, 5000), st.integers(1, 24))
@@ -152,49 +150,3 @@ def test_the_wait_raises_what_a_task_raised(driver: ShardDriver) -> None:
     failing.set_exception(ValueError("no such column"))
     with pytest.raises(ValueError, match="no such column"):
         driver.wait_for(3, 1, frozenset({1}), tasks_of(Future[None](), failing))
-
-
-def test_no_more_are_played_at_once_than_the_limit() -> None:
-    """256 episodes in shards of different sizes, each asleep for a moment."""
-    room = AtOnce(16, threading.Event())
-    lock = threading.Lock()
-    held, most = [0], [0]
-
-    def play(count: int) -> int:
-        with room.held(count):
-            with lock:
-                held[0] += count
-                most[0] = max(most[0], held[0])
-            time.sleep(0.005)
-            with lock:
-                held[0] -= count
-        return count
-
-    sizes = [1, 4, 8, 3] * 16
-    with ThreadPoolExecutor(len(sizes)) as threads:
-        assert sum(threads.map(play, sizes)) == 256
-    assert 8 <= most[0] <= 16
-
-
-def test_a_shard_larger_than_the_limit_is_played_alone() -> None:
-    room = AtOnce(2, threading.Event())
-    entered = threading.Event()
-
-    def play() -> None:
-        with room.held(1):
-            entered.set()
-
-    with ThreadPoolExecutor(1) as threads:
-        with room.held(5):
-            waits = threads.submit(play)
-            assert not entered.wait(0.1)
-        waits.result(30)
-    assert entered.is_set()
-
-
-def test_a_run_that_ends_ends_the_wait_for_room() -> None:
-    cancelled = threading.Event()
-    room = AtOnce(1, cancelled)
-    cancelled.set()
-    with room.held(1), pytest.raises(CallCancelled), room.held(1):
-        pass
