@@ -9,7 +9,7 @@ from pydantic import Field, JsonValue, ValidationError, field_validator, model_v
 from configs.base import FileAddress, FunctionPath, Settings
 from configs.coding import CodingSource
 from configs.episodes import Environment, EpisodesConfig
-from configs.sandbox import SandboxConfig
+from configs.rewards import SandboxConfig
 
 
 class MultipleChoice(Settings):

@@ -15,10 +15,9 @@ from configs.guards import GuardConfig
 from configs.lora import LoraConfig
 from configs.model import Model
 from configs.promotion import PromotionConfig
-from configs.retraining import CONTINUE_FROM, ContinueData, ContinueState
 from configs.rewards import RewardsConfig
 from configs.rollout import RolloutConfig
-from configs.storage import StoreConfig, TrackingConfig
+from configs.storage import CONTINUE_FROM, ContinueData, ContinueState, StoreConfig, TrackingConfig
 from configs.train import TrainConfig
 
 

@@ -12,9 +12,8 @@ from configs.cluster import ClusterConfig, PoolConfig, RolesConfig
 from configs.environment import refuse_password
 from configs.model import Model
 from configs.resolving import SLOW, Decider, Decision, Machine
-from configs.retraining import CONTINUE_FROM
 from configs.rollout import RolloutConfig
-from configs.storage import StoreConfig, TrackingConfig
+from configs.storage import CONTINUE_FROM, StoreConfig, TrackingConfig
 from configs.train import TrainConfig
 
 TEACHER_POOL = "teacher"  # what the pool is called that a run gets which names none

@@ -8,7 +8,7 @@ from configs.cluster import Role, patch_sentence
 from configs.credentials import credential_sentence
 from configs.data import ReasoningGymSource
 from configs.model import PretrainedModel
-from configs.reward_model import RewardModelReward
+from configs.rewards import RewardModelReward
 from configs.rollout import RolloutConfig, ThinkingConfig
 from configs.rules.rule import Rule, of_each, where
 from configs.run import RunConfig

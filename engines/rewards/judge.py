@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from configs.judge import JudgeReward, Judging
+from configs.rewards import JudgeReward, Judging
 from engines.rewards.judge_answers import JudgeAnswers
 from engines.rewards.judge_endpoint import (
     Endpoint,

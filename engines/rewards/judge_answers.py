@@ -11,7 +11,7 @@ import hashlib
 import logging
 from dataclasses import dataclass
 
-from configs.judge import JudgeReward
+from configs.rewards import JudgeReward
 from engines.rewards.judge_endpoint import request_body
 from engines.rewards.judge_rubric import Rubric
 from storage.objects import documents

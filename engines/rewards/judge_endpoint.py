@@ -20,7 +20,7 @@ from typing import Any, Self
 import httpx
 
 from configs.environment import given
-from configs.judge import JudgeReward
+from configs.rewards import JudgeReward
 
 _PASSING = (408, 425, 429)  # statuses that may pass, besides those from 500 on
 _LONGEST_PAUSE = 60.0  # seconds, where the endpoint asks for no longer one

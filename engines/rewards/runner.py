@@ -18,20 +18,21 @@ import numpy as np
 
 from configs.data import DataConfig
 from configs.imports import is_file
-from configs.judge import HOW_ASKED, JudgeReward
 from configs.rewards import (
+    HOW_ASKED,
     CalledReward,
     ChoiceReward,
     EngineReward,
     EnvironmentReward,
     FunctionReward,
+    JudgeReward,
     MathReward,
     ReasoningGymReward,
     Reward,
     RewardsConfig,
+    SandboxConfig,
     UnitTestsReward,
 )
-from configs.sandbox import SandboxConfig
 from engines.meanings import meaning_of
 from engines.rewards.failing_samples import (
     Column,

@@ -12,8 +12,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from storage.audit.all_curves import Point, as_csv, points_of
-from storage.audit.audit import Audit
-from storage.audit.audit_objects import sources_of
+from storage.audit.audit import Audit, sources_of
 from storage.audit.comparison import first_step
 from storage.evaluations.results import newest_evaluations
 from storage.evaluations.run_cost import cost_of_run

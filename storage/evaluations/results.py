@@ -3,20 +3,54 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field, JsonValue
 
 from storage.batches.refs import BatchRef
-from storage.evaluations.files import NOTES, note_key
 from storage.objects import documents
 from storage.objects.documents import StoredRecord, key_of
 from storage.objects.store import Store
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import DATA_SUFFIX, RunStore, StageStore
 from storage.runs.weights import WeightsRef
+
+ROOT = "_evaluations"
+NOTES = "evaluations"  # folder of a run
 
 FORMAT = "refrain.evaluation/1"
 NOTE_FORMAT = "refrain.evaluation-note/1"
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationFiles(StageStore):
+    """The store of one evaluation. Small and picklable, as the store is."""
+
+    store: Store
+    key: str  # of version, prompts, sampling and scoring code
+
+    @property
+    def folder(self) -> str:
+        """Where all of it lies."""
+        return f"{ROOT}/{self.key}"
+
+    def step_key(self, step: int) -> str:
+        """The same: an evaluation has no steps."""
+        return self.folder
+
+    def result_key(self, summed: str) -> str:
+        """The result; `summed`: key of the settings by which samples are summed up."""
+        return f"{self.folder}/result-{summed}.json"
+
+
+def prompts_key(key: str) -> str:
+    """The prompts of a suite; `key`: of rows, template and tokenizer."""
+    return f"{ROOT}/prompts/1-{key}{DATA_SUFFIX}"
+
+
+def note_key(run: RunStore, suite: str, version: int, key: str) -> str:
+    """The note by which a run knows a result; `key`: of the result."""
+    return f"{run.run}/{NOTES}/{suite}/v{version:06d}-{key}.json"
 
 
 class ConfidenceInterval(StoredRecord):

@@ -341,12 +341,12 @@ class SyncBehind(_Coming):
 
     @contextlib.contextmanager
     def written(self, key: str, size: int) -> Iterator[Callable[[Buffer], object]]:
-        with self._store.write_unsynced(key) as out:
+        with self._store.write_stream(key, synced=False) as out:
             yield out.write
         self._coming.append(self._pool.submit(self._store.sync, key))
 
     def announce(self, key: str, data: bytes) -> None:
-        with self._store.write_unsynced(announced(key)) as out:
+        with self._store.write_stream(announced(key), synced=False) as out:
             out.write(data)
 
 

@@ -236,44 +236,24 @@ class Store:
         self._forget(key)
 
     @contextlib.contextmanager
-    def write_stream(self, key: str) -> Iterator[IO[bytes]]:
+    def write_stream(self, key: str, synced: bool = True) -> Iterator[IO[bytes]]:
         """A binary file to write to; the object appears when the block ends without an error.
 
-        For what is too large to hold twice. Parts in flight on S3 take 64 MiB.
+        For what is too large to hold twice. Parts in flight on S3 take 64 MiB. synced: false only of
+        a local store, whose file can be read at once and stays after `sync`; until then it outlives
+        its writer, and not the machine.
         """
+        write = self.backend.write_stream if synced else self._local().write_unsynced
         with contextlib.ExitStack() as stack:
-            opened = self._try(
-                "write",
-                key,
-                lambda _: stack.enter_context(self.backend.write_stream(clean_key(key))),
-                "open",
+            file = self._try(
+                "write", key, lambda _: stack.enter_context(write(clean_key(key))), "open"
             )
-            yield opened
-            written = opened.tell()
+            yield file
+            nbytes = file.tell()
             with LATENCIES.timed("close"):
                 self._try_once("write", key, stack.close)
-        COUNTER.add(bytes_written=written)
+        COUNTER.add(bytes_written=nbytes)
         self._forget(key)
-
-    @contextlib.contextmanager
-    def write_unsynced(self, key: str) -> Iterator[IO[bytes]]:
-        """As `write_stream`, of a local store: it can be read at once, and stays after `sync`.
-
-        Until then it outlives its writer, and not the machine.
-        """
-        backend = self._local()
-        with contextlib.ExitStack() as stack:
-            opened = self._try(
-                "write",
-                key,
-                lambda _: stack.enter_context(backend.write_unsynced(clean_key(key))),
-                "open",
-            )
-            yield opened
-            written = opened.tell()
-            with LATENCIES.timed("close"):
-                self._try_once("write", key, stack.close)
-        COUNTER.add(bytes_written=written)
 
     def sync(self, key: str) -> None:
         """Return once the disk of a local store has an object. Raises ObjectMissing."""
@@ -360,8 +340,9 @@ class Store:
 
     def sizes_below(self, prefix: str = "") -> dict[str, int]:
         """Bytes of every object below the folder `prefix`, by key, as one listing has them."""
-        ask = self.backend.sizes_below
-        sizes = self._try("list", prefix, lambda _: ask(clean_key(prefix, True)))
+        sizes = self._try(
+            "list", prefix, lambda _: self.backend.sizes_below(clean_key(prefix, True))
+        )
         return dict(sorted(sizes.items()))
 
     @property

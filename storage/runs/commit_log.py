@@ -248,7 +248,8 @@ def commit(run: RunStore, record: Commit, lease: RunLease | None = None) -> Comm
     if not run.store.create(run.commit_key(record.step), data):
         return _same(run, record)
     _advance(run, record.step, digest(data))
-    return record.model_copy(update={"lists": _lists_of(body)})
+    lists = None if body["lists"] is None else ListsRef.model_validate(body["lists"])
+    return record.model_copy(update={"lists": lists})
 
 
 def _same(run: RunStore, record: Commit) -> Commit:
@@ -336,7 +337,8 @@ def read_commit(run: RunStore, step: int) -> Commit:
 
 def read_outline(run: RunStore, step: int) -> Outline:
     """The commit of a step without its lists: one small read. Raises as `read_commit` does."""
-    return _parse_outline(run, step, run.store.read(run.commit_key(step)))
+    key = run.commit_key(step)
+    return documents.validated(Outline, key, _body(run, step, run.store.read(key)))
 
 
 def version_weights(run: RunStore, version: int) -> WeightsRef:
@@ -362,14 +364,6 @@ def parse_commit(run: RunStore, step: int, data: bytes) -> Commit:
     key = run.commit_key(step)
     body = attach(run, key, _body(run, step, data))
     return documents.validated(Commit, key, body)
-
-
-def _parse_outline(run: RunStore, step: int, data: bytes) -> Outline:
-    return documents.validated(Outline, run.commit_key(step), _body(run, step, data))
-
-
-def _lists_of(body: Mapping[str, object]) -> ListsRef | None:
-    return None if body["lists"] is None else ListsRef.model_validate(body["lists"])
 
 
 def _from_version_1(body: dict[str, object]) -> dict[str, object]:

@@ -130,7 +130,7 @@ class RunLease:
                 ttl=ttl,
                 expires=now + ttl,
             )
-            data = _encode(holder)
+            data = documents.encode(FORMAT, holder.model_dump(mode="json"))
             try:
                 run.store.replace(run.lease_key, data, None if current is None else current[1])
             except Conflict:
@@ -193,7 +193,7 @@ class RunLease:
 
     def _swap(self, expires: float) -> None:
         renewed = self._holder.model_copy(update={"expires": expires})
-        data = _encode(renewed)
+        data = documents.encode(FORMAT, renewed.model_dump(mode="json"))
         try:
             self._run.store.replace(self._run.lease_key, data, self._data)
         except Conflict:
@@ -320,10 +320,6 @@ def holder_of(run: RunStore, clock: Callable[[], float] = time.time) -> LeaseHol
 
 def _taken(holder: LeaseHolder) -> str:
     return f"was taken over by {holder.owner} (epoch {holder.epoch})"
-
-
-def _encode(holder: LeaseHolder) -> bytes:
-    return documents.encode(FORMAT, holder.model_dump(mode="json"))
 
 
 def _read(run: RunStore) -> tuple[LeaseHolder, bytes] | None:

@@ -6,7 +6,7 @@ where that would be long, lists-<digest>.json
 
 The result of a stage is data under a key of what it was made of, then a marker, which says that it
 is finished: whoever wants the same again finds it there, after a failed attempt or a crash too. An
-evaluation has results below its own key (storage/evaluations/files.py).
+evaluation has results below its own key (storage/evaluations/results.py).
 
 A run that begins at a committed step of another one has that origin in run.json. Nothing is copied:
 the child's first commit names the parent's weights, its trainer loads the parent's snapshot, and

@@ -238,9 +238,7 @@ def adapter_digest(factors: str, adapter: Adapter, base: str) -> str:
 
 def open_manifest_at(store: Store | NodeCache, key: str) -> Manifest:
     """The manifest in the folder `key`. Raises ObjectMissing, ObjectDamaged."""
-    manifest = f"{key}/{MANIFEST}"
-    body = documents.decode_version(READERS, manifest, store.read(manifest))
-    return documents.validated(Manifest, manifest, body)
+    return _decoded(f"{key}/{MANIFEST}", store.read(f"{key}/{MANIFEST}"))
 
 
 def open_manifest(store: Store | NodeCache, ref: WeightsRef | BaseVersion) -> Manifest:
@@ -251,7 +249,11 @@ def open_manifest(store: Store | NodeCache, ref: WeightsRef | BaseVersion) -> Ma
     try:
         manifest = open_manifest_at(store, ref.key)
     except ObjectMissing:
-        manifest = _announced(store, ref.key)
+        try:
+            data = store.read(announced(f"{ref.key}/{MANIFEST}"))
+        except ObjectMissing:  # the store has it by now, or never
+            data = store.read(f"{ref.key}/{MANIFEST}")
+        manifest = _decoded(f"{ref.key}/{MANIFEST}", data)
     content = manifest.content
     if not manifest.digest == ref.digest == content:
         raise ObjectDamaged(
@@ -261,15 +263,8 @@ def open_manifest(store: Store | NodeCache, ref: WeightsRef | BaseVersion) -> Ma
     return manifest
 
 
-def _announced(store: Store | NodeCache, key: str) -> Manifest:
-    manifest = f"{key}/{MANIFEST}"
-    try:
-        data = store.read(announced(manifest))
-    except ObjectMissing:  # the store has it by now, or never
-        data = store.read(manifest)
-    return documents.validated(
-        Manifest, manifest, documents.decode_version(READERS, manifest, data)
-    )
+def _decoded(key: str, data: bytes) -> Manifest:
+    return documents.validated(Manifest, key, documents.decode_version(READERS, key, data))
 
 
 def open_chain(

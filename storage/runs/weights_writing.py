@@ -257,10 +257,27 @@ def publish(
 
     base: a whole version of the same tensors, from which this one is stored as the difference.
     adapter: the tensors are factors of one on the base instead.
-    key: the folder, if not that of the version's number.
+    key: the folder, if not that of the version's number in the run.
     """
     key = key or RunStore(store, run).weights_key(version)
-    return _publish_at(store, key, version, tensors, files, dtype, shard_bytes, base, adapter)
+    named = _distinct(tensors)
+    existing = find_manifest(store, key)
+    if existing is not None:
+        content = _digest_of(named, dtype)
+        if adapter is not None and base is not None:
+            content = adapter_digest(content, adapter, base.digest)
+        return same(existing, key, content)
+    token, parts = new_token(), []
+    before = None if base is None or adapter is not None else BaseTensors(store, base)
+    for number, shard in enumerate(_shards(named, dtype, shard_bytes)):
+        outlines = {name: outline_of(tensor, dtype) for name, tensor in shard.items()}
+        cast = ((name, _cast(tensor, dtype)) for name, tensor in shard.items())
+        if before is None:
+            parts.append(write_shard(store, key, shard_name(number, token), outlines, cast))
+        else:
+            name = changes_name(number, token)
+            parts.append(write_changes(store, key, name, outlines, cast, before))
+    return finish(store, contents(key, version, parts, files, base, adapter))
 
 
 def copy_whole(
@@ -283,38 +300,7 @@ def copy_whole(
     files = {name: store.read(f"{folder}/{name}") for name in small}
     names = read_file_names(files.pop(FILE_NAMES, None))
     as_in_files = names.apart(tensors or stream(store, ref))
-    return _publish_at(target, key, ref.version, as_in_files, files)
-
-
-def _publish_at(
-    store: Store,
-    key: str,
-    version: int,
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    files: Mapping[str, bytes],
-    dtype: torch.dtype | None = None,
-    shard_bytes: int = SHARD_BYTES,
-    base: BaseVersion | None = None,
-    adapter: Adapter | None = None,
-) -> WeightsRef:
-    named = _distinct(tensors)
-    existing = find_manifest(store, key)
-    if existing is not None:
-        content = _digest_of(named, dtype)
-        if adapter is not None and base is not None:
-            content = adapter_digest(content, adapter, base.digest)
-        return same(existing, key, content)
-    token, parts = new_token(), []
-    before = None if base is None or adapter is not None else BaseTensors(store, base)
-    for number, shard in enumerate(_shards(named, dtype, shard_bytes)):
-        outlines = {name: outline_of(tensor, dtype) for name, tensor in shard.items()}
-        cast = ((name, _cast(tensor, dtype)) for name, tensor in shard.items())
-        if before is None:
-            parts.append(write_shard(store, key, shard_name(number, token), outlines, cast))
-        else:
-            name = changes_name(number, token)
-            parts.append(write_changes(store, key, name, outlines, cast, before))
-    return finish(store, contents(key, version, parts, files, base, adapter))
+    return publish(target, "", ref.version, as_in_files, files, key=key)
 
 
 def same(existing: Manifest, key: str, content: str) -> WeightsRef:

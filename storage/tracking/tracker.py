@@ -33,7 +33,13 @@ from storage.tracking.connection import (
 )
 from storage.tracking.machine_samples import MachineSample
 from storage.tracking.plots import REWARD_MEAN
-from storage.tracking.registered_versions import (
+from storage.tracking.registry import (
+    DIGEST_TAG,
+    RECORD_TAG,
+    RUN_TAG,
+    STORE_TAG,
+    URI_TAG,
+    VERSION_TAG,
     RegisteredVersion,
     let_go,
     tag_removed,
@@ -47,12 +53,6 @@ if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-RUN_TAG = "refrain.run"
-STORE_TAG = "refrain.store"
-RECORD_TAG = "refrain.record"  # of a run's page; see TrackedRun.record
-VERSION_TAG = "refrain.version"  # of a model and a registered version, as the next two
-DIGEST_TAG = "refrain.digest"
-URI_TAG = "refrain.uri"
 LONGEST_PARAM = 500  # characters of a setting shown among the parameters; config.yaml has it whole
 
 LONGEST_TEXT = 16_000  # characters of a prompt or an answer in a trace; the store has them whole

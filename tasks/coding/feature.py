@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from configs.data import DataSource, TasksSource
 from configs.grpo import GRPOConfig
-from configs.sandbox import ProcessSandbox
+from configs.rewards import ProcessSandbox
 from engines.environments.coding.judging import CodingTask, Unusable
 from engines.environments.coding.workspace import check_judges
 from engines.sandboxes.opening import prove

@@ -23,8 +23,14 @@ from engines.rewards.protocol import TrainerState
 from engines.rewards.runner import RewardCode, code_digest
 from engines.workers.messages import CallId
 from storage.batches.refs import BatchRef
-from storage.evaluations.files import EvaluationFiles, prompts_key
-from storage.evaluations.results import EvaluationResult, find_result, note, write_result
+from storage.evaluations.results import (
+    EvaluationFiles,
+    EvaluationResult,
+    find_result,
+    note,
+    prompts_key,
+    write_result,
+)
 from storage.objects.documents import key_of
 from storage.runs.weights import WeightsRef
 from storage.tracking.cost import calls_cost

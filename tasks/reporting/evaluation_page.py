@@ -6,8 +6,7 @@ from prefect.artifacts import create_markdown_artifact
 
 from configs.flows import command
 from configs.grpo import GRPOConfig
-from storage.evaluations.files import EvaluationFiles
-from storage.evaluations.results import EvaluationResult
+from storage.evaluations.results import EvaluationFiles, EvaluationResult
 from storage.runs.run_store import RunStore
 from tasks.markdown import code, escaped
 from tasks.reporting.artifacts import key

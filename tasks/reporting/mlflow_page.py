@@ -20,7 +20,7 @@ from storage.runs.working_tree import working_tree
 from storage.tracking.connection import TrackingAddress, TrackingError
 from storage.tracking.cost import DEVICE_HOURS_SO_FAR, MONEY_SO_FAR, SO_FAR
 from storage.tracking.machine_samples import MachineSample
-from storage.tracking.registered_versions import RegisteredVersion, that_stay, unsaid
+from storage.tracking.registry import RegisteredVersion, that_stay, unsaid
 from storage.tracking.tracker import (
     TracedSample,
     TrackedData,

@@ -29,7 +29,7 @@ from engines.processes.child_process import CallLost, ChildProcess, NotStarted, 
 from engines.processes.user_code import answer_calls, begin
 from storage.tracking.connection import TrackingAddress, TrackingError
 from storage.tracking.machine_samples import MachineSample
-from storage.tracking.registered_versions import RegisteredVersion
+from storage.tracking.registry import RegisteredVersion
 from storage.tracking.tracker import TracedSample, TrackedEvaluation, TrackedRun
 from tasks.reporting.registered_files import Page
 

@@ -7,8 +7,8 @@ import re
 from typing import Any
 
 from configs.grpo import GRPOConfig
-from configs.judge import HOW_ASKED
 from configs.overrides import ConfigError, validate
+from configs.rewards import HOW_ASKED
 from configs.storage import StoreConfig
 from storage.runs.commit_log import head
 from storage.runs.live import DataOver, read_end

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.audit.audit_objects import Read, check_snapshot
+from storage.audit.audit import Read, check_snapshot
 from storage.objects.errors import ObjectDamaged, ObjectMissing, StoreError
 from storage.runs.retention import clear
 from storage.runs.run_store import RunStore
