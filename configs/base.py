@@ -54,17 +54,19 @@ class Settings(BaseModel):
 
     def _unset_later(self) -> dict[str, Any]:
         """Settings that came later, here and in groups of settings, and are at their defaults."""
-        found: dict[str, Any] = {}
+        later: dict[str, Any] = {}
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             if name in self.later and value == field.get_default(call_default_factory=True):
-                found[name] = True
+                later[name] = True
             elif isinstance(value, Settings):
-                found[name] = value._unset_later()
+                later[name] = value._unset_later()
             elif isinstance(value, Mapping):
-                groups = ((key, one) for key, one in value.items() if isinstance(one, Settings))
-                found[name] = {key: one._unset_later() for key, one in groups}
-        return {name: unset for name, unset in found.items() if unset}
+                groups = (
+                    (key, group) for key, group in value.items() if isinstance(group, Settings)
+                )
+                later[name] = {key: group._unset_later() for key, group in groups}
+        return {name: inner for name, inner in later.items() if inner}
 
     @model_validator(mode="before")
     @classmethod

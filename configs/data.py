@@ -388,15 +388,15 @@ class DataConfig(Settings):
         """
         if not isinstance(self.source, TasksSource):
             return {"": episodes}
-        found = {}
+        by_task = {}
         for name, task in self.source.tasks.items():
             try:
                 settings = episodes.model_dump() | task.of_episodes
-                found[name] = type(episodes).model_validate(settings)
+                by_task[name] = type(episodes).model_validate(settings)
             except ValidationError as error:
-                said = error.errors()[0]["msg"].removeprefix("Value error, ")
-                raise ValueError(f"The task {name}: {said}") from None
-        return found
+                message = error.errors()[0]["msg"].removeprefix("Value error, ")
+                raise ValueError(f"The task {name}: {message}") from None
+        return by_task
 
     def group_sizes(self, most: int) -> dict[str, int]:
         """Completions of a prompt of each of several tasks; most: of those without a number."""

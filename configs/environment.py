@@ -11,8 +11,10 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -25,6 +27,9 @@ IN_ADDRESS = re.compile(r"^[a-z0-9+.-]+://[^/@]*:[^/@]+@", re.IGNORECASE)
 
 DISTRIBUTION = "refrain-rl"
 _NAME = re.compile(r"[\w.-]+")
+
+GIT = "git"  # of run.json
+GIT_SECONDS = 10.0  # seconds that git may take
 
 
 def user() -> str:
@@ -157,3 +162,34 @@ def _ranges() -> dict[str, str]:
         return {}
     packages = [line.partition(";")[0].strip() for line in lines]
     return {match.group(): line for line in packages if (match := _NAME.match(line))}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkingTree:
+    """The state of a working folder."""
+
+    commit: str  # digest of the last commit
+    changed: bool  # whether a file that is under git, or could be, differs from it
+
+
+def working_tree(folder: Path) -> WorkingTree | None:
+    """The state of a folder; None where it is not under git, or git is not installed."""
+    commit = _git(folder, "rev-parse", "--verify", "HEAD")
+    if not commit:
+        return None
+    return WorkingTree(commit=commit, changed=bool(_git(folder, "status", "--porcelain")))
+
+
+def _git(folder: Path, *words: str) -> str:
+    """What git says; empty where it fails."""
+    try:
+        result = subprocess.run(
+            ["git", "-C", str(folder), *words],
+            capture_output=True,
+            text=True,
+            timeout=GIT_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return result.stdout.strip() if result.returncode == 0 else ""

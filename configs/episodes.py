@@ -288,13 +288,13 @@ class EpisodesConfig(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _a_workspace_has_settings(cls, given: Any) -> Any:
-        if isinstance(given, Mapping) and given.get("workspace") is None:
-            played = given.get("environment")
+    def _a_workspace_has_settings(cls, settings: Any) -> Any:
+        if isinstance(settings, Mapping) and settings.get("workspace") is None:
+            played = settings.get("environment")
             mapping = isinstance(played, Mapping) and played.get("kind") == "workspace"
             if mapping or isinstance(played, WorkspaceEnvironment):
-                return {**given, "workspace": {}}
-        return given
+                return {**settings, "workspace": {}}
+        return settings
 
     @model_validator(mode="after")
     def _the_kind_has_players(self) -> Self:

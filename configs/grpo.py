@@ -164,7 +164,7 @@ def _idle(config: GRPOConfig) -> list[str]:
 
 
 def _early_end(config: GRPOConfig) -> list[str]:
-    if all(one.environment.kind != "agent" for one in config.played.values()):
+    if all(episodes.environment.kind != "agent" for episodes in config.played.values()):
         return []
     if config.rewards.on_failure != "drop" or config.group_size == 1:
         return []

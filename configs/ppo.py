@@ -1,16 +1,20 @@
 """The settings of a PPO run: those of GRPO and a critic."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from pydantic import Field, model_validator
 
-from configs.algorithm.advantages import ADVANTAGE_KINDS
+from configs.algorithm.advantages import Advantage
 from configs.base import Settings
 from configs.cluster import Role
 from configs.grpo import OF_EVERY_FLOW, GRPOConfig
 from configs.rules.every_run import BATCHES, mini_batches
 from configs.rules.rule import Rule
 from configs.train import TrainConfig
+
+ADVANTAGE_KINDS: tuple[str, ...] = tuple(
+    choice.model_fields["kind"].default for choice in get_args(get_args(Advantage)[0])
+)
 
 
 class CriticTraining(Settings):

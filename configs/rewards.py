@@ -501,7 +501,9 @@ class UnitTestsReward(Settings):
 
         others: sandboxes that some tasks have in the place of this one.
         """
-        longest = max(one.timeout + one.longest_start for one in (self.sandbox, *others))
+        longest = max(
+            sandbox.timeout + sandbox.longest_start for sandbox in (self.sandbox, *others)
+        )
         return -(-samples // self.at_once) * longest
 
     @model_validator(mode="before")
@@ -571,14 +573,16 @@ class RewardsConfig(Settings):
         self, labels: Collection[str] | None, sandbox: SandboxConfig | None = None
     ) -> "RewardsConfig":
         """Those of these names alone, None: all; with another sandbox of unit tests, if given."""
-        own = (one for one in self.functions if labels is None or one.label in labels)
-        found = (
-            one.model_copy(update={"sandbox": sandbox})
-            if sandbox is not None and isinstance(one, UnitTestsReward)
-            else one
-            for one in own
+        functions = (
+            reward for reward in self.functions if labels is None or reward.label in labels
         )
-        return self.model_copy(update={"functions": tuple(found)})
+        labelled = (
+            reward.model_copy(update={"sandbox": sandbox})
+            if sandbox is not None and isinstance(reward, UnitTestsReward)
+            else reward
+            for reward in functions
+        )
+        return self.model_copy(update={"functions": tuple(labelled)})
 
     @property
     def on_engines(self) -> tuple[EngineReward, ...]:

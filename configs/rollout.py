@@ -179,7 +179,7 @@ class RolloutConfig(Settings):
         "step has its samples as soon as prompts_per_step groups are finished.",
     )
     partial_rollout: Annotated[
-        Literal["off", "carry"], BeforeValidator(lambda given: "off" if given is False else given)
+        Literal["off", "carry"], BeforeValidator(lambda value: "off" if value is False else value)
     ] = Field(
         "off",
         description="What becomes of the groups that over_sampling does not wait for: dropped, or "

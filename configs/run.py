@@ -118,9 +118,9 @@ class RunConfig(Settings):
     @property
     def smallest_group(self) -> tuple[str, int]:
         """The setting by which some prompt has the fewest completions, and how many."""
-        own = self.data.group_sizes(self.group_size)
-        names = {f"data.source.tasks.{name}.group_size": size for name, size in own.items()}
-        return min((names or {"group_size": self.group_size}).items(), key=lambda one: one[1])
+        sizes = self.data.group_sizes(self.group_size)
+        names = {f"data.source.tasks.{name}.group_size": size for name, size in sizes.items()}
+        return min((names or {"group_size": self.group_size}).items(), key=lambda item: item[1])
 
     @property
     def trained_per_step(self) -> int:
@@ -136,13 +136,13 @@ class RunConfig(Settings):
     def rewards_of(self, task: str) -> RewardsConfig:
         """The functions that score one of several tasks, with its sandbox."""
         assert isinstance(self.data.source, TasksSource)
-        own = self.data.source.tasks[task]
-        return self.rewards.named(own.rewards, own.sandbox)
+        config = self.data.source.tasks[task]
+        return self.rewards.named(config.rewards, config.sandbox)
 
     @property
     def longest_turn(self) -> int:
         """The longest turn of an episode, in tokens; 0: no limit."""
-        limits = [one.max_turn_tokens for one in self.played.values()]
+        limits = [episodes.max_turn_tokens for episodes in self.played.values()]
         return max((limit or 0 for limit in limits), default=0) if all(limits) else 0
 
     @property
@@ -234,7 +234,7 @@ class RunConfig(Settings):
     @property
     def plays_requests(self) -> bool:
         """Whether episodes, of one task at least, are answers to requests."""
-        return any(one.of_requests for one in self.played.values())
+        return any(episodes.of_requests for episodes in self.played.values())
 
     @property
     def plays_apart(self) -> bool:
@@ -338,7 +338,7 @@ class RunConfig(Settings):
     @property
     def most_paths(self) -> int:
         """Paths of a sample that trains: more than one only where episodes may branch."""
-        forests = [one.max_turns for one in self.played.values() if one.are_forests]
+        forests = [episodes.max_turns for episodes in self.played.values() if episodes.are_forests]
         return max(forests, default=1)
 
     @property

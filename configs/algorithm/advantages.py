@@ -1,6 +1,6 @@
 """Advantage estimators; their functions are listed in engines/algorithms/advantages.py."""
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -248,6 +248,3 @@ Advantage = Annotated[
     | UserFunction,
     Field(discriminator="kind"),
 ]
-ADVANTAGE_KINDS: tuple[str, ...] = tuple(
-    choice.model_fields["kind"].default for choice in get_args(get_args(Advantage)[0])
-)

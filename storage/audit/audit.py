@@ -218,13 +218,13 @@ def check_counts(
     counted.
     """
     after = commit.ledger
-    drawn = after.drawn - before.drawn
+    prompts = after.drawn - before.drawn
     moved = _place(commit.cursor) - _place(cursor or {})
     passed = after.quarantined - before.quarantined
-    if commit.cursor and moved != drawn + passed:
+    if commit.cursor and moved != prompts + passed:
         over = f" and {passed} passed over" if passed else ""
         raise ValueError(
-            f"Step {commit.step} counts {drawn} prompts drawn{over}, but its data cursor moved by "
+            f"Step {commit.step} counts {prompts} prompts drawn{over}, but its data cursor moved by "
             f"{moved}."
         )
     counted = {name: len(ref) for name, ref in commit.refs.items()}
@@ -236,7 +236,7 @@ def check_counts(
     if batches:
         _check_numbers(store, commit)
     if batches and {"prompts", "batch"} <= set(commit.refs):
-        _recount(store, commit, before, drawn)
+        _recount(store, commit, before, prompts)
         if "tasks" in commit.cursor:
             _check_tasks(store, commit, cursor, passed)
         _check_members(store, commit, before, handed_on)
@@ -272,7 +272,7 @@ def _check_numbers(store: Store, commit: Commit) -> None:
             )
 
 
-def _recount(store: Store, commit: Commit, before: Ledger, drawn: int) -> None:
+def _recount(store: Store, commit: Commit, before: Ledger, draws: int) -> None:
     prompts = len(commit.refs["prompts"])
     trained = len(np.unique(commit.refs["batch"].fetch_numpy(store, "group_id")[0]))
     counted = commit.ledger.trained - before.trained
@@ -282,10 +282,10 @@ def _recount(store: Store, commit: Commit, before: Ledger, drawn: int) -> None:
             f"of {trained}."
         )
     unusable = sum(map(len, commit.dropped_rows.values()))
-    known = "dropped_rows" in commit.model_fields_set  # earlier commits did not name them
-    if prompts > drawn or (known and prompts + unusable != drawn):
+    names_rows = "dropped_rows" in commit.model_fields_set  # earlier commits did not name them
+    if prompts > draws or (names_rows and prompts + unusable != draws):
         raise ValueError(
-            f"Step {commit.step} counts {drawn} prompts drawn, but stored {prompts} and named "
+            f"Step {commit.step} counts {draws} prompts drawn, but stored {prompts} and named "
             f"{unusable} that it dropped."
         )
     samples = commit.refs.get("samples")
@@ -312,8 +312,8 @@ def _check_members(
         return
     members = np.unique(samples.fetch_numpy(store, "group_id")[0])
     on = np.empty(0, np.int64) if carried is None else carried.fetch_numpy(store, "group_id")[0]
-    known = np.concatenate([members, on])
-    if len(np.unique(known)) != len(known) or not np.isin(known, had).all():
+    groups = np.concatenate([members, on])
+    if len(np.unique(groups)) != len(groups) or not np.isin(groups, had).all():
         raise ValueError(
             f"Step {commit.step} has groups in its batch, or hands groups on, that it neither drew "
             "nor was handed, or does both with one."
@@ -324,13 +324,13 @@ def _check_members(
             f"{len(on)} on."
         )
     reasons = ("over_sampled", "overdue")  # dropped without being part of the batch
-    left = sum(
+    dropped = sum(
         commit.ledger.dropped.get(reason, 0) - before.dropped.get(reason, 0) for reason in reasons
     )
-    if len(had) != len(known) + left:
+    if len(had) != len(groups) + dropped:
         raise ValueError(
             f"Step {commit.step} had {len(had)} groups, of which {len(members)} are in its batch, "
-            f"{left} dropped and {len(on)} handed on."
+            f"{dropped} dropped and {len(on)} handed on."
         )
 
 

@@ -8,6 +8,7 @@ from typing import cast
 
 from pydantic import JsonValue
 
+from configs.environment import GIT as GIT
 from storage.batches.forest import LENGTHS, PARENTS
 from storage.batches.refs import BatchRef
 from storage.evaluations.results import ConfidenceInterval, EvaluationResult, newest_evaluations
@@ -16,7 +17,6 @@ from storage.objects.errors import ObjectMissing
 from storage.objects.store import Store
 from storage.runs.commit_log import Outline, head, read_commit, read_outline
 from storage.runs.run_store import RunStore, committer, origin_of, start_of
-from storage.runs.working_tree import FIELD as GIT
 
 # What a step is made of, in the order in which it comes about: name, ref of the commit, columns.
 PARTS = (
@@ -209,15 +209,15 @@ def paired(first: list[EvaluationResult], second: list[EvaluationResult]) -> lis
     """Evaluations of the same suite, rows, manner and version, metric by metric."""
     return [
         Paired(
-            suite=one.suite,
-            version=one.version,
+            suite=result.suite,
+            version=result.version,
             metric=name,
             first=value,
             second=other.metrics[name],
-            intervals=(bounds(one.interval(name)), bounds(other.interval(name))),
+            intervals=(bounds(result.interval(name)), bounds(other.interval(name))),
         )
-        for one, other in matched(first, second)
-        for name, value in one.metrics.items()
+        for result, other in matched(first, second)
+        for name, value in result.metrics.items()
         if name in other.metrics
     ]
 

@@ -133,9 +133,9 @@ def _read_ahead(
 
 
 def _read(
-    one: tuple[RunStore, Commit, Future[StepOrigin]],
+    step: tuple[RunStore, Commit, Future[StepOrigin]],
 ) -> tuple[RunStore, Commit, StepOrigin]:
-    owner, commit, origin = one
+    owner, commit, origin = step
     return owner, commit, origin.result()
 
 

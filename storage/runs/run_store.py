@@ -16,17 +16,17 @@ parent keeps for it, in retention.py.
 
 from __future__ import annotations
 
+import copy
 import re
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from threading import Lock
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import Field
 
-from configs.stored import renamed_settings, upgraded_settings
 from storage.objects import documents
 from storage.objects.documents import StoredRecord
 from storage.objects.errors import ObjectDamaged, ObjectMissing
@@ -35,6 +35,11 @@ from storage.runs.weights import WeightsRef
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+# Functions of ours that recipes name by import path and that have moved.
+MOVED = {"engines.scorers:share_of_digits": "engines.rewards.builtin:share_of_digits"}
+# What a run does that began before there was a setting, where today's default does something else.
+BEFORE: dict[str, dict[str, Any]] = {"store": {"keep_registered": None}}
 
 STAGE_FORMAT = "refrain.stage/1"
 DATA_SUFFIX = ".safetensors"
@@ -47,6 +52,42 @@ FOLDERS = 64  # of steps and stages whose listings are kept
 LISTS = "lists-"  # how the name of an object with the lists of a commit begins
 
 ORIGIN_FIELD = "origin"  # of run.json
+
+
+def upgraded_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a run that was stored by version 1 of run.json."""
+    new = renamed_settings(settings)
+    new.get("rollout", {}).pop("shards_in_flight", None)  # cluster.pools.NAME.slots bounds them
+    for function in new.get("rewards", {}).get("functions", []):
+        if function.get("path") in MOVED:
+            function["path"] = MOVED[function["path"]]
+    return new
+
+
+def renamed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as version 2 of run.json has them: what has another name or form by now has that, and
+    what an older Refrain could not set is as it was then."""
+    new = copy.deepcopy(dict(settings))
+    if "staleness_guard" in new:
+        guard = new.pop("staleness_guard")
+        new.setdefault("guards", [])
+        if guard is not None:
+            new["guards"].append(_guard_of(guard))
+    data = new.get("data", {})
+    if "shuffle" in data:
+        shuffle = data.pop("shuffle")
+        data.setdefault("order", "shuffled" if shuffle else "sequential")
+    for group, values in BEFORE.items():
+        if group in new:
+            new[group] = {**values, **new[group]}
+    return new
+
+
+def _guard_of(guard: Mapping[str, Any]) -> dict[str, Any]:
+    """The guard of overlapping steps, which was the only one, with a bound that has its side."""
+    side = "below" if guard["metric"].endswith("effective_sample_size") else "above"
+    rest = {name: guard[name] for name in ("metric", "action", "patience") if name in guard}
+    return {"name": "staleness", "action": "synchronous", **rest, side: guard["bound"]}
 
 
 class StageStore(ABC):

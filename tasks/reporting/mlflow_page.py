@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from configs.environment import working_tree
 from configs.storage import TrackingConfig
 from storage.audit.samples import WROTE, ending
 from storage.evaluations.results import EvaluationResult, evaluations_of
@@ -16,7 +17,6 @@ from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit, read_commit
 from storage.runs.retention import is_there
 from storage.runs.run_store import Origin, RunStore
-from storage.runs.working_tree import working_tree
 from storage.tracking.connection import TrackingAddress, TrackingError
 from storage.tracking.cost import DEVICE_HOURS_SO_FAR, MONEY_SO_FAR, SO_FAR
 from storage.tracking.machine_samples import MachineSample

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 import secrets
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
-from configs.environment import user
+from configs.environment import GIT as GIT
+from configs.environment import user, working_tree
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from engines.meanings import VERSIONS
@@ -37,8 +39,6 @@ from storage.runs.run_store import (
     parent_of,
 )
 from storage.runs.seen_rows import seen_before, write_seen
-from storage.runs.working_tree import FIELD as GIT
-from storage.runs.working_tree import working_tree
 from tasks.results import Carried
 from tasks.run.code_changes import FIELD as CODE_FILES
 from tasks.run.code_changes import code_files
@@ -213,7 +213,7 @@ def begin(opened: OpenedRun, position: Position) -> None:
         record[FLOW_RUN] = str(of)
     tree = working_tree(Path.cwd())
     if tree is not None:
-        record[GIT] = tree.model_dump(mode="json")
+        record[GIT] = asdict(tree)
     if origin is not None:
         record[ORIGIN_FIELD] = origin.model_dump(mode="json")
     if opened.opponent is not None:
