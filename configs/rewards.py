@@ -31,6 +31,21 @@ HOW_ASKED = (
 OURS = ("model", "messages", "temperature", "max_tokens", "seed", "n", "stream")
 
 
+ScoreName = Annotated[str, Field(description="Name under which the score is logged.")]
+
+
+class NamedReward(Settings):
+    """What a score that has a name by default is logged under, and what it weighs."""
+
+    name: ScoreName
+    weight: float = Field(1.0, description="Factor in the weighted sum of rewards.")
+
+    @property
+    def label(self) -> str:
+        """Name under which the score is logged."""
+        return self.name
+
+
 class SandboxLimits(Settings):
     """What a program in a sandbox may use. Beyond it, it is stopped or its calls fail."""
 
@@ -117,12 +132,11 @@ class Pairwise(Settings):
         return template
 
 
-class RewardModelReward(Settings):
+class RewardModelReward(NamedReward):
     """The number that a sequence classifier gives to prompt and completion, as it is."""
 
     kind: Literal["reward_model"] = "reward_model"
-    name: str = Field("reward_model", description="Name under which the score is logged.")
-    weight: float = Field(1.0, description="Factor in the weighted sum of rewards.")
+    name: ScoreName = "reward_model"
     model: ModelPath = Field(
         description="Hub id or directory of a transformers checkpoint of a class …ForSequence"
         "Classification with one label. It lives on the pool of cluster.roles.reward_model."
@@ -151,21 +165,15 @@ class RewardModelReward(Settings):
     )
 
     @property
-    def label(self) -> str:
-        """Name under which the score is logged."""
-        return self.name
-
-    @property
     def checkpoint(self) -> PretrainedModel:
         """Where its files are."""
         return PretrainedModel(path=self.model, revision=self.revision)
 
 
-class Judging(Settings):
+class Judging(NamedReward):
     """What judges have in common: a rubric, and how an answer becomes a score."""
 
-    name: str = Field("judge", description="Name under which the score is logged.")
-    weight: float = Field(1.0, description="Factor in the weighted sum of rewards.")
+    name: ScoreName = "judge"
     rubric: LocalFile = Field(
         description="File with what the judge is asked. {prompt}, {completion} and any column of "
         "the data, such as {answer}, are put in; other braces stay. It has to be under the same "
@@ -195,11 +203,6 @@ class Judging(Settings):
         description="Deadline of a scoring call, all its samples and votes together, in seconds; "
         "samples that are not judged by then are failed. In the place of rewards.timeout.",
     )
-
-    @property
-    def label(self) -> str:
-        """Name under which the score is logged."""
-        return self.name
 
     @field_validator("score")
     @classmethod
@@ -375,52 +378,34 @@ class LocalJudgeReward(Judging):
         return self
 
 
-class ReasoningGymReward(Settings):
+class ReasoningGymReward(NamedReward):
     """The scorer of the reasoning-gym task that made the problem."""
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
-    name: str = Field("reasoning_gym", description="Name under which the score is logged.")
-    weight: float = Field(1.0, description="Factor in the weighted sum of rewards.")
+    name: ScoreName = "reasoning_gym"
     extract: Literal["last_integer", "last_number", "answer_tag", "whole"] = Field(
         "last_number", description="Which part of the completion is handed to the scorer."
     )
 
-    @property
-    def label(self) -> str:
-        """Name under which the score is logged."""
-        return self.name
 
-
-class MathReward(Settings):
+class MathReward(NamedReward):
     """1 if math-verify finds the completion's answer equal to the reference, else 0."""
 
     kind: Literal["math"] = "math"
-    name: str = Field("math", description="Name under which the score is logged.")
-    weight: float = Field(1.0, description="Factor in the weighted sum of rewards.")
+    name: ScoreName = "math"
     answer_column: str = Field("answer", description="Column with the reference answer.")
     answer_after: str | None = Field(
         "####",
         description="Marker after which the reference answer stands (GSM8K); none takes the whole.",
     )
 
-    @property
-    def label(self) -> str:
-        """Name under which the score is logged."""
-        return self.name
 
-
-class ChoiceReward(Settings):
+class ChoiceReward(NamedReward):
     """1 if the letter that the completion gives as its answer is the row's, else 0."""
 
     kind: Literal["choice"] = "choice"
-    name: str = Field("choice", description="Name under which the score is logged.")
-    weight: float = Field(1.0, description="Factor in the weighted sum of rewards.")
+    name: ScoreName = "choice"
     answer_column: str = Field("answer", description="Column with the letter of the right answer.")
-
-    @property
-    def label(self) -> str:
-        """Name under which the score is logged."""
-        return self.name
 
 
 class FunctionReward(Settings):
@@ -442,25 +427,18 @@ class FunctionReward(Settings):
         return self.name or self.path.rpartition(":")[2]
 
 
-class EnvironmentReward(Settings):
+class EnvironmentReward(NamedReward):
     """What an episode's environment gave: the sum of its turns' rewards."""
 
     kind: Literal["environment"] = "environment"
-    name: str = Field("environment", description="Name under which the score is logged.")
-    weight: float = Field(1.0, description="Factor in the weighted sum of rewards.")
-
-    @property
-    def label(self) -> str:
-        """Name under which the score is logged."""
-        return self.name
+    name: ScoreName = "environment"
 
 
-class UnitTestsReward(Settings):
+class UnitTestsReward(NamedReward):
     """The completion's program, run against the unit tests of its row in a sandbox."""
 
     kind: Literal["unit_tests"] = "unit_tests"
-    name: str = Field("unit_tests", description="Name under which the score is logged.")
-    weight: float = Field(1.0, description="Factor in the weighted sum of rewards.")
+    name: ScoreName = "unit_tests"
     tests_column: str = Field(
         "test_list",
         description="Column with the tests: assert statements, a script with check(candidate) or "
@@ -528,11 +506,6 @@ class UnitTestsReward(Settings):
                 f"{self.sandbox.timeout:g} s (sandbox.timeout). Set sandbox.timeout higher."
             )
         return self
-
-    @property
-    def label(self) -> str:
-        """Name under which the score is logged."""
-        return self.name
 
 
 # What is called in a process of its own; reward models and judges of the run's own have engines.
