@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from configs.grpo import GRPOConfig
-from engines.data.results import FAILED, TOKENS, TURN_TOKENS, TURNS
+from engines.data.results import DEADLINE, FAILED, TOKENS, TURN_TOKENS, TURNS
 from engines.rewards.runner import NO_FUNCTION
 from storage.batches.columns import TASK, SampleStatus
 from storage.batches.refs import BatchRef
@@ -73,6 +73,7 @@ def limit_of(config: GRPOConfig, end: str, task: str = "") -> str:
         TOKENS: f"rollout.max_new_tokens = {longest.get(task, config.rollout.max_new_tokens)}",
         "turn_seconds": f"episodes.turn_timeout = {episodes.turn_timeout:g}",
         "seconds": f"episodes.timeout = {episodes.timeout:g}",
+        DEADLINE: f"episodes.deadline = {episodes.deadline}",
         FAILED: "",
     }
     whose = f" of the task {task}" if task else ""
