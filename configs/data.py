@@ -98,7 +98,7 @@ OF_TASK = (
 )
 OF_EPISODES = (
     *("environment", "max_turns", "max_turn_tokens", "past_turns", "full_turn", "turn_timeout"),
-    "timeout",
+    *("timeout", "deadline"),
 )
 TASK_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
 
@@ -159,6 +159,7 @@ class TaskConfig(Settings):
         None, gt=0, description="As episodes.turn_timeout, in seconds."
     )
     timeout: float | None = Field(None, gt=0, description="As episodes.timeout, in seconds.")
+    deadline: float | None = Field(None, gt=0, description="As episodes.deadline, in seconds.")
 
     @property
     def of_episodes(self) -> dict[str, Any]:
