@@ -9,6 +9,7 @@ from pydantic import Field, JsonValue, ValidationError, field_validator, model_v
 from configs.base import FileAddress, FunctionPath, Settings
 from configs.coding import CodingSource
 from configs.episodes import Environment, EpisodesConfig
+from configs.sandbox import SandboxConfig
 
 
 class MultipleChoice(Settings):
@@ -109,7 +110,7 @@ class TaskConfig(Settings):
     What is none is as data and episodes have it.
     """
 
-    later: ClassVar[frozenset[str]] = frozenset({"group_size", *OF_EPISODES})
+    later: ClassVar[frozenset[str]] = frozenset({"group_size", "sandbox", *OF_EPISODES})
 
     source: Source | None = Field(
         None, description="Its rows; none: those of data.source.source that name it."
@@ -133,6 +134,9 @@ class TaskConfig(Settings):
     )
     rewards: tuple[str, ...] | None = Field(
         None, description="Names of the rewards.functions that score it; none: all."
+    )
+    sandbox: SandboxConfig | None = Field(
+        None, description="Where programs run that unit tests score; none: as the reward has it."
     )
     prompt_column: str | None = Field(None, description="As data.prompt_column.")
     template: Literal["chat", "plain"] | None = Field(None, description="As data.template.")
@@ -399,6 +403,15 @@ class DataConfig(Settings):
         """Completions of a prompt of each of several tasks; most: of those without a number."""
         tasks = self.source.tasks if isinstance(self.source, TasksSource) else {}
         return {name: task.group_size or most for name, task in tasks.items()}
+
+    def sandboxes(self, reward: str) -> dict[str, SandboxConfig]:
+        """Sandboxes of their own of the tasks that a reward scores, by the tasks' names."""
+        tasks = self.source.tasks if isinstance(self.source, TasksSource) else {}
+        return {
+            name: task.sandbox
+            for name, task in tasks.items()
+            if task.sandbox is not None and (task.rewards is None or reward in task.rewards)
+        }
 
     def rewards_of(self, task: str) -> tuple[str, ...] | None:
         """Names of the reward functions that score one of several tasks; None: all."""

@@ -1,7 +1,7 @@
 """Which functions score completions, and what becomes of a sample whose scoring fails."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -133,9 +133,13 @@ class UnitTestsReward(Settings):
         """Columns that every row must have."""
         return [self.tests_column, *([self.setup_column] if self.setup_column else [])]
 
-    def seconds(self, samples: int) -> float:
-        """Longest time for so many samples, of which each program may hang until it is stopped."""
-        return -(-samples // self.at_once) * (self.sandbox.timeout + self.sandbox.longest_start)
+    def seconds(self, samples: int, others: Iterable[SandboxConfig] = ()) -> float:
+        """Longest time for so many samples, of which each program may hang until it is stopped.
+
+        others: sandboxes that some tasks have in the place of this one.
+        """
+        longest = max(one.timeout + one.longest_start for one in (self.sandbox, *others))
+        return -(-samples // self.at_once) * longest
 
     @model_validator(mode="before")
     @classmethod
@@ -200,10 +204,18 @@ class RewardsConfig(Settings):
         "whole group out, complete trains on its other samples, abort ends the step.",
     )
 
-    def named(self, labels: Collection[str] | None) -> "RewardsConfig":
-        """Those of these names alone; None: all."""
+    def named(
+        self, labels: Collection[str] | None, sandbox: SandboxConfig | None = None
+    ) -> "RewardsConfig":
+        """Those of these names alone, None: all; with another sandbox of unit tests, if given."""
         own = (one for one in self.functions if labels is None or one.label in labels)
-        return self.model_copy(update={"functions": tuple(own)})
+        found = (
+            one.model_copy(update={"sandbox": sandbox})
+            if sandbox is not None and isinstance(one, UnitTestsReward)
+            else one
+            for one in own
+        )
+        return self.model_copy(update={"functions": tuple(found)})
 
     @property
     def on_engines(self) -> tuple[EngineReward, ...]:

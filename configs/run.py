@@ -8,7 +8,7 @@ from pydantic import Field
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.base import Settings
 from configs.cluster.cluster import ClusterConfig, Role
-from configs.data import DataConfig
+from configs.data import DataConfig, TasksSource
 from configs.episodes import EpisodesConfig, OpponentConfig
 from configs.evaluation import EvaluationConfig
 from configs.guards import GuardConfig
@@ -134,6 +134,12 @@ class RunConfig(Settings):
         """The episodes of each task, by name, or of all under no name; nothing of one turn."""
         return {} if self.episodes is None else self.data.played(self.episodes)
 
+    def rewards_of(self, task: str) -> RewardsConfig:
+        """The functions that score one of several tasks, with its sandbox."""
+        assert isinstance(self.data.source, TasksSource)
+        own = self.data.source.tasks[task]
+        return self.rewards.named(own.rewards, own.sandbox)
+
     @property
     def longest_turn(self) -> int:
         """The longest turn of an episode, in tokens; 0: no limit."""
@@ -203,7 +209,11 @@ class RunConfig(Settings):
         judges = [one.deadline for one in self.rewards.functions if one.kind == "judge"]
         slots = self.cluster.pools[self.cluster.roles.reward].slots
         samples = self.groups_at_once * self.samples_per_prompt
-        tests = [one.seconds(samples) for one in self.rewards.functions if one.kind == "unit_tests"]
+        tests = [
+            one.seconds(samples, self.data.sandboxes(one.label).values())
+            for one in self.rewards.functions
+            if one.kind == "unit_tests"
+        ]
         waits = slots * max(judges, default=0.0) + max(tests, default=0.0)
         return self.rollout.deadline + waits
 
@@ -221,6 +231,11 @@ class RunConfig(Settings):
     def sees_frames(self) -> bool:
         """Whether the policy looks at what episodes see."""
         return self.episodes is not None and self.episodes.sees == "frames"
+
+    @property
+    def plays_requests(self) -> bool:
+        """Whether episodes, of one task at least, are answers to requests."""
+        return any(one.of_requests for one in self.played.values())
 
     @property
     def plays_apart(self) -> bool:
@@ -317,6 +332,12 @@ class RunConfig(Settings):
         """The longest that an engine samples, prompt and completion together, in tokens."""
         own = self.data.max_prompt_tokens + self.rollout.max_new_tokens
         return max(own, *self.longest_of_suites.values(), 0)
+
+    @property
+    def most_paths(self) -> int:
+        """Paths of a sample that trains: more than one only where episodes may branch."""
+        forests = [one.max_turns for one in self.played.values() if one.are_forests]
+        return max(forests, default=1)
 
     @property
     def longest_response(self) -> int:

@@ -5,8 +5,10 @@ from collections.abc import Iterable
 from configs.algorithm.advantages import GRPOAdvantage
 from configs.data import TaskConfig, TasksSource
 from configs.evaluation import SuiteConfig
+from configs.rewards import UnitTestsReward
 from configs.rules.rule import Rule, of_each, where
 from configs.run import RunConfig
+from configs.sandbox import SandboxConfig
 
 
 def _source(config: RunConfig) -> TasksSource:
@@ -56,6 +58,16 @@ def _all_suites(config: RunConfig) -> dict[str, SuiteConfig]:
 def _of_tasks(config: RunConfig) -> Iterable[tuple[str, SuiteConfig]]:
     """Suites that are of a task."""
     return [(name, one) for name, one in _all_suites(config).items() if one.task is not None]
+
+
+def _sandboxed(
+    config: RunConfig,
+) -> Iterable[tuple[str, list[UnitTestsReward], SandboxConfig]]:
+    """Tasks with a sandbox of their own, and the unit tests that run in it."""
+    for name, task in _tasks(config):
+        if task.sandbox is not None:
+            scored = config.rewards.named(task.rewards).functions
+            yield name, [one for one in scored if isinstance(one, UnitTestsReward)], task.sandbox
 
 
 def _unplayed(config: RunConfig) -> Iterable[tuple[str, str]]:
@@ -123,6 +135,22 @@ TASKS: tuple[Rule[RunConfig], ...] = where(
         says=lambda config, task: (
             f"data.source.tasks.{task[0]}.group_size = {task[1].group_size} is above group_size = "
             f"{config.group_size}, the largest of all. Set the latter higher."
+        ),
+    ),
+    of_each(
+        _sandboxed,
+        needs=lambda config, own: len(own[1]) > 0,
+        says=lambda config, own: (
+            f"data.source.tasks.{own[0]}.sandbox is of unit tests, and no reward of kind unit_tests "
+            "scores the task. Set it to null, or name such a reward in the task's rewards."
+        ),
+    ),
+    of_each(
+        _sandboxed,
+        needs=lambda config, own: all(one.test_timeout <= own[2].timeout for one in own[1]),
+        says=lambda config, own: (
+            f"data.source.tasks.{own[0]}.sandbox.timeout = {own[2].timeout:g} s is of all tests of a "
+            "sample, and one may take more (test_timeout of the reward). Set it higher."
         ),
     ),
     of_each(

@@ -8,7 +8,7 @@ engines/rewards/builtin.py; a user's function is called as TRL calls it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from types import TracebackType
@@ -31,6 +31,7 @@ from configs.rewards import (
     RewardsConfig,
     UnitTestsReward,
 )
+from configs.sandbox import SandboxConfig
 from engines.meanings import meaning_of
 from engines.rewards.failing_samples import (
     Column,
@@ -152,7 +153,7 @@ class RewardRunner:
         return {
             reward.label: RewardCode(
                 name=reward.label,
-                settings=_definition(reward),
+                settings=_definition(reward, self._data),
                 source=ready.source,
                 module=ready.module,
                 packages=dict(ready.packages),
@@ -205,7 +206,8 @@ class RewardRunner:
 
         def timed(process: RewardProcess, reward: Reward) -> tuple[Column, float]:
             started = time.perf_counter()
-            seconds = deadline(reward, self._rewards.timeout, len(batch.completions))
+            others = self._data.sandboxes(reward.label).values()
+            seconds = deadline(reward, self._rewards.timeout, len(batch.completions), others)
             if (places := self._scored(reward.label, rows)) is None:
                 column = score_column(process, batch, seconds)
             else:
@@ -294,24 +296,30 @@ class RewardRunner:
         self.close()
 
 
-def _definition(reward: Reward) -> dict[str, Any]:
+def _definition(reward: Reward, data: DataConfig) -> dict[str, Any]:
     """The settings that a score depends on."""
     left_out = set(HOW_ASKED) if isinstance(reward, JudgeReward) else set()
     settings = reward.model_dump(mode="json", exclude=left_out)
+    if isinstance(reward, UnitTestsReward) and (own := data.sandboxes(reward.label)):
+        of_tasks = {name: one.model_dump(mode="json") for name, one in own.items()}
+        settings["sandboxes"] = of_tasks
     meaning = meaning_of(reward)
     return settings if meaning == 1 else settings | {"meaning": meaning}
 
 
-def deadline(reward: Reward, timeout: float, samples: int) -> float:
+def deadline(
+    reward: Reward, timeout: float, samples: int, sandboxes: Iterable[SandboxConfig] = ()
+) -> float:
     """Seconds that a call for so many samples may take, after which its process is killed.
 
+    sandboxes: of unit tests, those of tasks that have one of their own.
     A program that hangs in its sandbox is a result, so there is time for every sample to do that.
     """
     if isinstance(reward, JudgeReward):
         return reward.deadline + _GRACE
     if not isinstance(reward, UnitTestsReward):
         return timeout
-    return timeout + reward.seconds(samples)
+    return timeout + reward.seconds(samples, sandboxes)
 
 
 def _start_message(
@@ -343,7 +351,8 @@ def _start_message(
             packages = ("refrain-rl", "httpx")
         case UnitTestsReward():
             path = "engines.rewards.unit_tests:unit_test_scorer"
-            params, packages = {"reward": reward}, ("refrain-rl",)
+            params = {"reward": reward, "sandboxes": data.sandboxes(reward.label)}
+            packages = ("refrain-rl",)
         case ReasoningGymReward():
             path = "engines.rewards.builtin:reasoning_gym_scorer"
             packages = ("refrain-rl", "reasoning-gym")

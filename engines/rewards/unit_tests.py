@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,11 +13,13 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from configs.rewards import UnitTestsReward
+from configs.sandbox import SandboxConfig
 from engines.rewards.protocol import SampleScore
 from engines.rewards.row_tests import tests_of
 from engines.sandboxes.opening import open_sandbox, prove, python_of
 from engines.sandboxes.protocol import Executed, Sandbox, SandboxFailed
 from storage.objects.documents import JsonValue, Row, digest
+from storage.prompts.source import TASK
 
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _PYTHON = ("", "python", "py", "python3")
@@ -41,10 +43,17 @@ def _text(module: str) -> str:
     return Path(spec.origin).read_text()
 
 
-def unit_test_scorer(reward: UnitTestsReward) -> UnitTestScorer:
-    """The scorer of these settings; ValueError, one sentence, where this machine has no sandbox."""
+def unit_test_scorer(
+    reward: UnitTestsReward, sandboxes: Mapping[str, SandboxConfig]
+) -> UnitTestScorer:
+    """The scorer of these settings; ValueError, one sentence, where this machine has no sandbox.
+
+    sandboxes: of tasks that have one of their own.
+    """
     prove(reward.sandbox, f"rewards.functions.{reward.name}.sandbox")
-    return UnitTestScorer(reward)
+    for task, sandbox in sandboxes.items():
+        prove(sandbox, f"data.source.tasks.{task}.sandbox")
+    return UnitTestScorer(reward, sandboxes)
 
 
 class _Result(BaseModel):
@@ -60,8 +69,10 @@ class _Result(BaseModel):
 class UnitTestScorer:
     """Scores completions, several at once: each has a sandbox of its own."""
 
-    def __init__(self, reward: UnitTestsReward) -> None:
-        self._reward = reward
+    def __init__(
+        self, reward: UnitTestsReward, sandboxes: Mapping[str, SandboxConfig] | None = None
+    ) -> None:
+        self._reward, self._sandboxes = reward, dict(sandboxes or {})
         self._judging: dict[str, bool] = {}  # by a row's tests: whether they judge a program
 
     def __call__(self, completion: str, row: Row) -> SampleScore:
@@ -70,29 +81,35 @@ class UnitTestScorer:
         ValueError for a row whose tests cannot be run or judge no program, whatever the completion;
         SandboxFailed when the machine fails.
         """
-        tests = tests_of(self._reward, row)
-        with open_sandbox(self._reward.sandbox) as sandbox:
-            if not self._judge(sandbox, tests):
+        tests, settings = tests_of(self._reward, row), self._sandbox(row)
+        with open_sandbox(settings) as sandbox:
+            if not self._judge(settings, sandbox, tests):
                 raise ValueError(NO_JUDGE)
             source = program_of(completion, self._reward.extract)
             if source is None:
                 return self._scored([_missed("the completion has no program")] * len(tests))
-            return self._scored(_results(self._run(sandbox, tests, source), len(tests)))
+            return self._scored(_results(self._run(settings, sandbox, tests, source), len(tests)))
 
     def judges(self, row: Row) -> bool:
         """Whether the tests of a row judge a program, or pass with an empty one.
 
         ValueError, a sentence, for a row without tests, or with such as cannot be run.
         """
-        tests = tests_of(self._reward, row)
-        with open_sandbox(self._reward.sandbox) as sandbox:
-            return self._judge(sandbox, tests)
+        tests, settings = tests_of(self._reward, row), self._sandbox(row)
+        with open_sandbox(settings) as sandbox:
+            return self._judge(settings, sandbox, tests)
 
-    def _judge(self, sandbox: Sandbox, tests: list[dict[str, Any]]) -> bool:
+    def _sandbox(self, row: Row) -> SandboxConfig:
+        """Where the programs of a row run."""
+        return self._sandboxes.get(str(row.get(TASK)), self._reward.sandbox)
+
+    def _judge(
+        self, settings: SandboxConfig, sandbox: Sandbox, tests: list[dict[str, Any]]
+    ) -> bool:
         """Run tests with an empty program, before one that may do something about them."""
-        key = digest(json.dumps(tests).encode())
+        key = digest(f"{settings.model_dump_json()}{json.dumps(tests)}".encode())
         if key not in self._judging:
-            ran = self._run(sandbox, tests, source="", begin=True)
+            ran = self._run(settings, sandbox, tests, source="", begin=True)
             passed = all(one["passed"] for one in _results(ran, len(tests)))
             if len(self._judging) >= _ROWS:
                 self._judging.clear()
@@ -100,7 +117,12 @@ class UnitTestScorer:
         return self._judging[key]
 
     def _run(
-        self, sandbox: Sandbox, tests: list[dict[str, Any]], source: str, begin: bool = False
+        self,
+        settings: SandboxConfig,
+        sandbox: Sandbox,
+        tests: list[dict[str, Any]],
+        source: str,
+        begin: bool = False,
     ) -> Executed:
         """Run tests of a program; `begin`: see that all can be, and end at the first that fails."""
         asked = {
@@ -112,7 +134,7 @@ class UnitTestScorer:
             "begin": begin,
         }
         return sandbox.exec(
-            [python_of(self._reward.sandbox), "-I", "-B", "-c", _text("testing_program")],
+            [python_of(settings), "-I", "-B", "-c", _text("testing_program")],
             json.dumps(asked).encode(),
         )
 

@@ -8,6 +8,7 @@ from typing import cast
 
 from pydantic import JsonValue
 
+from storage.batches.forest import LENGTHS, PARENTS
 from storage.batches.refs import BatchRef
 from storage.evaluations.results import ConfidenceInterval, EvaluationResult, newest_evaluations
 from storage.objects.documents import Digester
@@ -20,7 +21,7 @@ from storage.runs.working_tree import FIELD as GIT
 # What a step is made of, in the order in which it comes about: name, ref of the commit, columns.
 PARTS = (
     ("prompts", "prompts", ("prompt_ids", "prompt_row")),
-    ("samples", "samples", ("response_ids",)),
+    ("samples", "samples", ("response_ids", LENGTHS, PARENTS)),
     ("rewards", "samples", ("reward",)),
     ("batch", "batch", ("sample_id", "advantages")),
 )

@@ -16,6 +16,7 @@ from configs.terminal_text import terminal_text
 from storage.audit.sample_origins import SampleOrigin, origins_of, samples_of
 from storage.batches import reading
 from storage.batches.columns import Author, SampleStatus
+from storage.batches.forest import Forest, read_forests
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit
 from storage.runs.run_store import RunStore
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 
 TOKENIZER = "tokenizer.json"
 # What is shown of an episode; the template's words around it are in --json.
-WROTE = {"policy": "wrote", "environment": "was answered"}
+BRANCH = "branch"  # a part that says after which words the parts behind it go on
+WROTE = {"policy": "wrote", "environment": "was answered", BRANCH: "went on after"}
+LAST_WORDS = 16  # tokens by which a place in an episode that branches is known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,12 +97,10 @@ def transcribed(
     prompts, responses = texts_of(run, ref, words)
     parts: list[tuple[tuple[str, str], ...]] = [()] * len(responses)
     if "author" in ref.names:
-        parts = [
-            by_author(words, *one)
-            for one in zip(
-                _lists(run, ref, "response_ids"), _lists(run, ref, "author"), strict=True
-            )
-        ]
+        columns = (_lists(run, ref, name) for name in ("prompt_ids", "response_ids", "author"))
+        known = read_forests(run.store, ref)
+        forests: Sequence[Forest | None] = known or [None] * len(responses)
+        parts = [by_author(words, *one) for one in zip(*columns, forests, strict=True)]
     return [
         Transcript(origin=origin, prompt=prompt, response=response, parts=said)
         for origin, prompt, response, said in zip(origins, prompts, responses, parts, strict=True)
@@ -116,15 +117,27 @@ def texts_of(run: RunStore, ref: BatchRef, words: Tokenizer) -> tuple[list[str],
 
 
 def by_author(
-    words: Tokenizer, tokens: list[int], authors: list[int]
+    words: Tokenizer,
+    prompt: list[int],
+    tokens: list[int],
+    authors: list[int],
+    forest: Forest | None = None,
 ) -> tuple[tuple[str, str], ...]:
-    """Who wrote what of a response [T]: policy, environment and template, as text."""
-    cut = [0, *(np.flatnonzero(np.diff(authors)) + 1).tolist(), len(tokens)]
-    runs = [(authors[a], tokens[a:b]) for a, b in pairwise(cut) if a < b]
+    """Who wrote what of a response [T]: policy, environment and template, as text.
+
+    Where a forest's node does not go on after the one before it, a BRANCH with the last words of what
+    it goes on after; none: it is a conversation of its own.
+    """
+    branches = {} if forest is None else forest.branches()
+    cut = sorted({0, *(np.flatnonzero(np.diff(authors)) + 1).tolist(), *branches, len(tokens)})
+    runs: list[tuple[str, list[int]]] = []
+    laid = np.array([*prompt, *tokens], np.int64)
+    for a, b in pairwise(cut):
+        if a in branches:
+            runs.append((BRANCH, laid[branches[a][-LAST_WORDS:]].tolist()))
+        runs.append((Author(authors[a]).name.lower(), tokens[a:b]))
     said = words.decode_batch([ids for _, ids in runs], skip_special_tokens=False)
-    return tuple(
-        (Author(who).name.lower(), text) for (who, _), text in zip(runs, said, strict=True)
-    )
+    return tuple((who, text) for (who, _), text in zip(runs, said, strict=True))
 
 
 def judged(run: RunStore, samples: BatchRef) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -107,6 +107,11 @@ class Forest:
             end = int(self.parents[node])
         return np.concatenate([np.arange(end), *reversed(parts)])
 
+    def branches(self) -> dict[int, Ints]:
+        """By a node's first response token its context, where that is not what was made before it."""
+        apart = np.flatnonzero(self.parents != self.starts).tolist()
+        return {int(self.starts[node]) - self.prompt: self.context(node) for node in apart}
+
     def paths(self) -> list[Ints]:
         """Numbers of each path's tokens, from its first one to a node's end after which none goes on.
 

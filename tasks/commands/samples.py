@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from storage.audit.transcripts import WROTE, Transcript, ending, few, printable
+from storage.audit.transcripts import BRANCH, WROTE, Transcript, ending, few, printable
 from tasks.commands import sample_diff
 from tasks.commands.command import Answer, Request, heading, text
 from tasks.commands.lineage import spans
@@ -196,7 +196,11 @@ def told(
             line
             for who, part in said
             if who in WROTE
-            for line in (text(WROTE[who], "cyan"), marked(part, characters, searched))
+            for line in (
+                [text(WROTE[who], "cyan"), marked(part, characters, searched)]
+                if part or who != BRANCH
+                else [text("began a conversation of its own", "cyan")]
+            )
         ),
         *(
             line

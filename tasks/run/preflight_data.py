@@ -100,7 +100,7 @@ def parts_of(config: GRPOConfig, source: PromptSource) -> dict[str, DataPart]:
     return {
         name: DataPart(
             data=data,
-            rewards=config.rewards.named(config.data.rewards_of(name)),
+            rewards=config.rewards_of(name),
             source=open_source(data.source),
         )
         for name, data in config.data.tasks.items()

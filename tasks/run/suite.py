@@ -125,7 +125,7 @@ def _of_task(config: GRPOConfig, settings: SuiteConfig) -> GRPOConfig:
     most = settings.max_new_tokens or config.data.limits(config.rollout.max_new_tokens)[name]
     changes = {
         "data": config.data.tasks[name].model_copy(update={"source": settings.source}),
-        "rewards": config.rewards.named(config.data.rewards_of(name)),
+        "rewards": config.rewards_of(name),
         "episodes": config.played.get(name),
         "rollout": config.rollout.model_copy(update={"max_new_tokens": most}),
     }

@@ -11,6 +11,7 @@ from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from configs.recipe import load_recipe
 from configs.tree import TreeConfig
+from tasks.run.suite import Suite
 from tests.flows.conftest import ROOT
 
 EXAMPLE = str(ROOT / "examples/two_tasks.yaml")
@@ -37,9 +38,101 @@ def test_one_file_may_hold_all_tasks(tmp_path: Path) -> None:
     assert (sums.prompt_column, texts.prompt_column) == ("question", "text")
 
 
+def test_what_a_task_has_of_its_own_of_episodes_stands_in_theirs() -> None:
+    words = [
+        "episodes={environment: {kind: none}, max_turns: 3, max_turn_tokens: 8}",
+        f"{TASKS}.letters.environment={{kind: class, path: 'guessing.py:Guessing'}}",
+        f"{TASKS}.letters.max_turns=2",
+        f"{TASKS}.letters.max_turn_tokens=5",
+        f"{TASKS}.letters.group_size=4",
+    ]
+    config = load_recipe(GRPOConfig, EXAMPLE, words)
+    digits, letters = config.played["digits"], config.played["letters"]
+    assert (digits.environment.kind, digits.max_turns, digits.max_turn_tokens) == ("none", 3, 8)
+    assert (letters.environment.kind, letters.max_turns, letters.max_turn_tokens) == ("class", 2, 5)
+    assert config.longest_turn == 8 and config.data.group_sizes(8) == {"digits": 8, "letters": 4}
+    assert config.smallest_group == (f"{TASKS}.letters.group_size", 4)
+    assert config.samples_per_prompt == 8, "by which samples are numbered"
+
+
+def test_keys_of_runs_whose_tasks_have_nothing_of_that_stay() -> None:
+    """What came later is in the keys of stored objects only where it is set."""
+    plain = load_recipe(GRPOConfig, EXAMPLE).data.in_keys()
+    digits = plain["source"]["tasks"]["digits"]
+    assert sorted(digits) == sorted(
+        [
+            *("source", "weight", "from_step", "max_new_tokens", "rewards", "prompt_column"),
+            *("template", "system_prompt", "prompt_suffix", "chat_template_kwargs", "prefill"),
+            "max_prompt_tokens",
+        ]
+    )
+    other = load_recipe(GRPOConfig, EXAMPLE, [f"{TASKS}.digits.group_size=2"]).data.in_keys()
+    assert other["source"]["tasks"]["digits"] == {**digits, "group_size": 2}
+    assert other["source"]["tasks"]["letters"] == plain["source"]["tasks"]["letters"]
+
+
+def test_a_suite_of_a_task_is_asked_played_and_scored_as_it(tmp_path: Path) -> None:
+    held_out = (
+        f"{{kind: function, path: '{ROOT}/examples/two_tasks.py:questions', params: {{rows: 4}}}}"
+    )
+    words = [
+        "episodes={environment: {kind: none}}",
+        f"{TASKS}.letters.environment={{kind: class, path: 'guessing.py:Guessing'}}",
+        f"{TASKS}.letters.max_new_tokens=9",
+        f"evaluation={{suites: {{a: {{source: {held_out}, task: digits}}, "
+        f"b: {{source: {held_out}, task: letters}}}}}}",
+    ]
+    config = load_recipe(GRPOConfig, EXAMPLE, words)
+    assert config.evaluation is not None
+    suites = {n: Suite.of(config, n, one) for n, one in config.evaluation.suites.items()}
+    found = [
+        (
+            one.config.data.prompt_suffix,
+            [reward.label for reward in one.config.rewards.functions],
+            one.sampling.max_new_tokens,
+            one.config.episodes and one.config.episodes.environment.kind,
+        )
+        for one in suites.values()
+    ]
+    assert found == [("DDDD", ["digits"], 16, "none"), ("LLLL", ["letters"], 9, "class")]
+    assert not any(one.settings.as_run or one.config.data.tasks for one in suites.values())
+
+
+GAME = "{kind: class, path: 'guessing.py:Guessing'}"
+NO_GAME = "episodes={environment: {kind: none}}"
+SUITE = "{kind: function, path: 'two_tasks.py:questions', params: {rows: 4}}"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ([f"{TASKS}.digits.group_size=9"], "is above group_size = 8"),
+        (
+            [f"{TASKS}.digits.group_size=1", "data.quarantine={no_variance: 2}"],
+            "data.source.tasks.digits.group_size = 1 has one, which never varies",
+        ),
+        ([f"{TASKS}.digits.max_turns=2"], "digits.max_turns is of episodes, and episodes = null"),
+        ([NO_GAME], "plays nothing, and no task has an environment"),
+        (
+            [NO_GAME, f"{TASKS}.digits.environment={GAME}", f"{TASKS}.digits.full_turn=counts"],
+            "The task digits: episodes.full_turn = counts is about turns",
+        ),
+        (
+            [NO_GAME, f"{TASKS}.digits.environment={GAME}", f"{TASKS}.digits.rewards=null",
+             f"{TASKS}.letters.rewards=null", "rewards.functions=[{kind: environment}]"],
+            "scores rows without one .kind none.",
+        ),
+        ([f"{TASKS}.digits.sandbox={{kind: processes, timeout: 3}}"], "no reward of kind unit_tests scores the task"),
+        (
+            [f"{TASKS}.digits.sandbox={{kind: processes, timeout: 3}}", f"{TASKS}.digits.rewards=null",
+             f"{TASKS}.letters.rewards=null", "rewards.functions=[{kind: unit_tests}]"],
+            "sandbox.timeout = 3 s is of all tests",
+        ),
+        ([f"evaluation={{suites: {{a: {{source: {SUITE}, task: words}}}}}}"], "words is no task"),
+        (
+            [f"evaluation={{suites: {{a: {{source: {SUITE}, task: digits, prompt: {{}}}}}}}}"],
+            "it has prompt of its own",
+        ),
         ([f"{TASKS}.digits.rewards=[digit]"], "names digit, and the rewards are digits, letters"),
         ([f"{TASKS}.digits.rewards=[]"], "digits.rewards is empty"),
         ([f"{TASKS}.digits.rewards=[letters]"], "The reward digits scores no task"),

@@ -30,6 +30,7 @@ from engines.environments.coding.sandbox_files import TooMuch, put
 from engines.environments.contract import NotAllowed
 from engines.sandboxes.opening import open_sandbox, python_of
 from engines.sandboxes.protocol import WORK, Executed, Sandbox, SandboxFailed
+from engines.sandboxes.supervised import SupervisedSandbox
 from storage.prompts.coding.trees import File, Missing, Tree, kept, overlaid
 
 FOLDER = "repository"  # below the working folder of a sandbox
@@ -121,7 +122,7 @@ class Judged:
     outcomes: Mapping[str, str]  # of each of fail_to_pass and pass_to_pass: "passed", or why not
 
 
-def opened(settings: WorkspaceConfig, task: CodingTask) -> Sandbox:
+def opened(settings: WorkspaceConfig, task: CodingTask) -> SupervisedSandbox:
     """A sandbox with the repository as it is after the set-up; close it.
 
     Unusable where the repository or its set-up is at fault, SandboxFailed where the machine is.

@@ -12,22 +12,27 @@ import json
 from engines.sandboxes.protocol import Executed, Sandbox, SandboxFailed
 from storage.prompts.coding.trees import File, Link, Tree, is_left_out, leads_inside, packed
 
+NO_ROOM = 3  # exit status
 PUT = """
-import os, shutil, sys, tarfile
+import errno, os, shutil, sys, tarfile
 folder = sys.argv[1]
-shutil.rmtree(folder, ignore_errors=True)
-os.makedirs(folder)
-with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as tar:
-    for one in tar:
-        path = os.path.join(folder, one.name)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        if one.issym():
-            os.symlink(one.linkname, path)
-            continue
-        with open(path, "wb") as file:
-            shutil.copyfileobj(tar.extractfile(one), file)
-        os.chmod(path, one.mode)
-        os.utime(path, (one.mtime, one.mtime))
+try:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.makedirs(folder)
+    with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as tar:
+        for one in tar:
+            path = os.path.join(folder, one.name)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            if one.issym():
+                os.symlink(one.linkname, path)
+                continue
+            with open(path, "wb") as file:
+                shutil.copyfileobj(tar.extractfile(one), file)
+            os.chmod(path, one.mode)
+            os.utime(path, (one.mtime, one.mtime))
+except OSError as error:
+    sys.stderr.write(str(error))
+    sys.exit(3 if error.errno in (errno.ENOSPC, errno.EFBIG, errno.ENAMETOOLONG) else 1)
 """
 
 CHANGES = """
@@ -35,6 +40,9 @@ import hashlib, json, os, stat, sys
 folder, before = sys.argv[1], json.load(sys.stdin)
 changed, there = [], set()
 for place, folders, files in os.walk(folder):
+    for name in folders:
+        if not os.path.islink(os.path.join(place, name)):
+            os.chmod(os.path.join(place, name), 0o755)
     for name in files + [one for one in folders if os.path.islink(os.path.join(place, one))]:
         full = os.path.join(place, name)
         path = os.path.relpath(full, folder)
@@ -44,6 +52,7 @@ for place, folders, files in os.walk(folder):
             if stat.S_ISLNK(about.st_mode):
                 found = ["link", os.readlink(full)]
             elif stat.S_ISREG(about.st_mode):
+                os.chmod(full, about.st_mode | 0o600)
                 with open(full, "rb") as file:
                     digest = hashlib.sha256(file.read()).hexdigest()
                 found = [digest, bool(about.st_mode & 0o100)]
@@ -65,11 +74,13 @@ class TooMuch(Exception):
 def put(sandbox: Sandbox, python: str, folder: str, tree: Tree) -> None:
     """Make a folder below the working folder that holds a tree and nothing else.
 
-    TooMuch where there is no room for it.
+    TooMuch where there is no room for it, SandboxFailed where it fails otherwise.
     """
     ran = sandbox.exec([python, "-I", "-S", "-B", "-c", PUT, folder], packed(tree))
+    if ran.exit_code == NO_ROOM:
+        raise TooMuch(f"the files do not fit into the sandbox: {_last_line(ran)}")
     if ran.exit_code != 0:
-        raise TooMuch(f"the files do not fit into the sandbox ({_last_line(ran)})")
+        raise SandboxFailed(f"The files were not put into the sandbox: {_last_line(ran)}")
 
 
 def taken_out(sandbox: Sandbox, python: str, folder: str, before: Tree) -> Tree:

@@ -21,6 +21,8 @@ from typing import Any
 
 KEPT = 600  # characters of why a test failed
 
+# By module and name, what stands there, and its code.
+Code = dict[tuple[str, str], tuple[object, object]]
 Tell = Callable[[str, str, str], None]  # a test, "passed", "failed" or "skipped", and why
 
 
@@ -37,29 +39,67 @@ def main() -> None:
     os.dup2(2, 1)  # what tests print is no answer
     os.chdir(folder)
 
-    def tell(name: str, outcome: str, why: str = "") -> None:
+    before: Code = {}
+
+    def tell(name: str, outcome: str, why: str) -> None:
+        if outcome == "passed" and (changed := first_changed(before)):
+            outcome, why = "failed", f"{changed} was changed by what is tested"
         answers.write(f"{word} {json.dumps([name, outcome, why[-KEPT:]])}\n")
 
     try:
         import pytest
     except ImportError:
-        tell("", "begun")
+        before.update(code_of_tests())
+        tell("", "begun", "")
         sys.path.insert(0, folder)
         by_unittest(ids, root, tell)
     else:
-        tell("", "begun")
+        tell("", "begun", "")
         sys.path.insert(0, folder)
         words = ["-c", asked["settings"], "--rootdir", root, "-p", "no:cacheprovider", "-q"]
         words += ["--continue-on-collection-errors", *ids]
-        pytest.main(words, plugins=[reporter(pytest, tell)])
+        pytest.main(words, plugins=[reporter(pytest, tell, before)])
     answers.flush()
     os._exit(0)  # nothing that was registered for the end counts
 
 
-def reporter(pytest: Any, tell: Tell) -> object:
-    """A plugin that tells of each test, up to three times; one that passed has passed each time."""
+def code_of_tests() -> Code:
+    """What decides about passing: what the frameworks and Python have to call."""
+    found: Code = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] not in ("unittest", "pytest", "_pytest", "pluggy", "builtins"):
+            continue
+        for key, one in list(vars(module).items()):
+            if callable(one):
+                found[name, key] = (one, getattr(one, "__code__", None))
+            if inspect.isclass(one) and one.__module__ == name:
+                for inner, method in list(vars(one).items()):
+                    if inspect.isroutine(method) or isinstance(method, property):
+                        found[name, f"{key}.{inner}"] = (method, getattr(method, "__code__", None))
+    return found
+
+
+def first_changed(before: Code) -> str:
+    """The name of one of these that is another now; empty for none."""
+    now = code_of_tests()
+    for place, (one, code) in before.items():
+        found = now.get(place, (None, None))
+        if found[0] is not one or found[1] is not code:
+            return ".".join(place)
+    return ""
+
+
+def reporter(pytest: Any, tell: Tell, before: Code) -> object:
+    """A plugin that tells of each test, up to three times; one that passed has passed each time.
+
+    before: gets the code of tests as other plugins leave it, before a conftest.py is loaded.
+    """
 
     class Reporter:
+        @pytest.hookimpl  # after those that come first, which patch pytest, and before conftest.py
+        def pytest_load_initial_conftests(self) -> None:
+            before.update(code_of_tests())
+
         @pytest.hookimpl(tryfirst=True)
         def pytest_runtest_logreport(self, report: Any) -> None:
             if report.failed:

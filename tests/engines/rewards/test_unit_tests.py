@@ -550,6 +550,27 @@ def test_a_batch_is_scored_several_at_once(sandboxes: None, tmp_path: Path) -> N
     assert deadline(reward, 0.5, 7) == 0.5 + 3 * (30 + SANDBOX.longest_start)
 
 
+def test_a_task_has_a_sandbox_of_its_own(sandboxes: None, tmp_path: Path) -> None:
+    """A program that takes 200 MiB passes where the task allows them, and not beside it."""
+    narrow = SANDBOX.model_copy(update={"memory_mib": 128})
+    file = {"kind": "file", "path": str(tmp_path / "rows.jsonl")}
+    tasks = {"wide": {}, "narrow": {"sandbox": narrow.model_dump()}}
+    data = DataConfig.model_validate({"source": {"kind": "tasks", "source": file, "tasks": tasks}})
+    test = ["assert f(1) == 1"]
+    rows: list[dict[str, Any]] = [
+        {"question": "?", "test_list": test, "task": task} for task in ("wide", "narrow", "wide")
+    ]
+    reward = SHARE.model_copy(update={"test_timeout": 20.0})
+    large = "size = len(b'x' * (200 * 2**20))\ndef f(x): return x"
+    with RewardRunner(RewardsConfig(functions=(reward,)), data) as runner:
+        scores = runner.score(["?"] * 3, [large] * 3, rows)
+        (code,) = runner.code()
+    assert scores.rewards.tolist() == [1.0, 0.0, 1.0] and not scores.failed.any()
+    assert code.settings["sandboxes"]["narrow"]["memory_mib"] == 128
+    slow = narrow.model_copy(update={"timeout": 90.0})
+    assert deadline(reward, 1.0, 1, [slow]) == 1.0 + 90.0 + SANDBOX.longest_start
+
+
 def test_a_machine_that_fails_is_nobodys_score(
     sandboxes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

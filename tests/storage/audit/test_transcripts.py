@@ -5,10 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from storage.audit.sample_origins import SampleOrigin
-from storage.audit.transcripts import ending, few, printable
+from storage.audit.transcripts import by_author, ending, few, printable
+from storage.batches.columns import Author
+from storage.batches.forest import Forest
 
 
 @pytest.mark.parametrize(
@@ -33,6 +38,21 @@ def test_a_terminal_obeys_nothing_that_a_model_wrote() -> None:
     assert printable("a\tb\n\x1b[2Jc\r\x9b5n\x7f", 0) == "a\tb\n\\x1b[2Jc\\x0d\\x9b5n\\x7f"
     assert printable("x" * 30, 10) == f"{'x' * 5}\n[… 20 characters …]\n{'x' * 5}"
     assert printable("x" * 10, 10) == "x" * 10
+
+
+def test_branches_of_an_episode_are_shown_apart() -> None:
+    words = Tokenizer(WordLevel({f"w{n}": n for n in range(10)}))
+    forest = Forest(prompt=2, lengths=np.array([3, 1, 2]), parents=np.array([2, 4, 0]))
+    authors = [Author.POLICY] * 3 + [Author.POLICY] + [Author.ENVIRONMENT, Author.POLICY]
+    assert by_author(words, [5, 6], [7, 8, 9, 4, 3, 2], authors, forest) == (
+        ("policy", "w7 w8 w9"),
+        ("branch", "w5 w6 w7 w8"),
+        ("policy", "w4"),
+        ("branch", ""),
+        ("environment", "w3"),
+        ("policy", "w2"),
+    )
+    assert by_author(words, [5, 6], [7, 8], authors[:2]) == (("policy", "w7 w8"),)
 
 
 ORIGIN = SampleOrigin(

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from storage.objects.json_values import Row
 
 from configs.coding import CodingSource, WorkspaceConfig
 from configs.sandbox import ProcessSandbox
 from engines.environments.coding.workspace import Workspace
 from engines.sandboxes.opening import open_sandbox
 from engines.sandboxes.protocol import SandboxFailed
+from storage.objects.documents import Row
 from storage.prompts.datasets import open_source
 from tests.flows.conftest import ROOT
 
@@ -25,6 +27,11 @@ SETTINGS = WorkspaceConfig(
 EXAMPLE = runpy.run_path(str(ROOT / "examples/coding_tasks.py"))
 TASKS: dict[str, Any] = EXAMPLE["TASKS"]
 Open = Callable[..., Workspace]
+SYSTEM = "/usr/bin/python3"  # on most machines without pytest
+WITHOUT_PYTEST = (
+    os.path.exists(SYSTEM)
+    and subprocess.run([SYSTEM, "-I", "-c", "import pytest"], capture_output=True).returncode == 1
+)
 
 
 @pytest.fixture(scope="session")
