@@ -233,11 +233,6 @@ class RunConfig(Settings):
         return self.episodes is not None and self.episodes.sees == "frames"
 
     @property
-    def plays_requests(self) -> bool:
-        """Whether episodes, of one task at least, are answers to requests."""
-        return any(one.of_requests for one in self.played.values())
-
-    @property
     def plays_apart(self) -> bool:
         """Whether each episode goes on by itself."""
         return self.episodes is not None and self.episodes.drive == "apart"
@@ -332,12 +327,6 @@ class RunConfig(Settings):
         """The longest that an engine samples, prompt and completion together, in tokens."""
         own = self.data.max_prompt_tokens + self.rollout.max_new_tokens
         return max(own, *self.longest_of_suites.values(), 0)
-
-    @property
-    def most_paths(self) -> int:
-        """Paths of a sample that trains: more than one only where episodes may branch."""
-        forests = [one.max_turns for one in self.played.values() if one.are_forests]
-        return max(forests, default=1)
 
     @property
     def longest_response(self) -> int:

@@ -21,9 +21,8 @@ from storage.objects.documents import key_of
 from tasks.progress_rewards.roles import ENCODER, PROGRESS, srpo
 from tasks.results import Scored, WholeShards, frames_of, samples_of_shards
 from tasks.reward import by_cause, samples_of
-from tasks.run.retries import OPTIONS
 from tasks.run.run import Run
-from tasks.run.stage import Stage
+from tasks.run.stage import OPTIONS, Stage
 
 
 @task(name="embedding", task_run_name="embedding {number}/{count}", **OPTIONS)

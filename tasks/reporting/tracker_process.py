@@ -94,7 +94,7 @@ class TrackerProcess:
 
     @property
     def where(self) -> str:
-        """As page_queue.Place.where."""
+        """As mlflow_page.Place.where."""
         return self.name
 
     @property

@@ -19,8 +19,8 @@ from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
-from tasks.parts import Part, discard, slices, spread
-from tasks.run.attempt_log import AttemptLog
+from tasks.run.attempts import AttemptLog
+from tasks.run.stage import Part, discard, slices, spread
 
 
 class Squares(Engine):

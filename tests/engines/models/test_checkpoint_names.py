@@ -34,7 +34,8 @@ from storage.objects.store import Store
 from storage.runs.run_store import Origin, RunStore
 from storage.runs.weights import FILE_NAMES, WeightsRef, open_manifest, stream
 from storage.runs.weights_writing import copy_whole
-from tasks.run.version_names import FIELD, names_to_begin_with, version_names
+from tasks.run.run_record import VERSION_NAMES as FIELD
+from tasks.run.run_record import names_to_begin_with, version_names
 from tests.engines.train.train_ranks import samples, spec, stored, update_of
 
 SIZES = {

@@ -21,8 +21,7 @@ from storage.runs.live import Live, write_live
 from storage.runs.run_store import RunStore
 from tasks.commands import command
 from tasks.commands.command import Answer, Request, heading, table, text
-from tasks.reporting.safe_console import SafeConsole
-from tasks.reporting.terminal import Terminal
+from tasks.reporting.terminal import SafeConsole, Terminal
 from tasks.run.run_log import LINES, kept
 
 ROOT = Path(__file__).parents[3]

@@ -7,7 +7,7 @@ from typing import Any
 
 from engines.workers.messages import RunningCall
 from storage.runs.live import Phase, Progress
-from tasks.reporting.progress_tracker import ProgressTracker
+from tasks.reporting.progress import ProgressTracker
 from tasks.run.attempts import Attempt
 from tasks.run.events import (
     AttemptBegan,

@@ -26,8 +26,7 @@ from engines.workers.gpus import GpuState
 from engines.workers.pool import PoolLoad
 from engines.workers.worker_metrics import DiskSpace, WorkerMetrics
 from storage.objects.usage import Latency, Usage
-from tasks.reporting.prometheus import LiveMetrics, push, write_metrics
-from tasks.reporting.run_metrics import MOST_METRICS
+from tasks.reporting.prometheus import MOST_METRICS, LiveMetrics, push, write_metrics
 from tasks.run.events import (
     AttemptBegan,
     AttemptEnded,

@@ -15,8 +15,7 @@ from engines.workers.engine import Engine
 from engines.workers.messages import CallId
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
-from tasks.run.attempt_log import AttemptLog
-from tasks.run.attempts import Attempt
+from tasks.run.attempts import Attempt, AttemptLog
 from tasks.run.stage import Stage
 
 

@@ -1,34 +1,161 @@
-"""Where a run stands between two commits, by what it tells and by looks at its engines."""
+"""Where a run stands, for people: a line for each step, and what goes on between two commits.
+
+By what the run tells, and by looks at its engines now and then, for its screen and for who watches it
+from elsewhere.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
 from configs.terminal_text import bytes_text
-from storage.runs.live import Phase, Progress
+from storage.objects.errors import StoreError
+from storage.runs.live import Phase, Progress, remove_progress, write_progress
+from storage.runs.run_store import RunStore
+from tasks.evaluation.summary import sentence
+from tasks.reporting.terminal import Terminal, screen
 from tasks.run.events import (
     AttemptBegan,
     AttemptEnded,
     EnginesReady,
     EngineStarted,
     Listeners,
+    Note,
+    RebuiltOtherwise,
     RoundBegan,
     RunBegan,
+    RunClosing,
     ShardSampled,
     ShardsScored,
     StepBegan,
     StepCommitted,
     UpdateReplayed,
+    VersionEvaluated,
     WeightsPublished,
     WorkersAsked,
 )
 from tasks.run.machinery import Work
+
+SHOWN = (
+    "rollout", "reward_model", "reward", "teacher", "logprob", "values", "update", "critic_update",
+    "weight_sync",
+)  # fmt: skip
+
+
+def untrained(metrics: Mapping[str, float | None]) -> str:
+    """Why a step changed nothing by its samples, for people; empty where some token has trained."""
+    if metrics.get("train/optimizer_steps") == 0:
+        return "no update: no sample was left to train on"
+    if metrics.get("train/trained_tokens") == 0:  # older commits do not say
+        left_out = (metrics.get("train/correction_left_out") or 0.0) > 0
+        cause = "algorithm.correction left all of them out"
+        return f"no token trained: {cause if left_out else 'none has a part in the loss'}"
+    if metrics.get("train/grad_norm") != 0:
+        return ""
+    equal = metrics.get("groups/without_variance") == 1
+    return f"no token trained: {'the rewards of each group are equal' if equal else 'gradient 0'}"
+
+
+def step_line(
+    step: int, steps: int, metrics: Mapping[str, float | None], width: int | None = None
+) -> str:
+    """A committed step in a line, of `width` characters if that is possible; None: of all there is.
+
+    What people look for first is left out last.
+    """
+    head = [
+        f"step {step:>{len(str(steps))}}/{steps}",
+        f"reward {_number(metrics, 'reward/mean'):.3f}",
+    ]
+    trained = untrained(metrics) or (
+        f"loss {_number(metrics, 'train/loss'):+.4f}" if "train/loss" in metrics else "no update"
+    )
+    more = list(_more(metrics))
+    times = [
+        f"{name} {seconds:.1f}"
+        for name in SHOWN
+        if (seconds := metrics.get(f"time/{name}") or 0.0) >= 0.05
+    ]
+    retries = _number(metrics, "retries", 0.0)
+    last = [f"retries {retries:.0f}"] if retries else []
+    taken = f"{_number(metrics, 'time/step'):.1f} s"
+
+    def line() -> str:
+        of = f" ({', '.join(times)})" if times or width is None else ""
+        return "  ".join([*head, trained, *more, taken + of, *last])
+
+    shortest = sorted(times, key=lambda one: float(one.split()[1]))
+    while width is not None and len(line()) > width and (shortest or more):
+        if shortest:
+            times.remove(shortest.pop(0))
+        else:
+            more.pop()
+    if width is not None and len(line()) > width:
+        trained = trained.partition(":")[0]
+    return line()
+
+
+def _more(metrics: Mapping[str, float | None]) -> Iterator[str]:
+    """What is left out where there is no room, the last one first."""
+    yield f"tokens {_number(metrics, 'response/tokens_mean'):.0f}"
+    if (rounds := _number(metrics, "sampling/rounds", 1.0)) > 1:
+        yield f"rounds {rounds:.0f}"
+    if "train/kl_ref" in metrics:
+        yield f"kl {_number(metrics, 'train/kl_ref'):.4f}"
+    if "distillation/reverse_kl" in metrics:
+        yield f"from teacher {_number(metrics, 'distillation/reverse_kl'):.4f}"
+
+
+def _number(metrics: Mapping[str, float | None], name: str, missing: float = float("nan")) -> float:
+    """A metric; not a number where a stored one was none."""
+    found = metrics.get(name, missing)
+    return float("nan") if found is None else found
+
+
+class ProgressLine:
+    """What a run says on the terminal, line by line."""
+
+    def __init__(self, terminal: Terminal, steps: int) -> None:
+        """`steps`: that the run is asked for."""
+        self._terminal = terminal
+        self._steps = steps
+
+    def listen(self, listeners: Listeners) -> None:
+        """Hear what a run, or who evaluates its versions later, says."""
+        listeners.on(Note, self.note)
+        listeners.on(RebuiltOtherwise, self.rebuilt_otherwise)
+        listeners.on(StepCommitted, self.step_committed)
+        listeners.on(VersionEvaluated, self.version_evaluated)
+
+    def note(self, event: Note) -> None:
+        """A line that stays."""
+        self._terminal.say(event.text, style="yellow" if event.warning else "")
+
+    def rebuilt_otherwise(self, event: RebuiltOtherwise) -> None:
+        """Once, as a line that stays."""
+        self._terminal.say(
+            f"The stored updates give other weights here than version {event.version} has, by "
+            f"rounding (in {event.tensors} tensors; another kind of CPU or GPU adds in another "
+            "order). Its published weights are taken, and the run goes on from them."
+        )
+
+    def version_evaluated(self, event: VersionEvaluated) -> None:
+        """The result in a line."""
+        self._terminal.say(sentence(event.result.suite, event.version, event.result.metrics))
+
+    def step_committed(self, event: StepCommitted) -> None:
+        """The lasting line of a committed step."""
+        step, metrics = event.record.step, event.metrics
+        narrow = step_line(step, self._steps, metrics, self._terminal.width)
+        self._terminal.say(step_line(step, self._steps, metrics), shown=narrow)
+
 
 STAGES = {  # of which a call is the whole stage, for people
     "prompts": "drawing prompts",
@@ -351,3 +478,91 @@ class ProgressTracker:
 
 def _size(count: re.Match[str]) -> str:
     return bytes_text(float(count[1]))
+
+
+LOOK = 1.0  # seconds between looks that somebody sees
+STORE = 5.0  # seconds between words to the store
+CLOSE = 1.0  # seconds for which the store is waited for
+PLAIN = 15.0  # seconds between lines that stay while engines start, where nothing else is seen
+
+
+class ProgressWatch:
+    """Between the first word of a run and its last, in a thread of its own."""
+
+    def __init__(
+        self,
+        terminal: Terminal,
+        tracker: ProgressTracker,
+        files: RunStore,
+        clock: Callable[[], float] = time.monotonic,
+        look: float = LOOK,
+    ) -> None:
+        """files: the run, whose store is told too."""
+        self._terminal, self._tracker, self._files = terminal, tracker, files
+        self._clock, self._look = clock, look
+        self._ready, self._over = threading.Event(), threading.Event()
+        self._starts: Callable[[], Mapping[str, str]] = dict
+        self._at_work: Callable[[], Work] | None = None
+        self._live = contextlib.ExitStack()
+        self._writing = threading.Lock()
+        self._begun = False
+
+    def listen(self, listeners: Listeners) -> None:
+        """Hear when a run begins and ends."""
+        listeners.on(WorkersAsked, self.workers_asked)
+        listeners.on(RunBegan, self.run_began)
+        listeners.on(EnginesReady, lambda event: self._ready.set())
+        listeners.on(RunClosing, self.run_closing)
+
+    def workers_asked(self, event: WorkersAsked) -> None:
+        """Look from here on, and show it."""
+        self._starts = event.starts
+        self._ready.clear()
+        self._live.enter_context(self._terminal.live(lambda: screen(self._tracker.progress())))
+        if not self._begun:
+            self._begun = True
+            threading.Thread(target=self._watch, name="progress", daemon=True).start()
+
+    def run_began(self, event: RunBegan) -> None:
+        """From here on engines may be at work."""
+        self._at_work = event.at_work
+
+    def run_closing(self, event: RunClosing) -> None:
+        """Nothing more is said."""
+        self._over.set()
+        self._live.close()
+        leaving = threading.Thread(target=self._leave, name="progress-end", daemon=True)
+        leaving.start()
+        leaving.join(CLOSE)  # while the lease is held
+
+    def _watch(self) -> None:
+        began = said = told = self._clock()
+        told -= STORE
+        while not self._over.wait(self._look):
+            now = self._clock()
+            due = now - told >= STORE
+            if not self._ready.is_set():
+                plain = not self._terminal.is_live and now - said >= PLAIN
+                if plain or due or self._terminal.is_live:
+                    starts = self._starts()
+                    if self._ready.is_set() or self._over.is_set():
+                        continue
+                    text = self._tracker.start_seen(starts)
+                    if plain:
+                        self._terminal.say(f"{text}, for {now - began:.0f} s")
+                        said = now
+            elif self._at_work is not None and (due or self._terminal.is_live):
+                self._tracker.seen(self._at_work())
+            if due:
+                told = now
+                self._tell()
+
+    def _tell(self) -> None:
+        """A store that is away is no matter: who watches sees that nothing is said."""
+        with self._writing, contextlib.suppress(StoreError):
+            if not self._over.is_set():
+                write_progress(self._files, self._tracker.progress())
+
+    def _leave(self) -> None:
+        with self._writing, contextlib.suppress(StoreError):
+            remove_progress(self._files)

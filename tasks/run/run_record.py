@@ -1,4 +1,4 @@
-"""Which flow made a run: its name in run.json, the flow that has this name, the settings it takes.
+"""What run.json says of a run: the flow that made it, its settings, and what they fixed for good.
 
 A resumed run reads its settings by this before anything else: Prefect is imported where it is used.
 """
@@ -10,17 +10,19 @@ import sys
 import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from configs.flows import fork_command, resume_command
 from configs.grpo import GRPOConfig
 from configs.imports import imported
 from configs.overrides import ConfigError, validate
 from configs.storage import StoreConfig
-from storage.runs.run_store import RunStore
+from storage.runs.commit_log import head, read_outline
+from storage.runs.run_store import Origin, RunStore, parent_of
 
 if TYPE_CHECKING:
     from prefect import Flow
+
 
 LOADED_FROM_FILE = "__prefect_loader_"  # what Prefect calls a module that it loads by its file
 
@@ -126,3 +128,54 @@ def _record(files: RunStore) -> dict[str, object]:
             "store.uri=… of another."
         )
     return record
+
+
+def parent_config(child: RunStore, origin: Origin) -> GRPOConfig:
+    """The settings under which the origin's step was made."""
+    return settings_of(parent_of(child, origin))
+
+
+VERSION_NAMES = "version_names"  # of run.json; an older Refrain's has none
+
+VersionNames = Literal["model", "checkpoint", "files"]  # as TrainSpec has them
+
+
+def version_names(files: RunStore) -> VersionNames:
+    """Of a run that is on record."""
+    found = files.constant(VERSION_NAMES)
+    return next((one for one in get_args(VersionNames) if one == found), "model")
+
+
+def names_to_begin_with(files: RunStore, origin: Origin | None) -> VersionNames:
+    """Of a new run: as its parent's, whose last version it has as its own first."""
+    return "files" if origin is None else version_names(parent_of(files, origin))
+
+
+def decay_steps(config: GRPOConfig, files: RunStore) -> int:
+    """The RL step after which train.schedule has a learning rate of 0; `steps` where it has none.
+
+    It is that of the run's last commit or, before the first, of the settings with which it began. An
+    update that is made again has then the learning rate that it had.
+    """
+    if config.train.schedule == "constant":
+        return config.steps
+    last, record = head(files), files.read_run()
+    if last is not None:
+        steps = read_outline(files, last).update.get("steps")
+        if isinstance(steps, int):
+            return steps
+    recorded = {} if record is None else record["config"]
+    assert isinstance(recorded, dict)
+    return int(recorded.get("steps", config.steps))
+
+
+def check_decay(config: GRPOConfig, files: RunStore) -> None:
+    """ConfigError where a run that goes on is asked for steps that would train with a rate of 0."""
+    ends = decay_steps(config, files)
+    if config.steps > ends:
+        raise ConfigError(
+            f"steps = {config.steps}, but train.schedule = {config.train.schedule} of run "
+            f"{files.run} ends at a learning rate of 0 after step {ends}, so later steps would train "
+            f"nothing. Set steps = {ends}, or go on in a fork (--fork {files.run}), whose schedule "
+            "ends at its own steps."
+        )

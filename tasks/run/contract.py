@@ -1,23 +1,83 @@
-"""A kind of engines that a run may have, as one record: who needs it, its client, and its start.
+"""What the parts of a run know of it, so that none of them imports the run (tasks/run/run.py).
 
-The table of all is tasks/run/role_table.py. Opening, start, shutdown and calls go by these records:
+Views, whose attributes are those of the same names in tasks.run.run.Run, and the record of a kind of
+engines: who needs it, its client, its start. Opening, start, shutdown and calls go by these records:
 `run.engines[SCORER].call(Scorer.score, …)`, which a type checker follows.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
 from configs.cluster.cluster import Role
 from configs.grpo import GRPOConfig
 from engines.workers.cluster import Cluster
+from engines.workers.device_time import DeviceTime
 from engines.workers.engine import E, EngineSpec
+from engines.workers.messages import CallId
 from engines.workers.pool import EnginePool
+from storage.objects.store import Store
+from storage.prompts.source import PromptSource
+from storage.runs.commit_log import Commit
+from storage.runs.run_store import Origin, RunStore, StageStore
+from storage.runs.weights import WeightsRef
+from tasks.run.attempts import Attempt, AttemptLog
+from tasks.run.clock import Clock, Gate
+from tasks.run.episode_driver import EpisodeDriver
+from tasks.run.events import Event, Listeners, Tracking
+from tasks.run.shard_driver import ShardDriver
 
-if TYPE_CHECKING:
-    from tasks.run.run_view import Caller, RunView
+
+class Attempts(Protocol):
+    """Where tries are recorded (tasks/run/attempts.py)."""
+
+    def add(self, *attempts: Attempt) -> None:
+        """Record some."""
+
+
+class AttemptsView(Protocol):
+    """Whose calls are recorded as attempts."""
+
+    name: str
+    device_time: DeviceTime
+
+    @property
+    def attempts(self) -> Attempts:
+        """Where they are recorded."""
+
+    def tell(self, event: Event) -> None:
+        """Let those hear a fact who listen."""
+
+
+class Caller(AttemptsView, Protocol):
+    """On whose behalf engines are started and called: a run, or what evaluates its versions later."""
+
+    @property
+    def attempts(self) -> AttemptLog:
+        """By step."""
+
+    config: GRPOConfig
+    store: Store
+    files: RunStore
+    epoch: int
+    cancelled: threading.Event
+
+
+class RunView(Caller, Protocol):
+    """A run; see the attributes of the same names in tasks.run.run.Run."""
+
+    origin: Origin | None
+    start: int
+    source: PromptSource
+    fresh: list[int]
+
+    @property
+    def head(self) -> int:
+        """The last committed step."""
+
 
 C = TypeVar("C")  # the client by which the flow calls a role's engines
 
@@ -117,3 +177,64 @@ def pool_of(
 def start_pool(engines: StartingEngines, pool: EnginePool[Any]) -> None:
     """Build the engines of all workers of a pool."""
     pool.start()
+
+
+class StageView(AttemptsView, Protocol):
+    """Settings, engines and the place of results."""
+
+    config: GRPOConfig
+    store: Store
+    episodes: EpisodeDriver
+
+    @property
+    def files(self) -> StageStore:
+        """Where results of stages lie."""
+
+    @property
+    def engines(self) -> ByRole:
+        """Whose calls they are."""
+
+    def usable_weights(self, step: int) -> list[WeightsRef]:
+        """Policy versions with which samples of a step may have been drawn, the current one first."""
+
+    def call_id(self, step: int, call: str) -> CallId:
+        """A call of a step."""
+
+
+class StepView(StageView, Protocol):
+    """A run, for those of its features that have a part in its steps."""
+
+    clock: Clock
+    shards: ShardDriver
+
+
+class Closable(Protocol):
+    """Engines, of which a hook needs no more."""
+
+    def close(self) -> None:
+        """End them and their workers."""
+
+
+class FeatureView(RunView, Protocol):
+    """A run between two steps, and after the last one."""
+
+    flow: str
+    measured: dict[str, float]
+    listeners: Listeners
+    tracking: Tracking
+
+    @property
+    def last(self) -> Commit | None:
+        """The commit of the step before the next one."""
+
+    @property
+    def last_weights(self) -> str:
+        """Address of the last policy version."""
+
+    @property
+    def engines(self) -> Closable:
+        """Those of the run."""
+
+    @property
+    def gate(self) -> Gate:
+        """What its steps wait for."""
