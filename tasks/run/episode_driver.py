@@ -12,7 +12,7 @@ from typing import TypeVar
 from configs.episodes import EpisodesConfig
 from engines.failures import InfrastructureError, NoWorkers
 from engines.workers.cluster import raise_if_set
-from tasks.run.retries import ATTEMPTS, backoff
+from tasks.run.attempts import ATTEMPTS, backoff
 from tasks.run.shard_driver import ShardDriver, ShardRange
 
 LOOK = 0.5  # seconds between looks at the end of the run
