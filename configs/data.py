@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
 from configs.base import FileAddress, FunctionPath, Settings
-from configs.coding import CodingSource
+from configs.coding import CodingSource, WorkspaceConfig
 from configs.episodes import Environment, EpisodesConfig
 from configs.sandbox import SandboxConfig
 
@@ -98,8 +98,8 @@ OF_TASK = (
     *("prefill", "max_prompt_tokens"),
 )
 OF_EPISODES = (
-    *("environment", "max_turns", "max_turn_tokens", "past_turns", "full_turn", "turn_timeout"),
-    *("timeout", "deadline"),
+    *("environment", "workspace", "max_turns", "max_turn_tokens", "past_turns", "full_turn"),
+    *("turn_timeout", "timeout", "deadline"),
 )
 TASK_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
 
@@ -152,6 +152,9 @@ class TaskConfig(Settings):
     environment: Environment | None = Field(
         None,
         description="What answers its turns; kind none: they are one. None: as episodes has it.",
+    )
+    workspace: WorkspaceConfig | None = Field(
+        None, description="As episodes.workspace, whole: with a sandbox of its own."
     )
     max_turns: int | None = Field(None, ge=1, description="As episodes.max_turns.")
     max_turn_tokens: int | None = Field(None, ge=1, description="As episodes.max_turn_tokens.")

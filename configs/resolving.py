@@ -169,9 +169,9 @@ def driving(config: RunConfig, _: Machine) -> Iterator[Decision]:
     episodes = config.episodes
     if episodes is None or "drive" in episodes.model_fields_set:
         return
-    kinds = {one.environment.kind for one in config.played.values()}
-    if slow := sorted(kinds & {"agent", "openenv"}):
-        because = f"episodes.environment.kind = {slow[0]} takes its time"
+    kinds = [one.environment.kind for one in config.played.values()]
+    if slow := next((kind for kind in kinds if kind in ("agent", "openenv")), None):
+        because = f"episodes.environment.kind = {slow} takes its time"
         yield Decision(path=("episodes", "drive"), value="apart", because=because)
 
 

@@ -15,8 +15,8 @@ from configs.episodes import (
     WorkspaceEnvironment,
 )
 from engines.environments.protocol import Call, EnvironmentReady, EnvironmentStart, Reply, unpacked
-from engines.processes.child_messages import packed
 from engines.processes.child_process import ChildProcess, Program
+from engines.processes.user_code import packed
 
 GIB = 2**30
 
@@ -71,5 +71,5 @@ def start_message(config: EpisodesConfig, frames: bool = False) -> EnvironmentSt
         players=config.players,
         frames=frames,
         functions=functions,
-        workspace=None if config.workspace is None else config.workspace.model_dump(mode="json"),
+        workspace=None if config.workspaces is None else config.workspaces.model_dump(mode="json"),
     )

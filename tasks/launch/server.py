@@ -34,7 +34,7 @@ from prefect.settings import (
     temporary_settings,
 )
 
-from engines.processes.node_process import python_path
+from engines.processes.node import python_path
 from tasks.launch import dashboard_link
 from tasks.launch.server_process import ServerError, ServerProcess
 

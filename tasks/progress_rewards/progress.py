@@ -15,7 +15,7 @@ from prefect.logging import get_run_logger
 
 from engines.data.frames import FIRST
 from engines.encoders.contract import EpisodeEncoder, ProgressResult, ProgressScorer
-from engines.rewards.failing_samples import LoggedMetric
+from engines.rewards.runner import LoggedMetric
 from storage.batches.refs import BatchRef
 from storage.objects.documents import key_of
 from tasks.progress_rewards.roles import ENCODER, PROGRESS, srpo

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, Status, StatusCode, set_span_in_context
 
+from engines.workers.engine import TraceContext, set_trace
 from engines.workers.spans import close_within, provider_to, traceparent
-from engines.workers.trace_context import TraceContext, set_trace
 from tasks.run.attempts import Attempt
 from tasks.run.events import (
     AttemptBegan,
@@ -118,8 +118,8 @@ class StepTraces:
     def run_ended(self) -> None:
         """What is left of steps is no committed step."""
         with self._lock:
-            left, self._steps = list(self._steps.values()), {}
-        for span in left:
+            spans, self._steps = list(self._steps.values()), {}
+        for span in spans:
             span.set_status(Status(StatusCode.ERROR, "the run ended before it was committed"))
             span.end()
         close_within(self._provider, ENDING)

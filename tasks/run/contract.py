@@ -15,9 +15,8 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 from configs.cluster.cluster import Role
 from configs.grpo import GRPOConfig
 from engines.workers.cluster import Cluster
-from engines.workers.device_time import DeviceTime
-from engines.workers.engine import E, EngineSpec
-from engines.workers.messages import CallId
+from engines.workers.devices import DeviceTime
+from engines.workers.engine import CallId, E, EngineSpec
 from engines.workers.pool import EnginePool
 from storage.objects.store import Store
 from storage.prompts.source import PromptSource

@@ -23,9 +23,8 @@ from engines.train.opening import Opener, opener_of, trainer_on
 from engines.train.spec import TrainSpec
 from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster
-from engines.workers.engine import EngineSpec
+from engines.workers.engine import EngineSpec, StoreSpec
 from engines.workers.pool import EnginePool
-from engines.workers.store_spec import StoreSpec
 from storage.objects.store import Store
 from storage.runs import snapshots
 from storage.runs.adapters import trained_base
@@ -367,8 +366,8 @@ def variables_of(config: GRPOConfig) -> dict[str, dict[str, str]]:
     """Pool -> environment variables of its workers, for the engines that they will hold."""
     variables: dict[str, dict[str, str]] = {}
     for role in _known_roles(config):
-        for pool, own in role.variables(config).items():
-            variables[pool] = {**variables.get(pool, {}), **own}
+        for pool, names in role.variables(config).items():
+            variables[pool] = {**variables.get(pool, {}), **names}
     return variables
 
 

@@ -24,9 +24,8 @@ from configs.algorithm.algorithm import AlgorithmConfig
 from configs.model import PretrainedModel
 from engines.failures import WeightMismatch
 from engines.models.adapters import stream_whole
-from engines.models.checkpoint_names import checkpoint_names
 from engines.models.checkpoints import build_untied, load_for_training, tensor_shapes
-from engines.models.tensor_files import stored_tensors
+from engines.models.tensor_files import checkpoint_names, stored_tensors
 from engines.rollout.weight_reader import check_manifest
 from engines.train.fsdp_engine import FSDPEngine
 from storage.objects.errors import ObjectDamaged

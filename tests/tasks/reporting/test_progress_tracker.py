@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from engines.workers.messages import RunningCall
+from engines.workers.engine import RunningCall
 from storage.runs.live import Phase, Progress
 from tasks.reporting.progress import ProgressTracker
 from tasks.run.attempts import Attempt

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from engines.workers.messages import RunningCall
+from engines.workers.engine import RunningCall
 from storage.objects.errors import StoreUnavailable
 from storage.objects.store import Store
 from storage.runs.live import Progress, read_progress

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engines.workers.device_time import HeldSeconds
+from engines.workers.devices import HeldSeconds
 from engines.workers.pool import Assignment
 from tasks.run.attempts import EVALUATION, Attempt, AttemptLog, EvaluationLog
 

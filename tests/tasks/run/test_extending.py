@@ -16,11 +16,9 @@ import pytest
 from configs.grpo import GRPOConfig
 from configs.recipe import load_recipe
 from engines.models.traced_shape import Shape
-from engines.workers.device_time import DeviceTime
-from engines.workers.engine import Engine, EngineSpec
-from engines.workers.messages import CallId
+from engines.workers.devices import DeviceTime
+from engines.workers.engine import CallId, Engine, EngineSpec, StoreSpec
 from engines.workers.pool import EnginePool
-from engines.workers.store_spec import StoreSpec
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.documents import key_of

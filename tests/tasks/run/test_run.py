@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engines.workers.device_time import DeviceTime
+from engines.workers.devices import DeviceTime
 from tasks import train
 from tasks.results import Carried, LeftOver
 from tasks.run import clock as clocks

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from engines.failures import WorkerLost
-from engines.workers.device_time import DeviceTime
-from engines.workers.engine import Engine
-from engines.workers.messages import CallId
+from engines.workers.devices import DeviceTime
+from engines.workers.engine import CallId, Engine
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
 from tasks.run.attempts import Attempt, AttemptLog
