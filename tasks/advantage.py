@@ -11,6 +11,7 @@ from prefect import task
 from configs.grpo import GRPOConfig
 from engines.data.contract import AdvantagePartRequest, AdvantagesRequest, Scorer
 from engines.data.results import (
+    DEADLINE,
     FAILED,
     TOKENS,
     TURN_TOKENS,
@@ -254,6 +255,7 @@ def limit_of(config: GRPOConfig, end: str, task: str = "") -> str:
         TOKENS: f"rollout.max_new_tokens = {longest.get(task, config.rollout.max_new_tokens)}",
         "turn_seconds": f"episodes.turn_timeout = {episodes.turn_timeout:g}",
         "seconds": f"episodes.timeout = {episodes.timeout:g}",
+        DEADLINE: f"episodes.deadline = {episodes.deadline}",
         FAILED: "",
     }
     whose = f" of the task {task}" if task else ""
