@@ -94,7 +94,7 @@ FEATURES = {
         ),
         records={
             **record("guards"),
-            "configs/grpo.py": [r"from configs.rules.guards .*\n", r"    \*GUARDS,\n"],
+            "configs/grpo.py": [r"from configs.rules.guards .*\n", r"    \*where.*\*GUARDS\),\n"],
         },
     ),
     # So does `promotion`.
@@ -108,7 +108,10 @@ FEATURES = {
         ),
         records={
             **record("promotion"),
-            "configs/grpo.py": [r"from configs.rules.promotion .*\n", r"    \*PROMOTION,\n"],
+            "configs/grpo.py": [
+                r"from configs.rules.promotion .*\n",
+                r"    \*where.*\*PROMOTION\),\n",
+            ],
             "infra/prefect.yaml": [deployment("nightly")],
         },
     ),
@@ -184,7 +187,10 @@ FEATURES = {
         tests=("tests/configs/test_quarantine.py", "tests/flows/test_quarantine.py"),
         records={
             **record("quarantine"),
-            "configs/grpo.py": [r"from configs.rules.quarantine .*\n", r"    \*QUARANTINE,\n"],
+            "configs/grpo.py": [
+                r"from configs.rules.quarantine .*\n",
+                r"    \*where.*\*QUARANTINE\),\n",
+            ],
             "pyproject.toml": [r" \| rows(?=\")"],
         },
     ),
@@ -220,6 +226,51 @@ FEATURES = {
         records={
             **record("reward_models"),
             "pyproject.toml": [r"(?<=\")reward_models \| "],
+        },
+    ),
+    "coding": Rooms(
+        rooms=(
+            *("configs/coding.py", "configs/rules/coding.py", "tasks/coding"),
+            *("engines/environments/coding", "storage/prompts/coding"),
+            *("examples/coding.yaml", "examples/coding_agent.py", "examples/coding_tasks.py"),
+            "examples/mini_swe.py",
+        ),
+        tests=(
+            *("tests/engines/environments/coding", "tests/storage/prompts/coding"),
+            "tests/flows/test_coding.py",
+        ),
+        unfit=(
+            "tests/configs/test_recipes.py::test_a_wrong_setting_is_one_sentence",
+            "tests/examples/test_start_pages.py::test_a_page_is_short_and_has_a_whole_example",
+        ),
+        records={
+            **record("coding"),
+            "configs/grpo.py": [r"from configs.rules.coding .*\n", r"    \*CODING,\n"],
+            "configs/run.py": [r'            "coding": .*\n'],
+            "configs/data.py": [r"from configs.coding .*\n", r" \| CodingSource"],
+            "configs/episodes.py": [
+                r"from configs.coding .*\n",
+                r"class WorkspaceEnvironment\(Settings\):\n(?:    .*\n|\n(?!\n))+\n*",
+                r"\n    \| WorkspaceEnvironment",
+                r'"workspace", ',
+                r"    workspace: WorkspaceConfig(?:.*\n)+?    \)\n",
+                r"    @property\n    def workspaces(?:.*\n)+?\n",
+            ],
+            "engines/environments/adapters.py": [
+                r"    if start.workspace is not None:\n(?:        .*\n|\n)+",
+            ],
+            "engines/environments/process.py": [
+                r"    WorkspaceEnvironment,\n",
+                r" \| WorkspaceEnvironment",
+                r"        case WorkspaceEnvironment\(\):\n.*\n",
+                r"        workspace=.*\n",
+            ],
+            "engines/environments/protocol.py": [r"    workspace: .*\n"],
+            "storage/prompts/datasets.py": [
+                r"from configs.coding .*\n",
+                r"    if isinstance\(config, CodingSource\):\n(?:        .*\n|\n)+",
+                r" \| CodingSource",
+            ],
         },
     ),
     "dynamic_sampling": Rooms(

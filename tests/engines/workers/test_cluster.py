@@ -15,7 +15,7 @@ import pytest
 from distributed import LocalCluster
 from distributed.comm import CommClosedError
 
-from configs.cluster.cluster import ClusterConfig, PoolConfig
+from configs.cluster import ClusterConfig, PoolConfig
 from engines.clusters.opening import open_cluster
 from engines.failures import (
     CallCancelled,
