@@ -233,6 +233,18 @@ class RunConfig(Settings):
         return self.episodes is not None and self.episodes.sees == "frames"
 
     @property
+    def plays_requests(self) -> bool:
+        """Whether episodes, of one task at least, are answers to requests."""
+        played = {} if self.episodes is None else self.data.played(self.episodes)
+        return any(one.of_requests for one in played.values())
+
+    @property
+    def plays_forests(self) -> bool:
+        """Whether episodes are stored as forests (storage/batches/forest.py)."""
+        played = {} if self.episodes is None else self.data.played(self.episodes)
+        return any(one.are_forests for one in played.values())
+
+    @property
     def plays_apart(self) -> bool:
         """Whether each episode goes on by itself."""
         return self.episodes is not None and self.episodes.drive == "apart"
