@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from configs.grpo import GRPOConfig
-from engines.data.results import FAILED, TOKENS, TURN_TOKENS, TURNS
+from engines.data.results import FAILED, PATHS, TOKENS, TURN_TOKENS, TURNS
 from engines.rewards.runner import NO_FUNCTION
+from engines.train.batching.packing import WHOLE
 from storage.batches.columns import TASK, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
@@ -70,7 +71,9 @@ def limit_of(config: GRPOConfig, end: str, task: str = "") -> str:
     settings = {
         TURNS: f"episodes.max_turns = {episodes.max_turns}",
         TURN_TOKENS: f"episodes.max_turn_tokens = {episodes.max_turn_tokens}",
-        TOKENS: f"rollout.max_new_tokens = {longest.get(task, config.rollout.max_new_tokens)}",
+        TOKENS: f"rollout.max_new_tokens = {longest.get(task, config.rollout.max_new_tokens)}"
+        + (f", episodes.max_tokens = {episodes.max_tokens}" if episodes.max_tokens else ""),
+        PATHS: f"{WHOLE} times train.micro_batch_tokens = {config.train.micro_batch_tokens}",
         "turn_seconds": f"episodes.turn_timeout = {episodes.turn_timeout:g}",
         "seconds": f"episodes.timeout = {episodes.timeout:g}",
         FAILED: "",

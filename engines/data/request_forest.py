@@ -78,6 +78,14 @@ class RequestForest:
         return sum(len(node.ids) for node in self.nodes)
 
     @property
+    def path_tokens(self) -> int:
+        """Tokens of all its paths, those that several share counted in each."""
+        nodes = [*self.nodes, *self.waiting]
+        followed = {(node.before, node.at) for node in nodes}
+        ends = [node for node in nodes if (node, len(node.ids)) not in followed]
+        return sum(len(self.path(node, len(node.ids))) for node in ends)
+
+    @property
     def names(self) -> set[str]:
         """Of all requests."""
         return {*(node.name for node in (*self.nodes, *self.waiting)), *self.refused}

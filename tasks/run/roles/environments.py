@@ -8,6 +8,7 @@ from configs.episodes import EpisodesConfig
 from configs.grpo import GRPOConfig
 from engines.data.contract import EnvironmentHost
 from engines.data.environment_engine import EnvironmentSpec
+from engines.train.batching.packing import WHOLE
 from engines.workers.cluster import Cluster
 from engines.workers.engine import EngineSpec
 from engines.workers.pool import EnginePool
@@ -27,6 +28,7 @@ def environment_spec(config: GRPOConfig, episodes: EpisodesConfig, store: Store)
         frames=config.keeps_frames,
         max_new_tokens=config.rollout.max_new_tokens,
         group_size=config.group_size,
+        path_tokens=WHOLE * config.train.shared_micro_batch_tokens,
         **common(config, store),
     )
 
