@@ -235,14 +235,7 @@ class RunConfig(Settings):
     @property
     def plays_requests(self) -> bool:
         """Whether episodes, of one task at least, are answers to requests."""
-        played = {} if self.episodes is None else self.data.played(self.episodes)
-        return any(one.of_requests for one in played.values())
-
-    @property
-    def plays_forests(self) -> bool:
-        """Whether episodes are stored as forests (storage/batches/forest.py)."""
-        played = {} if self.episodes is None else self.data.played(self.episodes)
-        return any(one.are_forests for one in played.values())
+        return any(one.of_requests for one in self.played.values())
 
     @property
     def plays_apart(self) -> bool:

@@ -33,7 +33,7 @@ def _most(config: RunConfig) -> int:
 
 BRANCHES: tuple[Rule[RunConfig], ...] = (
     *where(
-        lambda config: config.plays_forests,
+        lambda config: config.most_paths > 1,
         Rule[RunConfig](
             needs=lambda config: not _along_one_path(config)[0],
             says=lambda config: (
@@ -47,7 +47,7 @@ BRANCHES: tuple[Rule[RunConfig], ...] = (
     *where(
         lambda config: config.episodes is not None and config.episodes.max_tokens is not None,
         Rule[RunConfig](
-            needs=lambda config: config.plays_forests,
+            needs=lambda config: config.most_paths > 1,
             says=lambda config: (
                 f"episodes.max_tokens = {_most(config)} is of all branches of an episode, and these "
                 "episodes have one. Set it to null; rollout.max_new_tokens is their limit."

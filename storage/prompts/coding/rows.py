@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from configs.coding import CodingSource
-from storage.objects.digests import canonical_row
-from storage.objects.json_values import Row
+from storage.objects.documents import Row, canonical_row
 from storage.prompts.coding.repositories import repository
 from storage.prompts.coding.task_folders import TaskFolder, task_folders
 from storage.prompts.coding.trees import File, Tree, check_path, checked, keep

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from storage.objects.json_values import Row
 
 from configs.coding import CodingSource, WorkspaceConfig
 from configs.sandbox import ProcessSandbox
 from engines.environments.coding.workspace import Workspace
 from engines.sandboxes.opening import open_sandbox
 from engines.sandboxes.protocol import SandboxFailed
+from storage.objects.documents import Row
 from storage.prompts.datasets import open_source
 from tests.flows.conftest import ROOT
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from storage.objects.json_values import Row
 
 from engines.environments.coding.judging import CodingTask, judged
+from storage.objects.documents import Row
 from storage.prompts.coding.trees import File, Link, Tree, overlaid
 from tests.engines.environments.coding.conftest import SETTINGS, SYSTEM, TASKS, WITHOUT_PYTEST, Open
 

@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-from storage.objects.json_values import Row
 
 from configs.sandbox import ProcessSandbox
 from engines.environments.coding.judging import Unusable
 from engines.sandboxes.protocol import SandboxFailed
+from storage.objects.documents import Row
 from storage.prompts.coding.trees import File, keep
 from tests.engines.environments.coding.conftest import SETTINGS, TASKS, Open
 
