@@ -138,7 +138,7 @@ class EpisodesConfig(Settings):
 
     later: ClassVar[frozenset[str]] = frozenset(
         {
-            *("past_turns", "branches", "max_tokens", "workspace"),
+            *("past_turns", "branches", "credit", "max_tokens", "workspace"),
             *("deadline", "drive", "fewest_at_once"),
         }
     )
@@ -196,6 +196,12 @@ class EpisodesConfig(Settings):
         description="Whether an agent may ask for several turns at once, begin other conversations, "
         "and go on from an earlier point or with another past. false: its requests are one "
         "conversation that grows at its end; any other fails the episode.",
+    )
+    credit: Literal["episode", "branch"] = Field(
+        "episode",
+        description="Whose reward the tokens of an agent's turns get. episode: that of all, which is "
+        "the sum where the agent returns rewards by branch. branch: that of their own branch, "
+        "compared with the same branch of the group's other episodes.",
     )
     full_turn: Literal["ends", "counts"] = Field(
         "ends",
@@ -266,6 +272,15 @@ class EpisodesConfig(Settings):
 
     def in_keys(self, exclude: Collection[str] = ()) -> dict[str, Any]:
         return super().in_keys({*exclude, *self.of_driving})
+
+    @model_validator(mode="after")
+    def _branches_have_rewards(self) -> Self:
+        if self.credit == "branch" and not (self.environment.kind == "agent" and self.branches):
+            raise ValueError(
+                "episodes.credit = branch is about agents that branch. Set episodes.environment.kind "
+                "= agent and episodes.branches = true, or episodes.credit = episode."
+            )
+        return self
 
     @model_validator(mode="after")
     def _a_rendered_past_is_of_one_player(self) -> Self:

@@ -31,10 +31,9 @@ from tasks import request_rounds
 from tasks.episodes_apart import discard, frames_of, played_apart, record_of, recorded
 from tasks.results import Sampled, Unsampled
 from tasks.reward import by_cause
-from tasks.run.roles.environments import ENVIRONMENT
-from tasks.run.roles.sampling import OPPONENT
+from tasks.run.contract import StageView
+from tasks.run.roles import ENVIRONMENT, OPPONENT
 from tasks.run.stage import Stage
-from tasks.run.stage_view import StageView
 from tasks.sampling import (
     SamplingStage,
     opponents_turn,

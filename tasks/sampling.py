@@ -12,9 +12,9 @@ from storage.batches.refs import BatchRef
 from storage.objects.documents import key_of
 from storage.runs.weights import WeightsRef
 from tasks.results import Sampled, Unsampled
-from tasks.run.roles.sampling import OPPONENT, ROLLOUT
+from tasks.run.contract import StageView
+from tasks.run.roles import OPPONENT, ROLLOUT
 from tasks.run.stage import Stage
-from tasks.run.stage_view import StageView
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

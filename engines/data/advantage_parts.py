@@ -22,6 +22,7 @@ from torch import Tensor
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.algorithm.methods import UserFunction
 from engines.algorithms.advantages import Scope, before_whitening, penalised
+from engines.algorithms.aggregation import Rows
 from engines.algorithms.from_config import (
     advantages_of,
     corrections_of,
@@ -29,11 +30,11 @@ from engines.algorithms.from_config import (
     reward_kl_of,
     with_teacher,
 )
-from engines.algorithms.groups import RowMoments
+from engines.algorithms.group_advantages import RowMoments
 from engines.algorithms.inputs import AdvantageBatch, Advantages
-from engines.algorithms.jagged import Rows
-from engines.algorithms.rollout_correction import Step, correct
-from engines.algorithms.rollout_correction_metrics import (
+from engines.algorithms.rollout_correction import (
+    Step,
+    correct,
     correction_rows,
     kept_sums,
     mean_weight_columns,
@@ -44,6 +45,7 @@ from engines.algorithms.token_advantages import among_turns, turns_of
 from engines.data.advantage_columns import (
     Chosen,
     Estimated,
+    by_branch,
     corrected,
     estimator_batch,
     mismatch_of,
@@ -220,7 +222,7 @@ def _estimated(store: Store, request: AdvantagePartRequest, batch: AdvantageBatc
     parts, algorithm, statistics = request.parts, request.algorithm, request.statistics
     scope = scope_in(parts.samples, algorithm)
     if scope is Scope.GROUP:
-        return advantages_of(batch, algorithm)
+        return by_branch(store, parts.part(request.number)[0], batch, algorithm)
     assert statistics is not None
     start, stop = parts.edges[request.number : request.number + 2]
     if scope is Scope.SAMPLES:

@@ -258,9 +258,16 @@ class Conversation:
         """All that the model reads after these turns, as the template has it.
 
         prompt: token ids of the first one. turns: as in `rewritten`. For templates that rewrite; what
-        others add is told by `delta`, without encoding anything again.
+        others add is told by `delta`, without encoding anything again. ValueError, in a sentence, for
+        one that then writes the prompt otherwise.
         """
         left_out, new = self._rendered(turns, role)
+        asked = self._render(first_chat(_QUESTION, self._config, self._words))
+        if left_out > len(self._encode(asked.rpartition(_QUESTION)[2])):
+            raise ValueError(
+                f"The chat template writes what was asked first otherwise after {len(turns)} turns. "
+                "Set episodes.past_turns = as_sampled, or data.template = plain."
+            )
         return [*prompt[: len(prompt) - left_out], *new]
 
     def _rendered(self, turns: Sequence[tuple[str, str]], role: Role) -> tuple[int, list[int]]:
@@ -278,6 +285,11 @@ class Conversation:
         ids, prompt = self._encode(text, *parts), self._encode(self._render(asked))
         common = _common(ids, prompt)
         return len(prompt) - common, ids[common:]
+
+    def check_rendered(self, role: Role) -> None:
+        """ValueError, as `rendered` raises it, for a template that cannot be rendered each turn."""
+        for turns in (1, 2) if self.rewrites else ():
+            self.rendered([], [(_THOUGHT + _ANSWER, _OBSERVED)] * turns, role)
 
     def role_of(self, role: Role) -> str:
         """The role that an observation's message gets: `user` where the template knows no `tool`.

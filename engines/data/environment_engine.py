@@ -9,7 +9,6 @@ turn that was answered once is never stepped again.
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -361,7 +360,7 @@ class EnvironmentEngine(EnvironmentHost):
             if one.played.conversation.rewrites and one.played.settings.past_turns == "as_sampled":
                 one.rewritten = self._rewritten(one)
             if one.played.code.chats:
-                one.forest = one.forest.in_order()
+                one.settle()
         in_part = any(one.code.in_part for one in self._played.values())
         ref, pending = requests.write(episodes, prompts, n, out_key, in_part)
         return AnswerResult(
@@ -388,12 +387,9 @@ class EnvironmentEngine(EnvironmentHost):
                 if outcome.failed is not None:
                     one.end(outcome.limit or FAILED, SampleStatus.FAILED, outcome.failed)
                     continue
-                one.observations = [node.name for node in one.forest.nodes]
-                one.rewards = [math.nan] * len(one.observations)
-                one.order = list(range(len(one.observations)))
-                one.earns(outcome.reward)
+                one.earn(outcome.reward, outcome.by_branch)
                 if outcome.done:
-                    limit = self._requests.met_limit(one, outcome.reward is not None)
+                    limit = self._requests.met_limit(one)
                     cut = limit not in ("", TURNS)
                     one.end(limit or DONE, SampleStatus.TRUNCATED if cut else SampleStatus.OK)
                 elif limit := outcome.limit or self._late(one, sampled_seconds):
@@ -483,8 +479,12 @@ class EnvironmentEngine(EnvironmentHost):
                 one.end(outcome.limit or FAILED, SampleStatus.FAILED, outcome.failed)
                 continue
             last = outcome.rewards if one.others else (outcome.reward,)
-            for row, reward in zip(one.rows, last, strict=False):
-                row.earns(reward)
+            if isinstance(one, RequestEpisode) and one.played.code.chats:
+                one.earn(outcome.reward, outcome.by_branch)
+                last = tuple(one.forest.given.values()) or (None,)
+            else:
+                for row, reward in zip(one.rows, last, strict=False):
+                    row.earns(reward)
             if one.ended in (SECONDS, DEADLINE) and all(reward is None for reward in last):
                 # How far it came by then says how slow the environment was.
                 limits = self._of(one.row).settings

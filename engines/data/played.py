@@ -54,6 +54,8 @@ class Played:
         )
         if not isinstance(environments, OneTurn):
             conversation.check([found.answers_as])
+            if settings.past_turns == "as_rendered" and not code.chats:
+                conversation.check_rendered(found.answers_as)
         return found
 
     @property

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +67,41 @@ class RequestEpisode(Episode):
             (start - first + node.said, start - first + len(node.ids))
             for node, start in self.forest.starts.items()
         ]
+
+    def settle(self) -> None:
+        """At an agent's end: its requests in order, and its rewards at the last turns of branches.
+
+        What is of no branch that there is goes to the last turn of all that is of none.
+        """
+        self.forest = self.forest.in_order()
+        nodes = self.forest.nodes
+        self.observations = [node.name for node in nodes]
+        self.order = list(range(len(nodes)))
+        self.rewards = [math.nan] * max(len(nodes), bool(self.forest.given))
+        for name, reward in self.forest.given.items():
+            its = [n for n, node in enumerate(nodes) if node.branch == name]
+            rest = [n for n, node in enumerate(nodes) if node.branch not in self.forest.given]
+            place = [-1, *rest, *its][-1]
+            self.rewards[place] = float(np.nansum([self.rewards[place], reward]))
+
+    def earn(self, reward: float | None, by_branch: Mapping[str, float]) -> None:
+        """An agent's rewards, to be settled; one number is for what is of no branch."""
+        for name, number in {**by_branch, **({} if reward is None else {"": reward})}.items():
+            self.forest.given[name] = self.forest.given.get(name, 0.0) + number
+
+    def credit(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """[R] each token's branch as a number, and what the agent gave it, less what it gave all.
+
+        A branch that got no reward of its own is of the rest.
+        """
+        names = [
+            node.branch if node.branch in self.forest.given else "" for node in self.forest.nodes
+        ]
+        lengths = [len(node.ids) for node in self.forest.nodes]
+        whole = sum(self.forest.given.values())
+        own = [self.forest.given.get(name, 0.0) - whole for name in names]
+        ids = np.array([state_number(name) for name in names], np.int64)
+        return np.repeat(ids, lengths), np.repeat(np.array(own, np.float32), lengths)
 
     @property
     def total(self) -> int:
@@ -240,6 +276,10 @@ class RequestEpisodes:
         columns |= {name: [one[name] for one in forests] for name in forests[0]}
         if not self._are_forests:
             columns = {k: one for k, one in columns.items() if k not in (LENGTHS, PARENTS)}
+        if any(one.played.settings.credit == "branch" for one in episodes):
+            credits = [one.credit() for one in episodes]
+            columns["branch_ids"] = [ids for ids, _ in credits]
+            columns["branch_rewards"] = [rewards for _, rewards in credits]
         columns["sample_id"] = np.array([one.sample for one in episodes], np.int64)
         columns |= {name: [one.drawn[name] for one in episodes] for name in OF_TURN}
         columns["attempt"] = np.array(columns["attempt"], np.int64)
@@ -457,13 +497,13 @@ class RequestEpisodes:
             return
         forest.refused[name] = (why, len(forest.nodes))
 
-    def met_limit(self, episode: RequestEpisode, rewarded: bool) -> str:
+    def met_limit(self, episode: RequestEpisode) -> str:
         """The limit that ended an agent: it got no turn after it, or gave no reward. Empty: none."""
         forest = episode.forest
         last = [
             why
             for why, number in forest.refused.values()
-            if number == len(forest.nodes) or not rewarded
+            if number == len(forest.nodes) or not episode.forest.given
         ]
         return last[-1] if last else ""
 

@@ -70,6 +70,7 @@ class RequestForest:
         self.waiting: list[Node] = []
         # By name, of requests that met a limit: which, and how many had been answered.
         self.refused: dict[str, tuple[str, int]] = {}
+        self.given: dict[str, float] = {}  # rewards of an agent, by branch
         self._after: dict[Node | None, list[Node]] = {}  # answered nodes, by the one before
 
     @property
@@ -175,7 +176,7 @@ class RequestForest:
         from it; what goes on from one place by the length of what was read, and its number.
         """
         made = RequestForest(self.prompt)
-        made.refused = dict(sorted(self.refused.items()))
+        made.refused, made.given = dict(sorted(self.refused.items())), self.given
         after: dict[Node | None, list[Node]] = {}
         paths = {node: self.read(node) for node in self.nodes}
         for node in self.nodes:
@@ -300,6 +301,7 @@ class RequestForest:
                 for one in self.waiting
             ],
             "refused": self.refused,
+            "given": self.given,
         }
 
     @classmethod
@@ -342,6 +344,7 @@ class RequestForest:
             before = None if place is None else found.nodes[place]
             there = {"before": before, "authors": bytes(about["authors"])}
             found.waiting.append(Node(**{**about, **there}))
+        found.given = dict(requests["given"])
         found.refused = {name: (why, number) for name, (why, number) in requests["refused"].items()}
         return found
 

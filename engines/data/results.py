@@ -15,9 +15,8 @@ from pydantic import Field
 
 from configs.data import DataConfig
 from configs.model import Model
-from engines.rewards.failing_samples import LoggedMetric
-from engines.rewards.runner import RewardCode
-from engines.workers.store_spec import StoreSpec
+from engines.rewards.runner import LoggedMetric, RewardCode
+from engines.workers.engine import StoreSpec
 from storage.batches.columns import GROUP_SIZE, LIMIT, TASK
 from storage.batches.refs import BatchRef
 from storage.objects.documents import Row

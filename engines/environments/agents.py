@@ -194,7 +194,7 @@ class AgentAdapter:
         while not isinstance(event := self._session.events.get(), _End):
             event.answer.put(_AT_LIMIT)
         self._check_all_asked()
-        return Given(observation=None, reward=_plain_number(event.result))
+        return _given(event.result)
 
     def close(self) -> None:
         self._session.over = _LET_GO
@@ -243,7 +243,7 @@ class AgentAdapter:
         if end.error is not None and not self._refused:
             raise end.error
         self._check_all_asked()
-        self._end = Given(observation=None, reward=_plain_number(end.result), done=True)
+        self._end = replace(_given(end.result), done=True)
         return self._end
 
     def _check_all_asked(self) -> None:
@@ -344,9 +344,12 @@ class AgentAdapter:
             self._session.put(_End(None, error))
 
 
-def _plain_number(result: Any) -> Any:
-    """A reward, of which a boolean is one too."""
-    return float(result) if isinstance(result, bool) else result
+def _given(result: Any) -> Given:
+    """What an agent has returned: a reward, of which a boolean is one too, or several by branch."""
+    if isinstance(result, Mapping):
+        return Given(observation=None, by_branch=result)
+    reward = float(result) if isinstance(result, bool) else result
+    return Given(observation=None, reward=reward)
 
 
 class _Loop:

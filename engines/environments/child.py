@@ -47,8 +47,7 @@ from engines.environments.protocol import (
     Turns,
     unpacked,
 )
-from engines.processes.child_messages import Broken, packed
-from engines.processes.user_code import answer_calls, begin, traceback_of
+from engines.processes.user_code import Broken, answer_calls, begin, packed, traceback_of
 
 # Files whose lines do not count in an error of the user's code.
 OURS = (

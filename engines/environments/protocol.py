@@ -1,7 +1,7 @@
 """What a process of environments and its owner say to each other.
 
 One process holds many sessions; a session is one environment that plays one episode. All messages
-are packed (engines/processes/child_messages.py), the first too. Only the standard library is
+are packed (engines/processes/user_code.py), the first too. Only the standard library is
 imported: the process may run under another interpreter than its owner, from Python 3.10 on.
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from engines.processes import child_messages
-from engines.processes.child_messages import Broken, Packed, by_name
+from engines.processes import user_code
+from engines.processes.user_code import Broken, Packed, by_name
 
 ToolCall: TypeAlias = "Mapping[str, Any]"  # {"name": str, "arguments": dict}
 # Of a turn: "written", its token ids.
@@ -124,6 +124,9 @@ class Outcome:
     observation: str = ""
     reward: float | None = None  # None: it gave none
     rewards: tuple[float | None, ...] = ()  # of each of several players; (): it gave none
+    by_branch: Mapping[str, float] = field(
+        default_factory=dict
+    )  # an agent's, where it gave them so
     done: bool = False  # whether the episode has ended
     failed: str | None = (
         None  # one sentence, and after it the lines of a traceback where there is one
@@ -186,4 +189,4 @@ _MESSAGES = by_name(
 
 def unpacked(message: Packed) -> Message:
     """The message that `packed` took apart."""
-    return child_messages.unpacked(message, _MESSAGES)
+    return user_code.unpacked(message, _MESSAGES)

@@ -18,8 +18,7 @@ from configs.lora import LoraConfig
 from configs.model import Model
 from configs.rollout import RolloutConfig
 from engines.failures import InfrastructureError
-from engines.workers.engine import Engine, Memory
-from engines.workers.messages import Moved
+from engines.workers.engine import Engine, Memory, Moved
 from storage.batches.columns import SEGMENT
 from storage.batches.refs import BatchRef
 from storage.runs.weights import WeightsRef

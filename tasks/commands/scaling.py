@@ -20,7 +20,7 @@ from storage.tracking.cost import DEVICE_HOURS_SO_FAR, HOUR, Pool, counted
 from storage.tracking.scaling_law import Fit, Floats, Interval, NotIdentified, fit
 from storage.tracking.scaling_plot import PlottedRun, scaling_png
 from tasks.commands.command import Answer, Request, find_run, heading, table, text
-from tasks.run.recorded_flow import settings_of
+from tasks.run.run_record import settings_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

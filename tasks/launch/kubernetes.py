@@ -27,7 +27,7 @@ from configs.overrides import ConfigError
 from configs.settings_file import read_settings
 from configs.storage import StoreConfig
 from engines.clusters.kubernetes import tls_mounts, tls_volumes
-from engines.clusters.pods import Resource, both, gibibytes, merge_patch, metadata, pod_spec
+from engines.clusters.pods import Resource, gibibytes, joined, merge_patch, metadata, pod_spec
 
 INFRA = Path(str(files("infra"))) / "kubernetes"
 SETTINGS_FOLDER = "/etc/refrain"
@@ -186,7 +186,7 @@ def _settings(config: GRPOConfig, name: str) -> Resource:
 def _job(config: GRPOConfig, module: str, name: str) -> Resource:
     kubernetes = config.cluster.kubernetes
     flow = kubernetes.flow
-    pods = both(kubernetes, flow)
+    pods = joined(kubernetes, flow)
     (job,) = _read("run.yaml")
     job["metadata"]["name"] = name
     spec = job["spec"]

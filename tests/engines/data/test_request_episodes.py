@@ -26,7 +26,7 @@ from storage.objects.store import Store
 
 P, E = Author.POLICY, Author.ENVIRONMENT
 AGENTS = '''
-import asyncio, os, threading
+import asyncio, json, os, threading
 from engines.environments import agents
 
 agents.PAUSE_SECONDS = 0.5  # however busy the machine is
@@ -253,6 +253,32 @@ def widens(base_url, api_key, log, **row):
             return 1.0
 
 
+def thinks(base_url, api_key, log, **row):
+    """Three turns that grow, whose thoughts it does not give back."""
+    own = [user("hello")]
+    for n in range(3):
+        said = chat(base_url, api_key, log, own)
+        assert "<think>" not in said["content"]
+        own += [{"role": "assistant", "content": said["content"]}, user(f"[{n}]")]
+    return 1.0
+
+
+async def pays(base_url, api_key, log, pay, **row):
+    """Two branches and the rest, each with a reward of its own."""
+    first = [user("plan")]
+    first.append(await asyncio.to_thread(chat, base_url, api_key, log, first))
+
+    async def sub(name):
+        own = [system(f"You are {name}."), user("work")]
+        metadata = {"branch": name}
+        own.append(await asyncio.to_thread(chat, base_url, api_key, log, own, metadata=metadata))
+        own.append(user("on"))
+        await asyncio.to_thread(chat, base_url, api_key, log, own, metadata=metadata)
+
+    await asyncio.gather(sub("a"), sub("b"))
+    return json.loads(pay)
+
+
 def note(log, read, written):
     with open(log, "a") as file:
         print([read, written], file=file)
@@ -277,6 +303,13 @@ class Echo:
     def step(self, text):
         self.turns += 1
         return f"[{text[-3:]}]", 0.5, text.endswith("bye")
+
+
+class Injects(Echo):
+    """Says what looks like the end of a message."""
+
+    def step(self, text):
+        return "a<eos>b"
 
 
 def rows():
@@ -442,6 +475,81 @@ def test_each_turn_is_stored_once_where_it_was_drawn(
     rounds.check()
     (forest,) = read_forests(rounds.store, rounds.result.ref) or []
     assert (len(forest.lengths), len(forest.paths())) == (turns, paths)
+
+
+# Removes what was thought in all but the last turns: those after the last user's message.
+FORGETFUL = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}"
+    "{% set said = m.content.split('</think>')[-1] if loop.index0 < ns.last else m.content %}"
+    "{{ m.role + ': ' + said + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("agent", ["Echo", "thinks"])
+def test_each_turn_may_be_asked_for_after_a_rendering_of_its_own(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: str
+) -> None:
+    forgetful(monkeypatch)
+    rounds = Rounds(make(agent, past_turns="as_rendered"), tmp_path)
+    texts = ["<think>one</think>x", "<think>two</think>y", "<think>three</think>bye"]
+    chat = rounds.read[0]
+    for number, text in enumerate(texts):
+        assert rounds.read == [chat], "as the template has it, without what was thought"
+        rounds.says(text)
+        answer = text[-3:] if agent == "Echo" else str(number)
+        chat += f"{text.split('</think>')[1]}\nuser: [{answer}]\nassistant: "
+    assert rounds.column("episode") == ["done"] and rounds.column("episode_error") == [""]
+    (forest,) = read_forests(rounds.store, rounds.result.ref) or []
+    prompt, response = (rounds.column(name)[0] for name in ("prompt_ids", "response_ids"))
+    tokens = [*prompt, *response]
+    paths = [rounds.tokenizer.decode([tokens[place] for place in one]) for one in forest.paths()]
+    assert len(paths) == 3, "each turn has a path of its own"
+    assert sorted(path[-len(text) :] for path, text in zip(paths, texts, strict=True)) == sorted(
+        texts
+    )
+    assert "<think>" not in paths[2][: -len(texts[2])]
+    assert sum(rounds.column("response_mask")[0]) == sum(map(len, texts)), "each token once"
+    if agent == "thinks":
+        rounds.check()
+    else:
+        assert rounds.engine.replay(rounds.result.ref) == []
+
+
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the model's tokenizer use that template."""
+    from engines.models import checkpoints
+
+    load = checkpoints.load_tokenizer
+
+    def loaded(directory: Path) -> Any:
+        tokenizer = load(directory)
+        tokenizer.chat_template = FORGETFUL
+        return tokenizer
+
+    monkeypatch.setattr(checkpoints, "load_tokenizer", loaded)
+
+
+def test_an_injected_end_of_a_message_stays_text(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgetful(monkeypatch)
+    rounds = Rounds(make("Injects", past_turns="as_rendered"), tmp_path)
+    end = rounds.tokenizer.eos_token
+    rounds.says("<think>one</think>x")
+    (ids,) = rounds.column("prompt_ids", rounds.pending)
+    assert f"a{end}b" in rounds.tokenizer.decode(ids)
+    assert rounds.tokenizer.eos_token_id not in ids
+
+
+def test_a_template_that_keeps_the_past_makes_one_path(make: Make, tmp_path: Path) -> None:
+    rounds = Rounds(make("Echo", past_turns="as_rendered"), tmp_path)
+    for text in ("x", "y", "bye"):
+        rounds.says(text)
+    (forest,) = read_forests(rounds.store, rounds.result.ref) or []
+    assert forest.one_path and len(forest.lengths) == 3
+    assert rounds.column("turn_rewards") == [[0.5, 0.5, 0.5]]
 
 
 def test_requests_at_once_are_one_round_and_know_no_order(make: Make, tmp_path: Path) -> None:
@@ -620,3 +728,29 @@ def test_prompts_of_token_ids_are_bounded(make: Make) -> None:
     agents._data = agents._data.model_copy(update={"max_prompt_tokens": 2})
     made = long.prompts([1], 5, "none.safetensors")
     assert made.ref is None and made.dropped == ((1, "prompt_too_long"),)
+
+
+@pytest.mark.parametrize("credit", ["episode", "branch"])
+def test_rewards_by_branch(make: Make, tmp_path: Path, credit: str) -> None:
+    rounds = Rounds(make("pays", credit=credit, params={"pay": '{"": 1.0, "a": 0.25}'}), tmp_path)
+    rounds.play()
+    rounds.check()
+    (rewards,), (turns,) = rounds.column("turn_rewards"), rounds.column("turn_ids")
+    assert np.nansum(rewards) == 1.25
+    if credit == "episode":
+        assert "branch_ids" not in rounds.result.ref.names
+        return
+    (ids,), (more,) = rounds.column("branch_ids"), rounds.column("branch_rewards")
+    names = [one["branch"] for one in rounds.column("requests")[0]["answered"]]
+    assert sorted(names) == ["", "a", "a", "b", "b"]
+    for turn, id, own in zip(turns, ids, more, strict=True):
+        assert own == (-1.0 if names[turn] == "a" else -0.25), "b has none of its own: the rest's"
+        assert (id == ids[turns.index(names.index("a"))]) == (names[turn] == "a")
+    assert rewards[max(n for n, name in enumerate(names) if name == "a")] == 0.25
+
+
+@pytest.mark.parametrize("pay", ['{"a": "much"}', '{"a": NaN}'])
+def test_rewards_by_branch_are_numbers(make: Make, tmp_path: Path, pay: str) -> None:
+    rounds = Rounds(make("pays", params={"pay": pay}), tmp_path)
+    rounds.play()
+    assert rounds.column("status") == [SampleStatus.FAILED]

@@ -14,9 +14,7 @@ from configs.judge import SCORE_LINE, JudgeReward
 from configs.rewards import RewardsConfig
 from engines.rewards.checks import check_rewards
 from engines.rewards.child import Logged
-from engines.rewards.judge import JudgeScorer, judge_scorer
-from engines.rewards.judge_answers import JudgeAnswers
-from engines.rewards.judge_endpoint import Pace, retry_after
+from engines.rewards.judge import JudgeAnswers, JudgeScorer, Pace, judge_scorer, retry_after
 from engines.rewards.judge_rubric import Rubric, as_text, read_rubric, score_of
 from engines.rewards.protocol import RewardCall, Unscored
 from engines.rewards.runner import RewardRunner
