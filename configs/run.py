@@ -124,6 +124,11 @@ class RunConfig(Settings):
         return min((names or {"group_size": self.group_size}).items(), key=lambda one: one[1])
 
     @property
+    def same_sizes(self) -> bool:
+        """Whether all groups have as many completions."""
+        return self.smallest_group[1] == self.group_size
+
+    @property
     def trained_per_step(self) -> int:
         """Completions of one step that can train, at most: an opponent's do not."""
         alone = self.prompts_per_step * self.group_size
@@ -276,7 +281,7 @@ class RunConfig(Settings):
             "elastic": self.train.engine == "elastic",
             "over_sampling": self.over_samples,
             "tasks": bool(self.data.tasks),
-            "coding": self.episodes is not None and self.episodes.workspace is not None,
+            "coding": any(one.workspaces is not None for one in self.played.values()),
             "quarantine": self.data.keeps_history,
             "guards": bool(self.guards),
             "promotion": self.promotion is not None,
