@@ -363,11 +363,13 @@ def make(tmp_path: Path) -> Iterator[Make]:
 class Rounds:
     """Episodes of one prompt, whose turns are written by the test."""
 
-    def __init__(self, engine: EnvironmentEngine, folder: Path, count: int = 1) -> None:
+    def __init__(
+        self, engine: EnvironmentEngine, folder: Path, count: int = 1, row: int = 1
+    ) -> None:
         self.engine, self.store, self.count = engine, Store(f"file://{folder}/store"), count
         self.folder = folder
         self.tokenizer = engine._tokenizer
-        made = engine.prompts([1], 7, "prompts.safetensors")
+        made = engine.prompts([row], 7, "prompts.safetensors")
         assert made.ref is not None, made.dropped
         self.prompts = made.ref
         self.number = 0
