@@ -150,8 +150,9 @@ def test_an_agent_that_asks_by_itself_beside_answers(launch: Launch) -> None:
     agent = "{kind: agent, path: 'guessing.py:ask'}"
     task = "data.source.tasks.game"
     run = launch(
-        *(RECIPE, "steps=2", f"{task}.source.path=guessing.py:rows", f"{task}.source.params=null"),
-        *(f"{task}.environment={agent}", f"{task}.max_turns=4", f"{task}.prompt_suffix=''"),
+        *(RECIPE, "steps=2", f"{task}.environment={agent}", f"{task}.max_turns=4"),
+        f"{task}.source={{kind: function, path: 'guessing.py:rows', params: {{size: 12}}}}",
+        f"{task}.prompt_suffix=null",
         files={**example(), "guessing.py": guessing},
     ).whole()
     assert audit(run.files).problems == []
