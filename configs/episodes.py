@@ -1,6 +1,6 @@
 """Episodes: an environment that answers what the model writes, turn by turn."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -301,15 +301,11 @@ class EpisodesConfig(Settings):
             )
         return self
 
-    @model_validator(mode="before")
-    @classmethod
-    def _a_workspace_has_settings(cls, given: Any) -> Any:
-        if isinstance(given, Mapping) and given.get("workspace") is None:
-            played = given.get("environment")
-            mapping = isinstance(played, Mapping) and played.get("kind") == "workspace"
-            if mapping or isinstance(played, WorkspaceEnvironment):
-                return {**given, "workspace": {}}
-        return given
+    @property
+    def workspaces(self) -> WorkspaceConfig | None:
+        """How repositories are worked on; None where none are."""
+        by_kind = WorkspaceConfig() if self.environment.kind == "workspace" else None
+        return self.workspace or by_kind
 
     @model_validator(mode="after")
     def _the_kind_has_players(self) -> Self:

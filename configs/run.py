@@ -281,7 +281,7 @@ class RunConfig(Settings):
             "elastic": self.train.engine == "elastic",
             "over_sampling": self.over_samples,
             "tasks": bool(self.data.tasks),
-            "coding": any(one.workspace is not None for one in self.played.values()),
+            "coding": any(one.workspaces is not None for one in self.played.values()),
             "quarantine": self.data.keeps_history,
             "guards": bool(self.guards),
             "promotion": self.promotion is not None,

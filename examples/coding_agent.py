@@ -37,3 +37,23 @@ def solve(base_url: str, api_key: str, model: str, problem: str, workspace: Work
             return workspace.reward()
         chat.append({"role": "assistant", "content": text})
         chat.append({"role": "user", "content": workspace.bash(command)})
+
+
+def choose(
+    base_url: str,
+    api_key: str,
+    model: str,
+    problem: str,
+    edits: list[list[str]],
+    workspace: Workspace,
+) -> float:
+    """The model's last letter chooses among two edits: a to m the first, n to z the other.
+
+    For a model that writes no commands, to see that what the tests say is learned.
+    """
+    client = openai.OpenAI(base_url=base_url, api_key=api_key, timeout=SECONDS)
+    asked = [{"role": "user", "content": problem}]
+    answer = client.chat.completions.create(model=model, messages=asked)  # type: ignore[arg-type]
+    text = answer.choices[0].message.content or ""
+    workspace.edit(*edits[text[-1:] >= "n"])
+    return workspace.reward()

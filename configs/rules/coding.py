@@ -13,12 +13,12 @@ def _workspaces(config: RunConfig) -> Iterable[tuple[EpisodesConfig, DataConfig]
     """Episodes with a workspace, of each task, and its rows."""
     data = config.data.tasks or {"": config.data}
     played = ((one, data[name]) for name, one in config.played.items())
-    return [(one, rows) for one, rows in played if one.workspace is not None]
+    return [(one, rows) for one, rows in played if one.workspaces is not None]
 
 
 def _answer_seconds(episodes: EpisodesConfig) -> float:
-    assert episodes.workspace is not None
-    return episodes.workspace.answer_seconds
+    assert episodes.workspaces is not None
+    return episodes.workspaces.answer_seconds
 
 
 CODING: tuple[Rule[RunConfig], ...] = (

@@ -21,7 +21,7 @@ def check(config: GRPOConfig) -> Iterable[Finding]:
     """Open a workspace of the first rows and run their tests; name the task folders left out."""
     data = config.data.tasks or {"": config.data}
     for part, episodes in config.played.items():
-        if (workspace := episodes.workspace) is None:
+        if (workspace := episodes.workspaces) is None:
             continue
         prove(workspace.sandbox, "episodes.workspace.sandbox")
         rows = open_source(data[part].source)
@@ -29,9 +29,8 @@ def check(config: GRPOConfig) -> Iterable[Finding]:
         for name, why in rows.left_out.items():
             yield Finding(check="task", found=f"{name} is left out: {why}.", warning=True)
         if rows.left_out:
-            yield Finding(
-                check="tasks", found=f"{len(rows)} of {len(rows) + len(rows.left_out)} run"
-            )
+            folders = len(rows) + len(rows.left_out)
+            yield Finding(check="tasks", found=f"{len(rows)} of {folders} task folders run")
         tried = range(min(TRIED, len(rows)))
         for number, row in zip(tried, rows.rows(tried), strict=True):
             try:

@@ -230,8 +230,8 @@ class Clock:
 
     def data_over(self, cursor: Cursor, carried: int) -> bool:
         """Whether data.epochs leave too little for a step after `cursor`, carried groups counted."""
-        left = cursor.remaining(self._config.data.epochs)
-        return left is not None and left + carried < self._config.fewest_prompts
+        rest = cursor.remaining(self._config.data.epochs)
+        return rest is not None and rest + carried < self._config.fewest_prompts
 
     def oldest_version(self, step: int) -> int:
         """The first policy version with which a step may be sampled."""
