@@ -99,7 +99,7 @@ OF_TASK = (
 )
 OF_EPISODES = (
     *("environment", "workspace", "max_turns", "max_turn_tokens", "past_turns", "full_turn"),
-    *("turn_timeout", "timeout", "deadline"),
+    *("branches", "turn_timeout", "timeout", "deadline"),
 )
 TASK_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
 
@@ -161,6 +161,7 @@ class TaskConfig(Settings):
     past_turns: Literal["as_sampled", "as_rendered"] | None = Field(
         None, description="As episodes.past_turns."
     )
+    branches: bool | None = Field(None, description="As episodes.branches.")
     full_turn: Literal["ends", "counts"] | None = Field(None, description="As episodes.full_turn.")
     turn_timeout: float | None = Field(
         None, gt=0, description="As episodes.turn_timeout, in seconds."

@@ -144,6 +144,33 @@ def test_games_that_a_step_does_not_wait_for_are_handed_on(launch: Launch) -> No
             assert set(groups.values()) <= {size}
 
 
+def test_an_agent_that_asks_by_itself_beside_answers(launch: Launch) -> None:
+    """Its requests are turns of their own, and the answers of the other task are as they were."""
+    guessing = (ROOT / "examples/guessing.py").read_text()
+    agent = "{kind: agent, path: 'guessing.py:ask'}"
+    task = "data.source.tasks.game"
+    run = launch(
+        *(RECIPE, "steps=2", f"{task}.environment={agent}", f"{task}.max_turns=4"),
+        f"{task}.source={{kind: function, path: 'guessing.py:rows', params: {{size: 12}}}}",
+        f"{task}.prompt_suffix=null",
+        files={**example(), "guessing.py": guessing},
+    ).whole()
+    assert audit(run.files).problems == []
+    for commit in committed(run.files):
+        games, answers = (of_task(run, commit, task) for task in ("game", "answers"))
+        assert set(Counter(games["group_id"]).values()) == {8}
+        assert set(Counter(answers["group_id"]).values()) == {6}
+        assert {len(turns) for turns in games["turn_rewards"]} == {2}
+        assert {float(one) for one in games["reward"]} <= {0.0, 1.0}
+        assert all(set(np.asarray(one).tolist()) == {1} for one in answers["author"])
+        assert {len(turns) for turns in answers["turn_rewards"]} <= {0, 1}
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.replay", run.files.run, "2", "--episodes"],
+        cwd=run.folder, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_both_are_learned_though_each_undoes_what_the_other_teaches(launch: Launch) -> None:
     run = launch(RECIPE, files=example()).whole()
     commits = committed(run.files)
