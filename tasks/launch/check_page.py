@@ -95,10 +95,11 @@ def _bar(share: float) -> str:
 
 def _sampling(config: GRPOConfig) -> str:
     rollout = config.rollout
+    most = "" if config.same_sizes else "up to "
     return (
-        f"{config.samples_per_step} samples a step ({config.prompts_per_step} prompts x "
-        f"{config.group_size}) by {rollout.engine}, of up to {rollout.max_new_tokens} new tokens at "
-        f"temperature {rollout.temperature:g}"
+        f"{most}{config.samples_per_step} samples a step ({config.prompts_per_step} prompts x "
+        f"{most}{config.group_size}) by {rollout.engine}, of up to {rollout.max_new_tokens} new "
+        f"tokens at temperature {rollout.temperature:g}"
     )
 
 

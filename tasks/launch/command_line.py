@@ -169,7 +169,8 @@ def _run(call: Callable[[Run], Any], opened: OpenedRun, waits: bool) -> int:
     try:
         last_words = partial(_stopped, terminal, again)
         with started(opened, reporting_on(terminal), last_words, waits=waits) as run:
-            terminal.say(f"Run {name}: {config.steps} steps of {config.samples_per_step} samples")
+            most = f"{'' if config.same_sizes else 'up to '}{config.samples_per_step}"
+            terminal.say(f"Run {name}: {config.steps} steps of {most} samples")
             if run.origin is not None:
                 terminal.say(f"It begins after {run.origin}; {_data_of(run)}.")
             with prefect_server(HOME / "prefect") as dashboard:

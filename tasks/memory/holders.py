@@ -214,7 +214,7 @@ def plan_of(config: GRPOConfig, shape: Shape, role: Role) -> MemoryPlan:
         ranks,
         train.sequence_parallel,
         train.tree_training,
-        paths=episodes.max_turns if (episodes := config.episodes) and episodes.are_forests else 1,
+        paths=config.most_paths,
         path=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
     )
     lora = config.lora if role == "actor" else None
