@@ -162,7 +162,7 @@ def large_step(run: Run, group: int, tokens: int, shard_prompts: int) -> dict[st
     part = plan_of(run, 1, batch, "update", RANKS, config, COST)
     plan = spread(run, 1, "update", [part], BatchRef)[0]
     memory.end()
-    attempts = run.attempts_of(1)
+    attempts = run.attempts.of(1)
     return {
         "samples": len(batch.ref),
         "response_tokens": int(batch.ref.lengths(run.store, "response_ids").sum()),

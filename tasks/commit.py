@@ -153,11 +153,11 @@ def commit(
         update=update_settings(run, updated),
         metrics=metrics,
         guards=verdicts.records,
-        attempts=[attempt.record() for attempt in run.attempts_of(step)],
+        attempts=[attempt.record() for attempt in run.attempts.of(step)],
         algorithm=run.algorithm.model_dump(mode="json"),
     )
     record = write_commit(run.files, record, run.lease)
-    attempts = run.attempts_of(step)
+    attempts = run.attempts.of(step)
     for feature in run.features:
         feature.committed(run, record)
     run.advance(record)

@@ -31,9 +31,10 @@ def logprob(run: Run, step: int, sampled: list[WholeShards] | BatchRef) -> Batch
     if run.needs_old:
         squared = run.algorithm.needs_squares
         sources.append(("old_logprobs", "actor", step - 1, squared))
-    if run.needs_ref and run.config.lora is not None:  # the actor's base, whatever its version
+    if run.config.algorithm.needs_reference and run.config.lora is not None:
+        # Of the actor's base, whatever its version.
         sources.append(("ref_logprobs", "actor", step - 1, False))
-    elif run.needs_ref:
+    elif run.config.algorithm.needs_reference:
         sources.append(("ref_logprobs", "ref", 0, False))
     for column, role, version, squared in sources:
         trainer = run.engines[REF] if role == "ref" else run.engines[ACTOR]

@@ -10,7 +10,7 @@ from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 
 from engines.data.contract import Scorer, ScoreRequest
-from engines.data.results import ModelScores, SampleFailure, ScoreResult
+from engines.data.results import SampleFailure, ScoreResult
 from engines.rewards.protocol import TrainerState
 from storage.batches.columns import EXTRA
 from storage.batches.refs import BatchRef
@@ -112,17 +112,11 @@ def score(
         trace = result.tracebacks.get(error, "")
         text = f"Scoring failed in {function} for sample {numbers}: {error}\n{trace}"
         get_run_logger().error("%s", text.rstrip())
-    return with_scores(request.samples, models, result.ref), result
-
-
-def with_scores(samples: BatchRef, models: ModelScores | None, scores: BatchRef) -> BatchRef:
-    """Samples with their scores, and what reward models said of those that they could not score.
-
-    The latter is a column of the models' own batch, so a commit names all that was stored.
-    """
-    columns = samples.drop(["status"])
-    columns = columns if models is None else columns.with_columns(models.ref)
-    return columns.with_columns(scores)  # score/<function> too, of a failed sample not a number
+    samples = request.samples.drop(["status"])
+    if models is not None:  # with what they said of those that they could not score
+        samples = samples.with_columns(models.ref)  # so a commit names all that was stored
+    # With score/<function> too, of a failed sample not a number.
+    return samples.with_columns(result.ref), result
 
 
 def trainer_state(run: Run, step: int) -> TrainerState:

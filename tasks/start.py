@@ -7,6 +7,7 @@ import os
 from prefect import task
 from prefect.settings import PREFECT_API_URL
 
+from configs.cluster import TemporaryTls
 from engines.processes.process_setup import seldom_collected
 from storage.runs.commit_log import version_weights
 from storage.runs.live import Live, write_live
@@ -33,17 +34,19 @@ def start_workers(run: Run) -> dict[str, list[str]]:
 
 def announce(run: Run) -> None:
     """Tell those who look at the run from outside where it goes on."""
-    flow = flow_run_id()
-    certificates = run.engines.temporary_certificates
+    flow, cluster = flow_run_id(), run.engines.cluster
+    certificates = cluster.certificate_files
+    if not isinstance(cluster.config.encryption, TemporaryTls):
+        certificates = None  # those of others are known where they are
     live = Live(
-        scheduler=run.engines.scheduler,
+        scheduler=cluster.scheduler,
         prefect=PREFECT_API_URL.value(),
         flow_run=None if flow is None else str(flow),
         epoch=run.epoch,
         certificates=None if certificates is None else certificates.model_dump(),
         host=os.uname().nodename,
         logs=str(folder_of(run.name)),
-        worker_logs=run.engines.worker_logs,
+        worker_logs=None if cluster.logs is None else str(cluster.logs.absolute()),
     )
     write_live(run.files, live)
 

@@ -127,7 +127,6 @@ def make_steps(
     if run.head > run.start:
         for feature in run.features:
             feature.take_up(run)
-    steps = _in_turn if run.config.max_staleness == 0 else _overlapping
 
     def make(step: int) -> None:
         _make(step_flow, run, step)
@@ -138,7 +137,11 @@ def make_steps(
         run.gate.check_end(run.head)
         if tests is not None:
             tests.begin()
-        steps(make, run)
+        if run.config.max_staleness:
+            _overlapping(make, run)
+        else:
+            for step in run.clock.steps_left():
+                make(step)
     except BranchEnded as ended:
         return ended
     except Exhausted:  # found while drawing: some of the last prompts are too long
@@ -149,11 +152,6 @@ def make_steps(
             keep_last(run, run.last)
         return True
     return run.head < run.config.steps
-
-
-def _in_turn(make: Callable[[int], None], run: Run) -> None:
-    for step in run.clock.steps_left():
-        make(step)
 
 
 def _make(step_flow: Callable[[Run, int], Any], run: Run, step: int) -> None:

@@ -29,6 +29,7 @@ from prometheus_client import Metric
 from pydantic import BaseModel, Field
 
 from configs.base import Settings
+from configs.terminal_text import memory_text
 from engines.failures import Failure, OutOfMemory
 from engines.workers.placement import NodeResources
 from engines.workers.worker_metrics import Spent
@@ -281,12 +282,7 @@ def memory_that_ran_out(error: BaseException) -> Memory | None:
 def described(by_use: Mapping[str, int]) -> str:
     """Bytes by what holds them, the largest first: "activations and logits 61.2 GiB, …"."""
     ordered = sorted(by_use.items(), key=lambda item: -item[1])
-    return ", ".join(f"{what} {size_of(size)}" for what, size in ordered if size > 0)
-
-
-def size_of(size: float) -> str:
-    """Bytes in GiB, below one of those in MiB."""
-    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / 2**20:,.0f} MiB"
+    return ", ".join(f"{what} {memory_text(size)}" for what, size in ordered if size > 0)
 
 
 @contextlib.contextmanager

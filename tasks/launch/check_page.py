@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.text import Text
 
 from configs.grpo import GRPOConfig
-from configs.terminal_text import terminal_text
-from engines.workers.engine import size_of
+from configs.terminal_text import memory_text, terminal_text
 from tasks.memory.holders import Place
 from tasks.reporting.terminal import SafeConsole
 from tasks.run.features import Finding
@@ -84,7 +83,7 @@ def memory_table(place: Place) -> list[str]:
     longest = max((len(name) for name, _ in rows), default=0)
     width = min(longest, 80 - BAR - 24)
     return [
-        f"    {textwrap.shorten(name, width, placeholder='…'):<{width}}  {size_of(size):>11}  "
+        f"    {textwrap.shorten(name, width, placeholder='…'):<{width}}  {memory_text(size):>11}  "
         f"{_bar(size / whole):<{BAR}} {size / whole:>4.0%}"
         for name, size in rows
     ]

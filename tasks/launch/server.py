@@ -42,11 +42,6 @@ HOST = "127.0.0.1"
 LOGIN = re.compile(r"refrain:[\w-]{32}")  # so that no other file is taken for one and sent
 
 
-def new_login() -> str:
-    """A login of 192 random bits."""
-    return f"refrain:{secrets.token_urlsafe(24)}"
-
-
 def login_file(home: Path, port: int) -> Path:
     """Where the login of the server with that folder and port is."""
     return home / f"login-{port}"
@@ -109,7 +104,7 @@ class EmbeddedServer:
         self.home = home.absolute()
         self.log = self.home / "server.log"
         self.port, self._reserved = _free_port()
-        self.login = new_login()
+        self.login = f"refrain:{secrets.token_urlsafe(24)}"  # 192 random bits
         self.login_file = login_file(self.home, self.port)
         self._answered = threading.Event()
         self._stopping = threading.Event()

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from configs.grpo import GRPOConfig
 from configs.lora import LoraConfig
+from configs.terminal_text import memory_text
 from engines.models.traced_shape import Shape
-from engines.workers.engine import size_of
 from tasks.memory.holders import (
     HoldersOf,
     MemoryDemand,
@@ -43,10 +43,11 @@ def no_room(demand: MemoryDemand) -> str | None:
         if gpu is None or share is None or share.samples:
             continue
         return (
-            f"By the memory plan {vllm.holder} has {size_of(share.whole)} of a GPU of pool "
+            f"By the memory plan {vllm.holder} has {memory_text(share.whole)} of a GPU of pool "
             f"{vllm.pool} ({_utilization(vllm)} = {vllm.settings.gpu_memory_utilization:g}), of "
-            f"which weights take {size_of(share.weights)}, and has to hold the keys and values of at "
-            f"least one sample of {share.longest} tokens, {size_of(share.longest * share.token)}. "
+            f"which weights take {memory_text(share.weights)}, and has to hold the keys and values "
+            f"of at least one sample of {share.longest} tokens, "
+            f"{memory_text(share.longest * share.token)}. "
             f"{_larger_share(demand, vllm, gpu)}"
         )
     return None
@@ -121,8 +122,8 @@ def too_large(demand: MemoryDemand, place: Place) -> str:
     """What such a place has to hold, has, and what to set."""
     assert place.limit is not None
     sentence = (
-        f"By the memory plan {place.what} has to hold {size_of(place.planned)}, and has "
-        f"{size_of(place.limit)} ({place.limited_by}); most of it for {place.largest}."
+        f"By the memory plan {place.what} has to hold {memory_text(place.planned)}, and has "
+        f"{memory_text(place.limit)} ({place.limited_by}); most of it for {place.largest}."
     )
     for holder in demand.holders():
         if isinstance(holder, Vllm) and place.largest == holder.holder:
@@ -147,7 +148,7 @@ def _of_train_engine(demand: MemoryDemand, place: Place) -> str:
         """What the place has to hold then; None where it, or another that could, cannot."""
         by_name = {candidate.what: candidate for candidate in places(demand.under(changed))}
         enough = all(by_name[what].fits for what in fitting if what in by_name)
-        return size_of(by_name[place.what].planned) if enough and _valid(changed) else None
+        return memory_text(by_name[place.what].planned) if enough and _valid(changed) else None
 
     for words, changed in smaller(config, shape):
         if now := size_with(changed):
@@ -330,8 +331,8 @@ def check_memory(config: GRPOConfig, of_features: tuple[HoldersOf, ...] = ()) ->
 
 
 def _of_place(place: Place) -> str:
-    bound = "" if place.limit is None else f" of {size_of(place.limit)} ({place.limited_by})"
-    return f"{place.what}: {size_of(place.planned)}{bound}"
+    bound = "" if place.limit is None else f" of {memory_text(place.limit)} ({place.limited_by})"
+    return f"{place.what}: {memory_text(place.planned)}{bound}"
 
 
 def _of_ranks(config: GRPOConfig, of: Ranks) -> str:
@@ -341,7 +342,7 @@ def _of_ranks(config: GRPOConfig, of: Ranks) -> str:
     ranks = f"each of {pool.workers} ranks" if several else "its rank"
     if of.role == "actor" and config.train.engine == "elastic":
         ranks = "each worker"
-    stages = ", ".join(f"{stage} {size_of(size)}" for stage, size in plan.stages.items())
+    stages = ", ".join(f"{stage} {memory_text(size)}" for stage, size in plan.stages.items())
     host = f"; on the host {_listed(plan.host)}" if plan.host else ""
     return (
         f"{of.name}, {ranks}: holds {_listed(plan.held)}; in an update {_listed(plan.passing)}; at "
@@ -358,11 +359,11 @@ def _of_vllm(config: GRPOConfig, vllm: Vllm) -> str:
     if share is None:
         return f"{begin}; what it has room for is not known"
     return (
-        f"{begin}, of it weights {size_of(share.weights)}, keys and values "
-        f"{size_of(share.keys_and_values)}: {share.tokens:,} tokens, {share.samples:,} samples of "
-        f"{share.longest:,} tokens"
+        f"{begin}, of it weights {memory_text(share.weights)}, keys and values "
+        f"{memory_text(share.keys_and_values)}: {share.tokens:,} tokens, {share.samples:,} samples "
+        f"of {share.longest:,} tokens"
     )
 
 
 def _listed(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{what} {size_of(size)}" for what, size in sizes.items() if size)
+    return ", ".join(f"{what} {memory_text(size)}" for what, size in sizes.items() if size)

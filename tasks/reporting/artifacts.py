@@ -224,12 +224,6 @@ def listed(values: Iterable[str | int]) -> str | int:
     return ", ".join(map(str, distinct[:4])) + more
 
 
-def nothing_trained(commit: Commit) -> list[str]:
-    """A line for a step that trained no token."""
-    sentence = untrained(commit.metrics)
-    return ["", f"**{sentence[0].upper()}{sentence[1:]}.**"] if sentence else []
-
-
 def lineage(run: RunFacts, commit: Commit, attempts: list[Attempt]) -> str:
     """Markdown: versions, refs, counts, times and retries of a committed step.
 
@@ -254,7 +248,7 @@ def lineage(run: RunFacts, commit: Commit, attempts: list[Attempt]) -> str:
         "",
         f"Prompts so far: {ledger.drawn} drawn = {ledger.trained} trained + {ledger.filtered} "
         f"filtered + {sum(ledger.dropped.values())} dropped + {ledger.in_flight} in flight.",
-        *nothing_trained(commit),
+        *(["", f"**{idle[0].upper()}{idle[1:]}.**"] if (idle := untrained(commit.metrics)) else []),
         *left_out(ledger),
         *sampled_in_rounds(commit),
         *(line for feature in features_of(run.config) for line in feature.page(commit)),
@@ -471,7 +465,12 @@ def cost_lines(metrics: CommitMetrics, currency: str) -> list[str]:
         "|---|---|---|---|---|---|",
     ]
     for pool in pools:
-        seconds_of_stage = seconds_of(metrics, pool)
+        start = f"{SECONDS}/{pool}/"  # then a stage, HELD, IDLE, LOST or STARTING
+        seconds_of_stage = {
+            name.removeprefix(start): value or 0.0
+            for name, value in metrics.items()
+            if name.startswith(start)
+        }
         work = {k: v for k, v in seconds_of_stage.items() if k not in (HELD, IDLE, LOST, STARTING)}
         by_stage = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in work.items())
         lines.append(
@@ -504,16 +503,6 @@ def cost_lines(metrics: CommitMetrics, currency: str) -> list[str]:
             f"{number(metrics, MONEY_PER_SAMPLE):.3g} for each sample."
         )
     return lines
-
-
-def seconds_of(metrics: CommitMetrics, pool: str) -> dict[str, float]:
-    """Device-seconds of a pool by stage, HELD, IDLE, LOST and STARTING."""
-    start = f"{SECONDS}/{pool}/"
-    return {
-        name.removeprefix(start): value or 0.0
-        for name, value in metrics.items()
-        if name.startswith(start)
-    }
 
 
 def number(metrics: CommitMetrics, name: str) -> float:

@@ -416,12 +416,12 @@ class RunTracker:
         )
 
     def _trace_later(self, commit: Commit) -> None:
-        if self._facts.config.tracking.traced_samples:
-            self._add(f"Samples of step {commit.step}", lambda: self._trace(commit))
+        def trace() -> None:
+            if traced := traced_samples(self._facts, commit):
+                self._tracker.call(Tracker.log_traces, traced)
 
-    def _trace(self, commit: Commit) -> None:
-        if traced := traced_samples(self._facts, commit):
-            self._tracker.call(Tracker.log_traces, traced)
+        if self._facts.config.tracking.traced_samples:
+            self._add(f"Samples of step {commit.step}", trace)
 
     def register(self, commit: Commit) -> str:
         """Put the policy version that a step made into the model registry; its number there.

@@ -245,16 +245,6 @@ class WithLabels(Collector):
                 yield labelled
 
 
-def labels_of(facts: RunFacts, host: str) -> dict[str, str]:
-    """The labels of every series of a run; `host`: name of the flow's machine."""
-    return {
-        "run": facts.name,
-        "flow": facts.flow.rpartition(":")[2],
-        "recipe": facts.config.name,
-        "host": host,
-    }
-
-
 Place = tuple[str, str]  # pool, host
 # vLLM's histograms that are passed on, of some thirty; its gauges and counters are, all of them.
 VLLM_HISTOGRAMS: Final = frozenset(
@@ -487,7 +477,12 @@ class LiveMetrics:
         self.machinery = MachineryMetrics()
         self.events.registry.register(self.machinery)
         self.registry = CollectorRegistry()
-        labels = labels_of(facts, os.uname().nodename)
+        labels = {
+            "run": facts.name,
+            "flow": facts.flow.rpartition(":")[2],
+            "recipe": facts.config.name,
+            "host": os.uname().nodename,  # of the flow
+        }
         self.registry.register(WithLabels(self.events.registry, labels))
         self._said = set[str]()
         self._served = contextlib.ExitStack()

@@ -106,14 +106,6 @@ class StartingEngines(ByRole, Protocol):
         """Return when the engines of the role of this name stand."""
 
 
-def _no_variables(config: GRPOConfig) -> PoolVariables:
-    return {}
-
-
-def _nothing(client: Any) -> None:
-    """There is nothing to end beside the workers."""
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EngineRole(Generic[C]):
     """See the module's docstring. It is a key, as it stands."""
@@ -124,8 +116,9 @@ class EngineRole(Generic[C]):
     # Builds the engines, and brings them where the run stands; None: their first call builds them.
     start: Callable[[StartingEngines, C], object] | None = None
     # Of workers that will hold them, which have to stand before these import an engine's libraries.
-    variables: Callable[[GRPOConfig], PoolVariables] = _no_variables
-    close: Callable[[C], object] = _nothing  # ends what is elsewhere than on the run's workers
+    variables: Callable[[GRPOConfig], PoolVariables] = lambda config: {}
+    # Ends what is elsewhere than on the run's workers.
+    close: Callable[[C], object] = lambda client: None
 
 
 class Clients:

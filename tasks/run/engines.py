@@ -16,9 +16,8 @@ from prefect.context import TaskRunContext
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 
-from configs.cluster import Role, TemporaryTls
+from configs.cluster import Role
 from engines.clusters.opening import open_cluster
-from engines.processes.dask_settings import Certificates
 from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster, Say, Wait
 from engines.workers.inspection import look_at_machines, running_calls, start_phases
@@ -91,7 +90,7 @@ class Engines:
         self._opened: Future[Opened] | None = None
         self._started: dict[str, Future[None]] = {}
         self._looks = WorkerLooks()
-        self._usage, self._spent = StoreUsage(), SpentSince()
+        self.usage, self._spent = StoreUsage(), SpentSince()
         self.launched = 0.0  # when workers were asked for, in seconds since 1970
         self.ended: float | None = None  # when they were told to end
         self._roles = {role.name: role for role in roles_of(run.config)}
@@ -207,10 +206,6 @@ class Engines:
         waiting = [name for name, future in self._started.items() if not future.done()]
         self.run.tell(EngineStarted(waiting=tuple(sorted(waiting))))
 
-    def store_usage(self) -> Metrics:
-        """Requests and bytes that the flow and the workers asked of the store since the last look."""
-        return self._usage.since_last(self.cluster.usage)
-
     def spent(self) -> dict[str, SpentOfPool]:
         """What each pool's processes and GPUs have used since the last look."""
         return self._spent.since_last(self.cluster.spent)
@@ -241,24 +236,6 @@ class Engines:
     def cluster(self) -> Cluster:
         """The workers."""
         return self._made().cluster
-
-    @property
-    def scheduler(self) -> str:
-        """Address of the Dask scheduler."""
-        return self._made().cluster.scheduler
-
-    @property
-    def worker_logs(self) -> str | None:
-        """Folder of the workers' own log files, where they have such."""
-        logs = self._made().cluster.logs
-        return None if logs is None else str(logs.absolute())
-
-    @property
-    def temporary_certificates(self) -> Certificates | None:
-        """Files of the certificates that were made for this cluster alone, if any were."""
-        cluster = self._made().cluster
-        is_temporary = isinstance(cluster.config.encryption, TemporaryTls)
-        return cluster.certificate_files if is_temporary else None
 
     @property
     def clients(self) -> Clients:

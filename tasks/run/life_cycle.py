@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from uuid import UUID
@@ -27,7 +27,7 @@ from engines.data.contract import Scorer
 from engines.failures import ClusterLost, InfrastructureError
 from engines.workers.cluster import Cluster
 from storage.prompts.datasets import open_source
-from storage.runs.commit_log import Commit, history
+from storage.runs.commit_log import history
 from storage.runs.curves import History
 from storage.runs.live import DataOver, End, workers_ended, write_end
 from storage.runs.retention import clear
@@ -186,7 +186,9 @@ def finish(run: Run, data_over: bool) -> RunSummary:
     was asked for, because the data's epochs are over.
     """
     last_pages(run)
-    _keep_rows(run)
+    now = open_source(run.config.data.source).as_recorded(run.source.digest)
+    if now.digest == run.source.digest:  # for runs that go on: which rows the data had
+        write_rows(run.files, row_digests(run))
     cost = cost_at_end(run)
     run.tell(RunFinished(step=run.head, cost=cost))
     over = DataOver.of(run.config.data) if data_over else None
@@ -217,13 +219,6 @@ def last_pages(run: Run) -> None:
                 timeline=draw_timeline(run.files),
             )
         )
-
-
-def _keep_rows(run: Run) -> None:
-    """Keep which rows the data had, unless they changed meanwhile, for runs that go on."""
-    now = open_source(run.config.data.source).as_recorded(run.source.digest)
-    if now.digest == run.source.digest:
-        write_rows(run.files, row_digests(run))
 
 
 def row_digests(run: Run) -> np.ndarray:
@@ -407,15 +402,11 @@ def draw_curves(files: RunStore, steps: History) -> bytes:
 
 
 def draw_timeline(files: RunStore) -> bytes:
-    """Keep a picture of which engine did what and when over the last steps, and return it."""
-    image = timeline_png(work_of(itertools.islice(history(files), TIMELINE_STEPS)), files.run)
-    files.store.write(f"{files.run}/timeline.png", image)
-    return image
+    """Keep a picture of which engine did what and when over the last steps, and return it.
 
-
-def work_of(commits: Iterable[Commit]) -> list[TimelineCall]:
-    """What the engines did for some steps, by the attempts that their commits keep."""
-    return [
+    By the attempts that their commits keep.
+    """
+    calls = [
         TimelineCall(
             engine=str(attempt["worker"] or TRAINERS),
             stage=str(attempt["stage"]),
@@ -423,6 +414,9 @@ def work_of(commits: Iterable[Commit]) -> list[TimelineCall]:
             start=float(str(attempt["started"])),
             seconds=float(str(attempt["seconds"])),
         )
-        for commit in commits
+        for commit in itertools.islice(history(files), TIMELINE_STEPS)
         for attempt in commit.attempts
     ]
+    image = timeline_png(calls, files.run)
+    files.store.write(f"{files.run}/timeline.png", image)
+    return image

@@ -28,7 +28,7 @@ def step_metrics(
     synced: Synced,
 ) -> Metrics:
     """Everything that MLflow and the commit record of a step; times in seconds."""
-    attempts = run.attempts_of(step)
+    attempts = run.attempts.of(step)
     stages = stage_seconds(attempts)
     shards = [shard.stats for part in scored for shard in part.sampled]
     tokens, read = sum(shard.tokens for shard in shards), sum(shard.read for shard in shards)
@@ -54,7 +54,7 @@ def step_metrics(
         **prompts.metrics,
         "prompts/filtered": float(batch.filtered),
         "policy/version": float(updated.version),
-        **run.engines.store_usage(),
+        **run.engines.usage.since_last(run.engines.cluster.usage),
         **run.engines.turns(),
         **run.engines.asked(),
     }
@@ -89,7 +89,7 @@ def cost_of(run: Run, step: int, now: float, samples: int) -> Metrics:
         end = read_end(run.files)
         before = before | (end.cost if end is not None and end.step == run.head else {})
     return step_cost(
-        [AttemptCost.of(attempt.record()) for attempt in run.attempts_of(step)],
+        [AttemptCost.of(attempt.record()) for attempt in run.attempts.of(step)],
         window_of(
             run.engines.launched,
             committed_at,

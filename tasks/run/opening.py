@@ -172,13 +172,12 @@ def take_over(opened: OpenedRun, waits: bool = False) -> tuple[RunLease, Positio
                 "again to go on with it."
             )
         own_head = head(opened.files) if opened.resumed else None
-        position = _inherited(opened) if own_head is None else _committed(opened, own_head)
+        if own_head is None:
+            position = _inherited(opened)
+        else:
+            position = Position.after(read_commit(opened.files, own_head))
         failed.pop_all()
     return lease, position
-
-
-def _committed(opened: OpenedRun, step: int) -> Position:
-    return Position.after(read_commit(opened.files, step))
 
 
 def _inherited(opened: OpenedRun) -> Position:

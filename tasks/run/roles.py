@@ -283,6 +283,10 @@ def trainer_by(
     """The same, made by an opener of its own."""
     ends = decay_steps(config, files)
     spec = train_spec(config, files, role, run.store.cache_bytes, frozen, ends)
+
+    def told(version: int, tensors: int) -> None:
+        run.tell(RebuiltOtherwise(version=version, tensors=tensors))
+
     return trainer_on(
         cluster,
         config,
@@ -293,13 +297,9 @@ def trainer_by(
         epoch=run.epoch,
         cancel=run.cancelled,
         on_replay=lambda step, last: run.tell(UpdateReplayed(step=step, last=last)),
-        on_rounding=_telling(run) if role == "actor" else None,  # others publish no weights
+        on_rounding=told if role == "actor" else None,  # others publish no weights
         caller=run.name,
     )
-
-
-def _telling(run: RunView) -> Callable[[int, int], None]:
-    return lambda version, tensors: run.tell(RebuiltOtherwise(version=version, tensors=tensors))
 
 
 def check_computed(trainer: Trainer, version: int, where: str) -> None:
@@ -357,17 +357,14 @@ ROLES: tuple[EngineRole[Any], ...] = (
 
 def roles_of(config: GRPOConfig) -> list[EngineRole[Any]]:
     """The roles that a run has, in the order in which they start where that is free."""
-    return [role for role in _known_roles(config) if role.needed(config)]
-
-
-def _known_roles(config: GRPOConfig) -> list[EngineRole[Any]]:
-    return [*ROLES, *(role for feature in features_of(config) for role in feature.roles)]
+    roles = [*ROLES, *(role for feature in features_of(config) for role in feature.roles)]
+    return [role for role in roles if role.needed(config)]
 
 
 def variables_of(config: GRPOConfig) -> dict[str, dict[str, str]]:
     """Pool -> environment variables of its workers, for the engines that they will hold."""
     variables: dict[str, dict[str, str]] = {}
-    for role in _known_roles(config):
+    for role in roles_of(config):
         for pool, names in role.variables(config).items():
             variables[pool] = {**variables.get(pool, {}), **names}
     return variables

@@ -24,7 +24,7 @@ from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import Commit, version_weights
 from storage.runs.run_lease import RunLease
 from storage.runs.weights import WeightsRef
-from tasks.run.attempts import Attempt, AttemptLog
+from tasks.run.attempts import AttemptLog
 from tasks.run.beginning import fresh_rows
 from tasks.run.clock import Clock, Gate, RowTracker, StepHistory
 from tasks.run.engines import Engines
@@ -56,7 +56,16 @@ class Run:
         self, opened: OpenedRun, lease: RunLease, position: Position, reporting: Reporting
     ) -> None:
         """`reporting`: who is told of it, and asked."""
-        facts = facts_of(opened, lease, position)
+        facts = RunFacts(
+            name=opened.name,
+            flow=opened.flow,
+            config=opened.config,
+            files=opened.files,
+            source=opened.source.as_recorded(position.cursor.digest),
+            origin=opened.origin,
+            start=opened.start,
+            epoch=lease.epoch,
+        )
         self.name, self.flow, self.config = facts.name, facts.flow, facts.config
         self.code_files = code_files(opened.config)  # as this flow began: workers load them now
         self.source, self.files, self.store = facts.source, facts.files, facts.store
@@ -183,12 +192,7 @@ class Run:
     @property
     def needs_logprobs(self) -> bool:
         """Whether a step asks the train engines for log-probs before the update."""
-        return self.needs_ref or self.needs_old
-
-    @property
-    def needs_ref(self) -> bool:
-        """Whether the algorithm compares with the frozen reference."""
-        return self.config.algorithm.needs_reference
+        return self.config.algorithm.needs_reference or self.needs_old
 
     @property
     def needs_old(self) -> bool:
@@ -212,10 +216,6 @@ class Run:
         sampling = Sampling.of(config.rollout, config.group_size, config.longest_turn)
         return replace(sampling, routed_experts=config.train.router_replay)
 
-    def attempts_of(self, step: int) -> list[Attempt]:
-        """What was tried for a step, in the order in which it ended."""
-        return self.attempts.of(step)
-
     def probe(self) -> tuple[list[list[int]], list[int]]:
         """Token ids of a few short sequences, and where each one's response begins."""
         if self._probe is None:
@@ -232,20 +232,6 @@ class Run:
         self.engines[ROLLOUT].committed(record.step, self.clock.oldest_version(record.step + 1))
         self.shards.committed(record.step)
         self.gate.committed(record.step)
-
-
-def facts_of(opened: OpenedRun, lease: RunLease, position: Position) -> RunFacts:
-    """What a run is that was opened and taken over."""
-    return RunFacts(
-        name=opened.name,
-        flow=opened.flow,
-        config=opened.config,
-        files=opened.files,
-        source=opened.source.as_recorded(position.cursor.digest),
-        origin=opened.origin,
-        start=opened.start,
-        epoch=lease.epoch,
-    )
 
 
 def _shards_of(config: GRPOConfig) -> ShardDriver:

@@ -70,11 +70,11 @@ def test_a_long_run_remembers_the_steps_under_way_only(run: Any) -> None:
         for step in range(head, head + AT_ONCE):
             with attempted(run, step, "update"):
                 pass
-        assert len(run.attempts_of(head)) >= 1
+        assert len(run.attempts.of(head)) >= 1
         run.advance(SimpleNamespace(step=head))
         with attempted(run, head, "evaluate"):  # after its commit: goes with the next one
             pass
-        assert run.attempts_of(head + 1)
+        assert run.attempts.of(head + 1)
         assert len(run.attempts) <= AT_ONCE + 2
         for kept in (run.clock.drawn, run.clock.carried, run.clock.left_over):
             assert len(kept) <= AT_ONCE + 2
