@@ -231,7 +231,11 @@ FEATURES = {
         ),
         tests=(
             *("tests/engines/environments/coding", "tests/storage/prompts/coding"),
-            "tests/flows/test_coding.py",
+            *(
+                "tests/flows/test_coding.py",
+                "tests/configs/test_coding.py",
+                "tests/examples/test_mini_swe.py",
+            ),
         ),
         unfit=(
             "tests/configs/test_recipes.py::test_a_wrong_setting_is_one_sentence",
@@ -246,7 +250,7 @@ FEATURES = {
                 r"from configs.coding .*\n",
                 r"class WorkspaceEnvironment\(Settings\):\n(?:    .*\n|\n(?!\n))+\n*",
                 r"\n    \| WorkspaceEnvironment",
-                r'"workspace", ',
+                r', "workspace"(?=\)|,)',
                 r"    workspace: WorkspaceConfig(?:.*\n)+?    \)\n",
                 r"    @property\n    def workspaces(?:.*\n)+?\n",
             ],
