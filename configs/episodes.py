@@ -304,8 +304,9 @@ class EpisodesConfig(Settings):
     @property
     def workspaces(self) -> WorkspaceConfig | None:
         """How repositories are worked on; None where none are."""
-        by_kind = WorkspaceConfig() if self.environment.kind == "workspace" else None
-        return self.workspace or by_kind
+        if self.environment.kind == "workspace":
+            return self.workspace or WorkspaceConfig()
+        return self.workspace if self.environment.kind == "agent" else None
 
     @model_validator(mode="after")
     def _the_kind_has_players(self) -> Self:

@@ -237,7 +237,11 @@ FEATURES = {
         ),
         tests=(
             *("tests/engines/environments/coding", "tests/storage/prompts/coding"),
-            "tests/flows/test_coding.py",
+            *(
+                "tests/flows/test_coding.py",
+                "tests/configs/test_coding.py",
+                "tests/examples/test_mini_swe.py",
+            ),
         ),
         unfit=(
             "tests/configs/test_recipes.py::test_a_wrong_setting_is_one_sentence",
