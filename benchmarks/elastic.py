@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from configs.algorithm.algorithm import AlgorithmConfig
-from configs.cluster.cluster import ClusterConfig, PoolConfig, RolesConfig
+from configs.cluster import ClusterConfig, PoolConfig, RolesConfig
 from configs.model import RandomModel
 from configs.train import TrainConfig
 from engines.train.spec import TrainSpec, UpdateRequest

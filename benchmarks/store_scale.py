@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks.stores import place
 from storage.audit.audit import audit
 from storage.audit.lineage import of_prompt, of_sample, of_version, prompt_of
-from storage.audit.sample_origins import SampleOrigin
+from storage.audit.samples import SampleOrigin
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.documents import digest
@@ -35,8 +35,7 @@ from storage.prompts.cursor import Cursor, draw
 from storage.runs import snapshots
 from storage.runs.commit_log import Commit, Ledger, commit, head, read_commit
 from storage.runs.curves import EVERY, History, read_history, shown, write_curves
-from storage.runs.orphans import clear
-from storage.runs.retention import sweep
+from storage.runs.retention import clear, sweep
 from storage.runs.run_store import RunStore
 from storage.runs.seen_rows import seen_before
 from storage.runs.weights import WeightsRef

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from configs.base import FileAddress, Settings
-from configs.sandbox import ProcessSandbox, SandboxConfig
+from configs.rewards import ProcessSandbox, SandboxConfig
 
 AROUND_SECONDS = 10.0  # beyond deadlines, for starts of sandboxes and their files
 

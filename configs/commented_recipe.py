@@ -11,12 +11,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from configs.grpo import GRPOConfig
-from configs.overrides import ConfigError, changed
+from configs.overrides import ConfigError, changed, read_settings
 from configs.recipe import find_recipe, read_recipe
 from configs.recipe_files import flow_of, remarks
-from configs.setting_paths import kind_of
-from configs.settings_file import read_settings
-from configs.settings_help import groups_of
+from configs.settings_help import groups_of, kind_of
 
 WIDTH = 96  # characters of a line
 
@@ -33,8 +31,8 @@ def commented_recipe(
     that is asked does, if none takes the settings.
     """
     path = find_recipe(recipe)
-    faults, own = [], flow_of(path)
-    for name in sorted(flows, key=lambda flow: flow != own):
+    faults, first = [], flow_of(path)
+    for name in sorted(flows, key=lambda flow: flow != first):
         model = model_of(name)
         try:
             read_recipe(model, recipe, words)
@@ -72,16 +70,19 @@ def _setting(name: str, value: Any, groups: list[type[BaseModel]], indent: str) 
         yield from _group(inner, value, deeper)
     elif groups and isinstance(value, Mapping) and value:  # groups by names of the user's
         yield f"{indent}{name}:"
-        for key, one in value.items():
-            yield from _setting(str(key), one, groups, deeper)
+        for key, item in value.items():
+            yield from _setting(str(key), item, groups, deeper)
     elif (
-        groups and isinstance(value, list) and all(_chosen(groups, one) for one in value) and value
+        groups
+        and isinstance(value, list)
+        and all(_chosen(groups, item) for item in value)
+        and value
     ):
         yield f"{indent}{name}:"
-        for one in value:
-            inner = _chosen(groups, one)
+        for item in value:
+            inner = _chosen(groups, item)
             assert inner is not None
-            lines = list(_group(inner, one, f"{deeper}  "))
+            lines = list(_group(inner, item, f"{deeper}  "))
             first = next(i for i, line in enumerate(lines) if not line.lstrip().startswith("#"))
             lines[first] = f"{deeper}- {lines[first].lstrip()}"
             yield from lines

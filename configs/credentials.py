@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from pydantic import BaseModel
 
-from configs.cluster.kinds import JsonObject, KubernetesPods
+from configs.cluster import JsonObject, KubernetesPods
 from configs.environment import SECRET
 
 # Of variables, parameters and headers, beside those of configs.environment.
@@ -95,21 +95,21 @@ def _within(place: str, value: object, header: bool = False) -> Iterator[tuple[s
             look = _within_object if kubernetes else _within
             yield from look(f"{place}.{name}", getattr(value, name))
     elif isinstance(value, Mapping):
-        for key, one in value.items():
+        for key, inner in value.items():
             name, below = str(key), f"{place}.{key}"
-            ours = isinstance(one, BaseModel)
+            ours = isinstance(inner, BaseModel)
             headers = "header" in name.lower()
             if (header and name.lower() not in HARMLESS_HEADERS) or (
-                not ours and headers and isinstance(one, str)
+                not ours and headers and isinstance(inner, str)
             ):
                 yield below, "is a header"
-            elif not ours and secret_name(name, one):
+            elif not ours and secret_name(name, inner):
                 yield below, "looks like a credential by its name"
             else:
-                yield from _within(below, one, headers)
+                yield from _within(below, inner, headers)
     elif isinstance(value, (list, tuple)):
-        for number, one in enumerate(value):
-            yield from _within(f"{place}.{number}", one)
+        for number, inner in enumerate(value):
+            yield from _within(f"{place}.{number}", inner)
     elif isinstance(value, str) and (what := secret_value(value)):
         yield place, f"holds {what}"
 
@@ -121,14 +121,14 @@ def _within_object(place: str, value: object) -> Iterator[tuple[str, str]]:
         if isinstance(name, str) and text is not None and secret_name(name, text):
             yield f"{place}.value", f"is that of {name}, which looks like a credential by its name"
             return
-        for key, one in value.items():
-            if key not in KUBERNETES_NAMES and secret_name(str(key), one):
+        for key, inner in value.items():
+            if key not in KUBERNETES_NAMES and secret_name(str(key), inner):
                 yield f"{place}.{key}", "looks like a credential by its name"
             else:
-                yield from _within_object(f"{place}.{key}", one)
+                yield from _within_object(f"{place}.{key}", inner)
     elif isinstance(value, list):
-        for number, one in enumerate(value):
-            yield from _within_object(f"{place}.{number}", one)
+        for number, inner in enumerate(value):
+            yield from _within_object(f"{place}.{number}", inner)
     else:
         yield from _within(place, value)
 

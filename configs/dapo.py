@@ -108,27 +108,27 @@ class DAPOConfig(GRPOConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _as_the_paper_by_default(cls, given: Any) -> Any:
+    def _as_the_paper_by_default(cls, settings: Any) -> Any:
         """Clip-higher without dual clip, selection by reward, soft overlong punishment."""
-        if not isinstance(given, dict) or not isinstance(given.get("algorithm", {}), dict):
-            return given
+        if not isinstance(settings, dict) or not isinstance(settings.get("algorithm", {}), dict):
+            return settings
         algorithm = {
             "selection": [{"kind": "informative", "rewards": "given"}],
-            **given.get("algorithm", {}),
+            **settings.get("algorithm", {}),
         }
         loss = algorithm.get("loss", {})
         if isinstance(loss, dict) and loss.get("kind", "clipped") == "clipped":
             algorithm["loss"] = {"kind": "clipped", "clip_high": 0.28, "dual_clip": None, **loss}
         shaping = algorithm.get("shaping", {})
         if isinstance(shaping, dict):
-            buffer = max(1, _most_tokens(given) // SHARE)
+            buffer = max(1, _most_tokens(settings) // SHARE)
             algorithm["shaping"] = {"overlong": {"buffer": buffer}, **shaping}
-        return {**given, "algorithm": algorithm}
+        return {**settings, "algorithm": algorithm}
 
 
-def _most_tokens(given: dict[str, Any]) -> int:
+def _most_tokens(settings: dict[str, Any]) -> int:
     """rollout.max_new_tokens as given; its default where it is not, or is no number."""
-    rollout = given.get("rollout", {})
-    found = rollout.get("max_new_tokens") if isinstance(rollout, dict) else rollout.max_new_tokens
+    rollout = settings.get("rollout", {})
+    tokens = rollout.get("max_new_tokens") if isinstance(rollout, dict) else rollout.max_new_tokens
     default = RolloutConfig.model_fields["max_new_tokens"].default
-    return found if isinstance(found, int) else int(default)
+    return tokens if isinstance(tokens, int) else int(default)

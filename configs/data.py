@@ -9,7 +9,7 @@ from pydantic import Field, JsonValue, ValidationError, field_validator, model_v
 from configs.base import FileAddress, FunctionPath, Settings
 from configs.coding import CodingSource, WorkspaceConfig
 from configs.episodes import Environment, EpisodesConfig
-from configs.sandbox import SandboxConfig
+from configs.rewards import SandboxConfig
 
 
 class MultipleChoice(Settings):
@@ -185,7 +185,7 @@ class TaskConfig(Settings):
 
     def weight_at(self, step: int) -> float:
         """The weight in a step, counted from 1."""
-        begun = [one for one in self.from_step if one <= step]
+        begun = [start for start in self.from_step if start <= step]
         return self.from_step[max(begun)] if begun else self.weight
 
 
@@ -237,8 +237,8 @@ class TasksSource(Settings):
 
     def rows_of(self, name: str) -> Source:
         """The source of a task's rows."""
-        if (own := self.tasks[name].source) is not None:
-            return own
+        if (source := self.tasks[name].source) is not None:
+            return source
         assert self.source is not None, "see _every_task_has_rows"
         where = {**self.source.where, self.task_column: name}
         return self.source.model_copy(update={"where": where})
@@ -287,10 +287,10 @@ OWN_VARIABLES = {
 }
 
 
-def refuse_own_variables(where: str, given: Mapping[str, JsonValue]) -> None:
+def refuse_own_variables(where: str, variables: Mapping[str, JsonValue]) -> None:
     """ValueError for variables of a chat template that Refrain sets itself."""
-    if own := sorted(OWN_VARIABLES & given.keys()):
-        raise ValueError(f"{where} names {', '.join(own)}, which Refrain sets itself. Remove it.")
+    if names := sorted(OWN_VARIABLES & variables.keys()):
+        raise ValueError(f"{where} names {', '.join(names)}, which Refrain sets itself. Remove it.")
 
 
 class DataConfig(Settings):
@@ -361,8 +361,8 @@ class DataConfig(Settings):
         return {name: self._of_task(self.source, name) for name in sorted(self.source.tasks)}
 
     def _of_task(self, source: TasksSource, name: str) -> "DataConfig":
-        own = source.tasks[name].model_dump(include=set(OF_TASK), exclude_none=True)
-        return self.model_copy(update={**own, "source": source.rows_of(name)})
+        changes = source.tasks[name].model_dump(include=set(OF_TASK), exclude_none=True)
+        return self.model_copy(update={**changes, "source": source.rows_of(name)})
 
     def scored_by(self, reward: str) -> list["DataConfig"]:
         """The data that a reward function scores: of each task to which it applies, or all."""
@@ -392,15 +392,15 @@ class DataConfig(Settings):
         """
         if not isinstance(self.source, TasksSource):
             return {"": episodes}
-        found = {}
+        by_task = {}
         for name, task in self.source.tasks.items():
             try:
                 settings = episodes.model_dump() | task.of_episodes
-                found[name] = type(episodes).model_validate(settings)
+                by_task[name] = type(episodes).model_validate(settings)
             except ValidationError as error:
-                said = error.errors()[0]["msg"].removeprefix("Value error, ")
-                raise ValueError(f"The task {name}: {said}") from None
-        return found
+                message = error.errors()[0]["msg"].removeprefix("Value error, ")
+                raise ValueError(f"The task {name}: {message}") from None
+        return by_task
 
     def group_sizes(self, most: int) -> dict[str, int]:
         """Completions of a prompt of each of several tasks; most: of those without a number."""
@@ -423,9 +423,9 @@ class DataConfig(Settings):
 
     @field_validator("chat_template_kwargs")
     @classmethod
-    def _variables_are_further_ones(cls, given: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        refuse_own_variables("data.chat_template_kwargs", given)
-        return given
+    def _variables_are_further_ones(cls, variables: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        refuse_own_variables("data.chat_template_kwargs", variables)
+        return variables
 
     @model_validator(mode="after")
     def _template_fits(self) -> "DataConfig":
@@ -443,6 +443,6 @@ class DataConfig(Settings):
             try:
                 type(self).model_validate(task.model_dump())
             except ValidationError as error:
-                said = error.errors()[0]["msg"].removeprefix("Value error, ")
-                raise ValueError(f"The task {name}: {said}") from None
+                message = error.errors()[0]["msg"].removeprefix("Value error, ")
+                raise ValueError(f"The task {name}: {message}") from None
         return self

@@ -24,8 +24,7 @@ from typing import Any
 from pydantic import Field
 
 from configs.base import Settings
-from configs.overrides import ConfigError, validate
-from configs.settings_file import read_settings
+from configs.overrides import ConfigError, read_settings, validate
 
 DEFAULT_FILE = "deployment.yaml"  # in the folder that is deployed from
 # What an entry has of Prefect's own, under its names: as in a prefect.yaml.
@@ -95,13 +94,13 @@ def read_deployments(path: Path) -> DeploymentFile:
     """The file; ConfigError says what is wrong with it."""
     raw = read_settings(path)
     try:
-        found = validate(DeploymentFile, raw)
+        file = validate(DeploymentFile, raw)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    names = [one.name for one in found.deployments]
+    names = [entry.name for entry in file.deployments]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"{path} has two deployments of the name {twice[0]}. Rename one.")
-    return found
+    return file
 
 
 def words_of(settings: Mapping[str, Any]) -> list[str]:

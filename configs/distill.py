@@ -7,7 +7,7 @@ from pydantic import Field, field_validator
 
 from configs.algorithm.distillation import DistillAlgorithm
 from configs.base import Settings
-from configs.cluster.cluster import PoolConfig, Role
+from configs.cluster import PoolConfig, Role
 from configs.grpo import GRPOConfig
 from configs.resolving import Decider, Decision, Machine
 from configs.rewards import RewardsConfig
@@ -248,14 +248,14 @@ class DistillConfig(GRPOConfig):
     @property
     def frozen_roles(self) -> list[Role]:
         """Roles of the train engine without an optimizer."""
-        own: list[Role] = ["teacher"] if self.own_teachers and not self.vllm_teachers else []
-        return [*super().frozen_roles, *own]
+        teachers: list[Role] = ["teacher"] if self.own_teachers and not self.vllm_teachers else []
+        return [*super().frozen_roles, *teachers]
 
     @property
     def engine_roles(self) -> list[Role]:
         """Teachers in vLLM are with what samples, since vLLM looks how much memory is free."""
-        own: list[Role] = ["teacher"] if self.vllm_teachers else []
-        return [*own, *super().engine_roles]
+        teachers: list[Role] = ["teacher"] if self.vllm_teachers else []
+        return [*teachers, *super().engine_roles]
 
     @property
     def own_teachers(self) -> list[str]:
@@ -266,9 +266,13 @@ class DistillConfig(GRPOConfig):
     def vllm_teachers(self) -> dict[str, VllmTeaching]:
         """Those of them that run in vLLM, with its settings; all of them or none."""
         engines = {name: self.teachers[name].engine for name in self.own_teachers}
-        return {name: one for name, one in engines.items() if isinstance(one, VllmTeaching)}
+        return {
+            name: engine for name, engine in engines.items() if isinstance(engine, VllmTeaching)
+        }
 
     @property
     def services(self) -> dict[str, TeacherConfig]:
         """The teachers that are services, by name."""
-        return {name: one for name, one in self.teachers.items() if one.service is not None}
+        return {
+            name: teacher for name, teacher in self.teachers.items() if teacher.service is not None
+        }

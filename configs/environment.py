@@ -1,14 +1,22 @@
-"""What Refrain reads of its environment, its folder too, and credentials that belong nowhere else.
+"""What Refrain finds where it runs: variables, the working folder, packages; credentials it refuses.
 
 No other module reads a variable. Settings are stored, shown and logged, so what looks like a
-credential is refused there.
+credential is refused there. Refrain is on no package index, so an extra of it can be named in a
+checkout alone. The packages themselves are there, and their ranges are in the metadata of what is
+installed.
 """
+
+from __future__ import annotations
 
 import os
 import re
+import shlex
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 SECRET = re.compile(
@@ -16,6 +24,12 @@ SECRET = re.compile(
     re.IGNORECASE,
 )
 IN_ADDRESS = re.compile(r"^[a-z0-9+.-]+://[^/@]*:[^/@]+@", re.IGNORECASE)
+
+DISTRIBUTION = "refrain-rl"
+_NAME = re.compile(r"[\w.-]+")
+
+GIT = "git"  # of run.json
+GIT_SECONDS = 10.0  # seconds that git may take
 
 
 def user() -> str:
@@ -25,7 +39,9 @@ def user() -> str:
 
 def push_gateway_login() -> tuple[str, str] | None:
     """User and password that a Prometheus push gateway asks for, or a proxy before it."""
-    user, password = (os.environ.get(f"REFRAIN_PUSH_GATEWAY_{one}") for one in ("USER", "PASSWORD"))
+    user, password = (
+        os.environ.get(f"REFRAIN_PUSH_GATEWAY_{part}") for part in ("USER", "PASSWORD")
+    )
     return None if user is None or password is None else (user, password)
 
 
@@ -66,8 +82,8 @@ def cpu_multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
         lines = cpuinfo.read_text(errors="replace").splitlines()
     except OSError:
         return True
-    found = [line.split(":", 1)[1] for line in lines if line.startswith(("flags", "Features"))]
-    return not found or {"avx512bw", "bf16"} & set(found[0].split()) != set()
+    features = [line.split(":", 1)[1] for line in lines if line.startswith(("flags", "Features"))]
+    return not features or {"avx512bw", "bf16"} & set(features[0].split()) != set()
 
 
 def given(names: Iterable[str]) -> dict[str, str]:
@@ -122,3 +138,58 @@ def refuse_password(where: str, address: str) -> None:
             "Prefect. Take it out of the address and give it by the environment, on Kubernetes by a "
             "Secret (cluster.kubernetes.secret)."
         )
+
+
+def pip_install(*packages: str) -> str:
+    """`pip install` of packages, each in the range that Refrain goes with; any where none is said."""
+    ranges = _ranges()
+    return shlex.join(["pip", "install", *(ranges.get(name, name) for name in packages)])
+
+
+def installed(package: str) -> str | None:
+    """Version of an installed package, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _ranges() -> dict[str, str]:
+    """Packages of all extras by name, as pip takes them."""
+    try:
+        lines = requires(DISTRIBUTION) or []
+    except PackageNotFoundError:  # a checkout that is not installed
+        return {}
+    packages = [line.partition(";")[0].strip() for line in lines]
+    return {match.group(): line for line in packages if (match := _NAME.match(line))}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkingTree:
+    """The state of a working folder."""
+
+    commit: str  # digest of the last commit
+    changed: bool  # whether a file that is under git, or could be, differs from it
+
+
+def working_tree(folder: Path) -> WorkingTree | None:
+    """The state of a folder; None where it is not under git, or git is not installed."""
+    commit = _git(folder, "rev-parse", "--verify", "HEAD")
+    if not commit:
+        return None
+    return WorkingTree(commit=commit, changed=bool(_git(folder, "status", "--porcelain")))
+
+
+def _git(folder: Path, *words: str) -> str:
+    """What git says; empty where it fails."""
+    try:
+        result = subprocess.run(
+            ["git", "-C", str(folder), *words],
+            capture_output=True,
+            text=True,
+            timeout=GIT_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return result.stdout.strip() if result.returncode == 0 else ""

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from configs.base import FunctionPath, ProgramPath, Settings
 from configs.coding import WorkspaceConfig
-from configs.retraining import CONTINUE_FROM
+from configs.storage import CONTINUE_FROM
 
 Param = int | float | bool | str
 Params = dict[str, Param | list[Param]]

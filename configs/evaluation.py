@@ -126,9 +126,9 @@ class SuiteConfig(Settings):
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
         """In the form a suite that comes with Refrain stands by its name, so without its source."""
-        found = super().__get_pydantic_json_schema__(core_schema, handler)
-        found.pop("required", None)
-        return found
+        schema = super().__get_pydantic_json_schema__(core_schema, handler)
+        schema.pop("required", None)
+        return schema
 
     @model_validator(mode="after")
     def _sampling_fits(self) -> SuiteConfig:
@@ -188,23 +188,26 @@ class EvaluationConfig(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _suites_by_name(cls, given: Any) -> Any:
+    def _suites_by_name(cls, raw: Any) -> Any:
         """Names become suites; source, rows, samples and greedy are those of the suite held_out."""
-        if not isinstance(given, Mapping):
-            return given
-        settings = dict(given)
+        if not isinstance(raw, Mapping):
+            return raw
+        settings = dict(raw)
         suites = settings.get("suites", {})
         if isinstance(suites, str):
             suites = [suites]
         if isinstance(suites, list | tuple):
             suites = {str(name): {} for name in suites}
         if not isinstance(suites, Mapping):
-            return given
-        own = {name: settings.pop(name) for name in SHORT if name in settings}
-        if own:
+            return raw
+        short = {name: settings.pop(name) for name in SHORT if name in settings}
+        if short:
             before = suites.get(HELD_OUT) or {"rows": SHORT["rows"]}
-            suites = {**suites, HELD_OUT: {**before, **own}}
-        return {**settings, "suites": {name: completed(name, one) for name, one in suites.items()}}
+            suites = {**suites, HELD_OUT: {**before, **short}}
+        return {
+            **settings,
+            "suites": {name: completed(name, suite) for name, suite in suites.items()},
+        }
 
     @model_validator(mode="after")
     def _names_fit_keys(self) -> EvaluationConfig:
@@ -233,23 +236,23 @@ def suite_names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
-def completed(name: str, given: Any) -> Any:
+def completed(name: str, raw: Any) -> Any:
     """The settings of a suite that comes with Refrain, with those that are given in their place.
 
     What is no suite of ours is returned as it is given. ValueError for a name alone that is none.
     """
-    changes = {} if given is None else given
+    changes = {} if raw is None else raw
     if not isinstance(changes, Mapping):
-        return given
-    known = _known(name)
-    if known is None:
+        return raw
+    defaults = _known(name)
+    if defaults is None:
         if not changes:
             raise ValueError(
                 f"There is no suite {name}. Name one of {', '.join(suite_names())} or rg_TASK, or "
                 f"give evaluation.suites.{name}.source and rewards."
             )
-        return given
-    return _merged(known, changes)
+        return raw
+    return _merged(defaults, changes)
 
 
 def _known(name: str) -> dict[str, Any] | None:
@@ -258,22 +261,22 @@ def _known(name: str) -> dict[str, Any] | None:
         return {**GYM_SUITE, "source": source}
     if name not in suite_names():
         return None
-    found: dict[str, Any] = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
-    return found
+    suite: dict[str, Any] = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    return suite
 
 
-def _merged(known: Any, changes: Any) -> Any:
+def _merged(defaults: Any, changes: Any) -> Any:
     """Groups are merged setting by setting, but for one of another kind; all else is replaced.
 
     A file in place of the hub's data has the same columns, so what is done with those stays.
     """
-    if not (isinstance(known, Mapping) and isinstance(changes, Mapping)):
+    if not (isinstance(defaults, Mapping) and isinstance(changes, Mapping)):
         return changes
-    if "kind" in changes and changes["kind"] != known.get("kind"):
+    if "kind" in changes and changes["kind"] != defaults.get("kind"):
         stays = ("where", "choices") if changes["kind"] == "file" else ()
-        return {name: known[name] for name in stays if name in known} | dict(changes)
-    both = {name: _merged(known[name], changes[name]) for name in changes if name in known}
-    return {**known, **changes, **both}
+        return {name: defaults[name] for name in stays if name in defaults} | dict(changes)
+    both = {name: _merged(defaults[name], changes[name]) for name in changes if name in defaults}
+    return {**defaults, **changes, **both}
 
 
 class BackFillConfig(Settings):

@@ -1,12 +1,16 @@
 """The settings of a GRPO run: those of any run, and the rules that span several parts of them."""
 
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
 from typing import Any, ClassVar, Self
 
 from pydantic import GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from configs.form import without
+from configs.base import without
 from configs.resolving import (
     ANY_MACHINE,
     Decider,
@@ -17,30 +21,38 @@ from configs.resolving import (
     shards,
     slots,
 )
-from configs.rules.batches import BATCHES
+from configs.rollout import RolloutConfig
 from configs.rules.branches import BRANCHES
-from configs.rules.clusters import CLUSTERS
 from configs.rules.coding import CODING
 from configs.rules.elastic import ELASTIC
 from configs.rules.episodes import EPISODES
 from configs.rules.evaluation import EVALUATION
-from configs.rules.experts import EXPERTS
+from configs.rules.every_run import (
+    BATCHES,
+    CLUSTERS,
+    CREDENTIALS,
+    EXPERTS,
+    LOGPROBS,
+    MASK,
+    RETRAINING,
+    REWARDS,
+    SAMPLING,
+    SAMPLING_MASK,
+    SHARING,
+    STALE_SAMPLES,
+    STORAGE,
+    THINKING,
+    WHOLE,
+    cut_by,
+)
 from configs.rules.guards import GUARDS
 from configs.rules.images import IMAGES
-from configs.rules.logprobs import LOGPROBS, STALE_SAMPLES
 from configs.rules.lora import LORA
 from configs.rules.over_sampling import OVER_SAMPLING
 from configs.rules.promotion import PROMOTION
 from configs.rules.quarantine import QUARANTINE
-from configs.rules.retraining import RETRAINING
-from configs.rules.rewards import REWARDS
-from configs.rules.rule import Rule, check_rules
-from configs.rules.sampling import SAMPLING
-from configs.rules.sampling_mask import SAMPLING_MASK
-from configs.rules.sharing import SHARING
-from configs.rules.storage import CREDENTIALS, STORAGE
+from configs.rules.rule import Rule, check_rules, where
 from configs.rules.tasks import ONE_TASK, TASKS
-from configs.rules.thinking import THINKING
 from configs.run import RunConfig
 
 ESTIMATOR: tuple[Rule[RunConfig], ...] = (
@@ -76,20 +88,22 @@ OF_EVERY_FLOW: tuple[Rule[RunConfig], ...] = (
     *SAMPLING_MASK,
     *THINKING,
     *EXPERTS,
-    *GUARDS,
-    *QUARANTINE,
+    *where(lambda config: bool(config.guards), *GUARDS),
+    *where(lambda config: config.data.quarantine is not None, *QUARANTINE),
     *TASKS,
     *ONE_TASK,
-    *EVALUATION,
-    *PROMOTION,
-    *IMAGES,
+    *where(lambda config: config.evaluation is not None, *EVALUATION),
+    *where(lambda config: config.promotion is not None, *PROMOTION),
+    *where(lambda config: config.sees_frames, *IMAGES),
     *ELASTIC,
     *SHARING,
-    *LORA,
+    *where(lambda config: config.lora is not None, *LORA),
     *REWARDS,
     *STORAGE,
     *RETRAINING,
 )
+
+_LARGEST = 2**63 - 1  # of a column of whole numbers
 
 
 class GRPOConfig(RunConfig):
@@ -105,14 +119,83 @@ class GRPOConfig(RunConfig):
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        found = super().__get_pydantic_json_schema__(core_schema, handler)
-        algorithm = handler.resolve_ref_schema(found["properties"]["algorithm"])
+        schema = super().__get_pydantic_json_schema__(core_schema, handler)
+        algorithm = handler.resolve_ref_schema(schema["properties"]["algorithm"])
         choices = algorithm["properties"]
         choices["advantage"] = without(choices["advantage"], cls.unfit)
-        return found
+        return schema
 
     @model_validator(mode="after")
     def _rules_hold(self) -> Self:
         """Of the settings that they will be, so that no rule has to know what is still open."""
         check_rules(resolve(self, ANY_MACHINE).settings)
         return self
+
+
+def check_new_run(config: GRPOConfig) -> None:
+    """ValueError, one sentence, where no run may begin with these settings."""
+    check_rules(config, new_run=True)
+
+
+def warnings_of(config: GRPOConfig) -> list[str]:
+    """What a person should know of settings that are allowed, or with which a stored run goes on."""
+    return [*_bias(config.rollout), *_early_end(config), *_idle(config)]
+
+
+def _bias(rollout: RolloutConfig) -> list[str]:
+    cut = cut_by(rollout)
+    if not cut or rollout.sampling_mask:
+        return []
+    return [
+        f"{cut} draws from a part of the policy's distribution, and the policy is trained as if from "
+        "the whole: the gradient is biased, and more so as the part gets smaller. Set "
+        f"{MASK} = true, or {WHOLE}, unless that is wanted."
+    ]
+
+
+def _idle(config: GRPOConfig) -> list[str]:
+    if config.train.recompute == "all" or config.train.gradient_checkpointing:
+        return []
+    return [
+        f"train.recompute = {config.train.recompute} is about layers that "
+        "train.gradient_checkpointing names, and that is 0: nothing is computed again. Set "
+        "train.gradient_checkpointing = true."
+    ]
+
+
+def _early_end(config: GRPOConfig) -> list[str]:
+    if all(episodes.environment.kind != "agent" for episodes in config.played.values()):
+        return []
+    if config.rewards.on_failure != "drop" or config.group_size == 1:
+        return []
+    return [
+        "an agent that raises fails its episode, and rewards.on_failure = drop leaves out the whole "
+        "group; a step without a whole group ends the run. Set rewards.on_failure = complete to "
+        "train on the other episodes of a group."
+    ]
+
+
+def check_finite(config: GRPOConfig) -> None:
+    """ValueError where a number of the settings is NaN or infinite, or too large for the stores."""
+    for name, number in _numbers(config.model_dump(), ""):
+        if isinstance(number, int):
+            if abs(number) > _LARGEST:
+                raise ValueError(
+                    f"{name} = {number} is beyond {_LARGEST}, the largest number that can be stored. "
+                    "Set a smaller one."
+                )
+            continue
+        if not math.isfinite(number):
+            raise ValueError(f"{name} = {number}, which is no finite number. Set it to one.")
+
+
+def _numbers(value: Any, name: str) -> Iterator[tuple[str, int | float]]:
+    """All numbers of plain settings, by their dotted names."""
+    if isinstance(value, int | float):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _numbers(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            yield from _numbers(inner, f"{name}.{number}")

@@ -111,8 +111,8 @@ class GuardConfig(Settings):
     @property
     def bound(self) -> tuple[str, float]:
         """The setting that is its bound, and the value."""
-        (found,) = [(name, value) for name, value in self._bounds().items() if value is not None]
-        return found
+        (bound,) = [(name, value) for name, value in self._bounds().items() if value is not None]
+        return bound
 
     @property
     def by_mean(self) -> bool:
@@ -144,14 +144,14 @@ class GuardConfig(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _as_the_preset_says(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping) or given.get("preset") not in PRESETS:
-            return given
-        preset = dict(PRESETS[given["preset"]])
-        own = {name: value for name, value in given.items() if value not in (None, "")}
-        if not own.keys().isdisjoint(BOUNDS):
+    def _as_the_preset_says(cls, settings: Any) -> Any:
+        if not isinstance(settings, Mapping) or settings.get("preset") not in PRESETS:
+            return settings
+        preset = dict(PRESETS[settings["preset"]])
+        changes = {name: value for name, value in settings.items() if value not in (None, "")}
+        if not changes.keys().isdisjoint(BOUNDS):
             preset = {name: value for name, value in preset.items() if name not in BOUNDS}
-        return {**preset, **own}
+        return {**preset, **changes}
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:

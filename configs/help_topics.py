@@ -9,8 +9,7 @@ from difflib import get_close_matches
 from pydantic import BaseModel
 
 from configs.overrides import ConfigError
-from configs.setting_paths import like
-from configs.settings_help import fields
+from configs.settings_help import fields, like
 
 WIDTH = 92  # characters of a line
 ALL = "all"
@@ -32,11 +31,11 @@ COMMON = (
 
 def common_settings(model: type[BaseModel], program: str) -> str:
     """The settings that people change, and how the others are asked for."""
-    known = {name: (kind, default, meaning) for name, kind, default, meaning in fields(model)}
-    shown = [(name, *known[name]) for name in COMMON if name in known]
+    settings = {name: (kind, default, meaning) for name, kind, default, meaning in fields(model)}
+    shown = [(name, *settings[name]) for name in COMMON if name in settings]
     groups = "\n".join(
         textwrap.wrap(
-            ", ".join(group for group in model.model_fields if _inside(known, group)),
+            ", ".join(group for group in model.model_fields if _inside(settings, group)),
             WIDTH,
             initial_indent="  ",
             subsequent_indent="  ",
@@ -44,7 +43,7 @@ def common_settings(model: type[BaseModel], program: str) -> str:
     )
     return "\n".join(
         [
-            f"settings that are often changed, of {len(known)} (name, type, default):",
+            f"settings that are often changed, of {len(settings)} (name, type, default):",
             *_lines(shown),
             "",
             f"{program} --help GROUP says what a group has:",
@@ -57,24 +56,24 @@ def common_settings(model: type[BaseModel], program: str) -> str:
 
 def help_on(model: type[BaseModel], topic: str) -> str:
     """What a setting is, what a group has, or all; ConfigError if there is none of this name."""
-    asked = topic.split(".")
-    found = [line for line in fields(model) if topic == ALL or _is_in(asked, line[0])]
-    if found:
-        return "\n".join(_lines(found))
+    parts = topic.split(".")
+    lines = [line for line in fields(model) if topic == ALL or _is_in(parts, line[0])]
+    if lines:
+        return "\n".join(_lines(lines))
     near = like(model, topic) or next(iter(get_close_matches(topic, model.model_fields)), None)
     hint = f"Did you mean {near}?" if near else f"There are: {', '.join(model.model_fields)}."
     raise ConfigError(f"{topic} is no setting, and no group of settings. {hint}")
 
 
-def _is_in(asked: Sequence[str], name: str) -> bool:
+def _is_in(topic: Sequence[str], name: str) -> bool:
     """Whether a setting is the one that is asked for, or in that group.
 
     Names of pools, suites and the like are the user's, and numbers count from 0.
     """
-    known = name.partition(" ")[0].split(".")
-    return len(known) >= len(asked) and all(
+    parts = name.partition(" ")[0].split(".")
+    return len(parts) >= len(topic) and all(
         theirs == ours or ours == "NAME" or (ours == "0" and theirs.isdigit())
-        for theirs, ours in zip(asked, known, strict=False)
+        for theirs, ours in zip(topic, parts, strict=False)
     )
 
 
@@ -87,5 +86,5 @@ def _lines(settings: Iterable[tuple[str, str, str, str]]) -> Iterable[str]:
         )
 
 
-def _inside(known: Mapping[str, object], group: str) -> bool:
-    return any(name.startswith(f"{group}.") for name in known)
+def _inside(names: Mapping[str, object], group: str) -> bool:
+    return any(name.startswith(f"{group}.") for name in names)

@@ -19,7 +19,7 @@ from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
-from configs.private_folder import machine_folder
+from configs.process import machine_folder
 
 
 def imported(path: str) -> Any:
@@ -58,10 +58,10 @@ def imported(path: str) -> Any:
 
 def imported_class(path: str) -> type:
     """The class at an import path; ValueError if there is none."""
-    found = imported(path)
-    if not isinstance(found, type):
-        raise ValueError(f"{path} is a {type(found).__name__}, not a class")
-    return found
+    value = imported(path)
+    if not isinstance(value, type):
+        raise ValueError(f"{path} is a {type(value).__name__}, not a class")
+    return value
 
 
 def is_file(place: str) -> bool:
@@ -98,9 +98,9 @@ def _offered(name: str, file: str) -> str:
     functions by the name of their module.
     """
     folder = str(machine_folder("files"))
-    with tempfile.NamedTemporaryFile("w", dir=folder, encoding="utf-8", delete=False) as made:
-        made.write(_OFFER.format(file=file))
-    os.replace(made.name, os.path.join(folder, f"{name}.py"))
+    with tempfile.NamedTemporaryFile("w", dir=folder, encoding="utf-8", delete=False) as temporary:
+        temporary.write(_OFFER.format(file=file))
+    os.replace(temporary.name, os.path.join(folder, f"{name}.py"))
     return folder
 
 

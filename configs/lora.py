@@ -64,8 +64,8 @@ class LoraConfig(Settings):
                 "lora: the model's decoder has no linear layer that an adapter can be put on. Set "
                 "lora = null to train all weights."
             )
-        wanted = names if self.target_modules == "all-linear" else self.target_modules
-        if unknown := sorted(set(wanted) - set(names)):
+        targets = names if self.target_modules == "all-linear" else self.target_modules
+        if unknown := sorted(set(targets) - set(names)):
             return (
                 f"lora.target_modules has {unknown[0]}, and no linear layer of the decoder has that "
                 f"name. Its layers are {', '.join(names)}."

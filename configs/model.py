@@ -70,11 +70,11 @@ class RandomModel(Settings):
     )
 
 
-def _with_kind(given: object) -> object:
+def _with_kind(settings: object) -> object:
     """A model that has a path and no kind is a pretrained one."""
-    if isinstance(given, Mapping) and "path" in given and "kind" not in given:
-        return {"kind": "pretrained", **given}
-    return given
+    if isinstance(settings, Mapping) and "path" in settings and "kind" not in settings:
+        return {"kind": "pretrained", **settings}
+    return settings
 
 
 Model = Annotated[

@@ -1,23 +1,74 @@
-"""Plain settings changed by key=value words, and errors that a person can act on."""
+"""Settings as people write them: YAML files, changed by key=value words; errors that they can act on.
+
+YAML has texts, numbers, lists and groups, as JSON has. No key may stand twice: YAML itself takes the
+last one. A date is the text that it is.
+"""
 
 from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from configs.base import SettingsOrigin
-from configs.cluster.cluster import ClusterConfig
-from configs.setting_paths import like, place_of
-from configs.yaml_text import KeyTwice, read_yaml
+from configs.cluster import ClusterConfig
+from configs.settings_help import like, place_of
 
 Config = TypeVar("Config", bound=BaseModel)
 SUITES = "evaluation.suites"
+
+
+class KeyTwice(ValueError):
+    """A key stands twice in one mapping; says which, and in which lines."""
+
+
+def read_yaml(text: str) -> Any:
+    """The value of a YAML document. Raises KeyTwice, yaml.YAMLError."""
+    try:
+        return yaml.load(text, _Loader)
+    except KeyTwice:
+        raise
+    except (ValueError, KeyError) as error:  # a number without digits, a tag and another value
+        raise yaml.YAMLError(str(error)) from None
+    except RecursionError:
+        raise yaml.YAMLError("its groups are too deep") from None
+
+
+KINDS = ("null", "bool", "int", "float", "str", "seq", "map")
+
+
+class _Loader(yaml.SafeLoader):
+    # The entry of None refuses a tag that has none of its own.
+    yaml_constructors: ClassVar = {
+        tag: construct
+        for tag, construct in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag.rpartition(":")[2] in KINDS
+    }
+    yaml_implicit_resolvers = {  # noqa: RUF012 (the stubs have it of an instance)
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:  # the stubs' type is wrong
+        """As read, before merges (`<<`) put other mappings' keys beside its own."""
+        node = super().compose_mapping_node(anchor)
+        lines: dict[Hashable, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            name, line = self.construct_object(key), key.start_mark.line + 1
+            if name in lines:
+                raise KeyTwice(
+                    f"the key {key.value} stands twice in one group, in line {lines[name]} and in "
+                    f"line {line}"
+                )
+            lines[name] = line
+        return node
 
 
 class ConfigError(ValueError):
@@ -252,3 +303,36 @@ def _sentence(model: type[BaseModel], item: Any) -> str:
 
 def _or(names: Sequence[str]) -> str:
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings of a file, by name; ConfigError says in one sentence why it holds none."""
+    try:
+        settings = read_yaml(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        raise ConfigError(f"There is no file {path}. Give the path of a YAML file.") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder. Give the path of a YAML file.") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+    except (UnicodeDecodeError, yaml.reader.ReaderError):
+        raise ConfigError(f"{path} is no text. Give a YAML file, in UTF-8.") from None
+    except KeyTwice as error:
+        raise ConfigError(f"{path}: {error}. Remove one.") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {_why(error)}.") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path} holds no settings: its top level must be key: value lines.")
+    if wrong := next((name for name in settings if not isinstance(name, str)), None):
+        raise ConfigError(f"{path}: {wrong!r} is no name of a setting. Write it as a word.")
+    return settings
+
+
+def _why(error: yaml.YAMLError) -> str:
+    """What is wrong, and in which line where that is known."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return str(error).splitlines()[0]
+    place = f"in line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+    if "'\\t'" in (error.problem or ""):
+        return f"{place} is a tab. Indent with spaces"
+    return f"{error.problem or error.context}, {place}"

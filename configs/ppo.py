@@ -1,16 +1,20 @@
 """The settings of a PPO run: those of GRPO and a critic."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from pydantic import Field, model_validator
 
-from configs.algorithm.advantages import ADVANTAGE_KINDS
+from configs.algorithm.advantages import Advantage
 from configs.base import Settings
-from configs.cluster.cluster import Role
+from configs.cluster import Role
 from configs.grpo import OF_EVERY_FLOW, GRPOConfig
-from configs.rules.batches import BATCHES, mini_batches
+from configs.rules.every_run import BATCHES, mini_batches
 from configs.rules.rule import Rule
 from configs.train import TrainConfig
+
+ADVANTAGE_KINDS: tuple[str, ...] = tuple(
+    choice.model_fields["kind"].default for choice in get_args(get_args(Advantage)[0])
+)
 
 
 class CriticTraining(Settings):
@@ -89,11 +93,11 @@ class PPOConfig(GRPOConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _gae_by_default(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or not isinstance(given.get("algorithm", {}), dict):
-            return given
-        algorithm = given.get("algorithm", {})
+    def _gae_by_default(cls, settings: Any) -> Any:
+        if not isinstance(settings, dict) or not isinstance(settings.get("algorithm", {}), dict):
+            return settings
+        algorithm = settings.get("algorithm", {})
         advantage = algorithm.get("advantage", {})
         if isinstance(advantage, dict):
             advantage = {"kind": "gae", **advantage}
-        return {**given, "algorithm": {**algorithm, "advantage": advantage}}
+        return {**settings, "algorithm": {**algorithm, "advantage": advantage}}

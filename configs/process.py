@@ -17,7 +17,6 @@ from pathlib import Path
 from types import TracebackType
 
 from configs.environment import cache_folder
-from configs.private_folder import machine_folder, private_folder
 from configs.terminal_text import print_text
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
@@ -25,6 +24,47 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 # what multiprocessing, ZeroMQ or a user's code makes in it up to 40.
 LONGEST_TMPDIR = 48
 SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+
+
+def private_folder(folder: Path) -> Path:
+    """A folder that only this user can open, made where there is none; returns it.
+
+    Raises OSError where it is a link or somebody else's, or where others could have put files into
+    it or could put another one in its place. One that others could only read is closed to them.
+    """
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    above = folder.parent.stat()
+    if above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX:
+        raise PermissionError(f"{folder.parent} can be written by everyone")
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        status = os.fstat(handle)
+        if status.st_uid != os.getuid():
+            raise PermissionError(f"{folder} belongs to the user with the number {status.st_uid}")
+        # A group with the user's own number has one member: many systems make folders writable by it.
+        group = 0 if status.st_gid == status.st_uid else stat.S_IWGRP
+        if status.st_mode & (group | stat.S_IWOTH):
+            raise PermissionError(f"{folder} can be written by others")
+        if status.st_mode & 0o077:
+            os.fchmod(handle, 0o700)
+    finally:
+        os.close(handle)
+    return folder
+
+
+def machine_folder(name: str, place: str | None = None) -> Path:
+    """A folder of this user's on this machine's own disk, the same for all processes.
+
+    It is below refrain-UID in the folder of temporary files, or in `place`. Where that is somebody
+    else's it is a new one, which others do not find.
+    """
+    place = tempfile.gettempdir() if place is None else place
+    try:
+        return private_folder(private_folder(Path(place, f"refrain-{os.getuid()}")) / name)
+    except OSError:
+        return private_folder(Path(tempfile.mkdtemp(prefix="refrain-", dir=place), name))
 
 
 def begin_process() -> None:
@@ -48,8 +88,8 @@ def close_folder(folder: Path) -> None:
     """
     with contextlib.suppress(FileNotFoundError):
         status = folder.lstat()
-        own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-        if own and not status.st_mode & stat.S_ISGID and status.st_mode & 0o077:
+        is_user_folder = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+        if is_user_folder and not status.st_mode & stat.S_ISGID and status.st_mode & 0o077:
             folder.chmod(0o700)
 
 
@@ -73,8 +113,8 @@ def past_proxies() -> None:
     for name, value in listed.items():
         hosts = [host.strip() for host in (value or other[name] or "").split(",") if host.strip()]
         if "*" not in hosts:
-            own = [host for host in (*LOOPBACK, socket.gethostname()) if host not in hosts]
-            os.environ[name] = ",".join([*hosts, *own])
+            names = [host for host in (*LOOPBACK, socket.gethostname()) if host not in hosts]
+            os.environ[name] = ",".join([*hosts, *names])
 
 
 def drop_unusable_certificates() -> None:
@@ -113,11 +153,11 @@ def shorten_temporary_folder() -> None:
     digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]
     for place in filter(os.path.isdir, SHORT_FOLDERS):
         with contextlib.suppress(OSError):
-            own = private_folder(Path(place, f"refrain-{os.getuid()}"))
-            for old in own.iterdir():
+            parent = private_folder(Path(place, f"refrain-{os.getuid()}"))
+            for old in parent.iterdir():
                 if old.is_symlink() and not old.exists():  # of a job that is over
                     old.unlink(missing_ok=True)
-            link = own / digest
+            link = parent / digest
             with contextlib.suppress(FileExistsError):
                 link.symlink_to(folder)
             if os.readlink(link) == folder:

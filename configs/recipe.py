@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from configs.grpo import GRPOConfig
-from configs.overrides import ConfigError, change
+from configs.overrides import ConfigError, change, read_settings
 from configs.recipe_files import FOLDER, recipe_names
 from configs.resolving import resolve, this_machine
-from configs.settings_file import read_settings
 
 Run = TypeVar("Run", bound=GRPOConfig)
 DEMO = "smollm2-arithmetic"

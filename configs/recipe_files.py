@@ -20,11 +20,11 @@ def recipe_names() -> list[str]:
 
 def about_recipes() -> dict[str, str]:
     """The recipes that come with Refrain by name, each with the first sentence of its file."""
-    found = {}
+    recipes = {}
     for name in recipe_names():
-        said = " ".join(remarks(FOLDER / f"{name}.yaml"))
-        found[name] = said.partition(". ")[0].partition(": start")[0].rstrip(".")
-    return found
+        text = " ".join(remarks(FOLDER / f"{name}.yaml"))
+        recipes[name] = text.partition(". ")[0].partition(": start")[0].rstrip(".")
+    return recipes
 
 
 def remarks(path: Path) -> list[str]:
@@ -35,5 +35,5 @@ def remarks(path: Path) -> list[str]:
 
 def flow_of(path: Path) -> str | None:
     """The flow by which a recipe says that it is started; None where it says none."""
-    found = STARTED_BY.search(" ".join(remarks(path)))
-    return found[1] if found else None
+    match = STARTED_BY.search(" ".join(remarks(path)))
+    return match[1] if match else None

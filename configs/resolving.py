@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 from pydantic import BaseModel
 
-from configs.cluster.cluster import Role
+from configs.cluster import Role
 from configs.environment import cpu_multiplies_bfloat16
 from configs.run import RunConfig
 

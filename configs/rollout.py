@@ -179,7 +179,7 @@ class RolloutConfig(Settings):
         "step has its samples as soon as prompts_per_step groups are finished.",
     )
     partial_rollout: Annotated[
-        Literal["off", "carry"], BeforeValidator(lambda given: "off" if given is False else given)
+        Literal["off", "carry"], BeforeValidator(lambda value: "off" if value is False else value)
     ] = Field(
         "off",
         description="What becomes of the groups that over_sampling does not wait for: dropped, or "
@@ -210,15 +210,17 @@ class RolloutConfig(Settings):
         "rollout engine's and the trainer's log-probs on the probe after a weight sync.",
     )
     deadline: float = Field(
-        600.0, gt=0, description="Time after which a shard counts as hung, in seconds."
+        600.0,
+        gt=0,
+        description="Time after which a shard counts as hung, in seconds; with episodes, one turn.",
     )
 
     @field_validator("engine_args")
     @classmethod
-    def _engine_args_are_further_ones(cls, given: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        for name in given:
+    def _engine_args_are_further_ones(cls, arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        for name in arguments:
             if name in OWN_ENGINE_ARGS:
                 instead = OWN_ENGINE_ARGS[name]
                 remedy = f"Set {instead} instead." if instead else "Remove it."
                 raise ValueError(f"rollout.engine_args.{name} is set by Refrain itself. {remedy}")
-        return given
+        return arguments

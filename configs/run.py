@@ -7,7 +7,7 @@ from pydantic import Field
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.base import Settings
-from configs.cluster.cluster import ClusterConfig, Role
+from configs.cluster import ClusterConfig, Role
 from configs.data import DataConfig, TasksSource
 from configs.episodes import EpisodesConfig, OpponentConfig
 from configs.evaluation import EvaluationConfig
@@ -15,10 +15,9 @@ from configs.guards import GuardConfig
 from configs.lora import LoraConfig
 from configs.model import Model
 from configs.promotion import PromotionConfig
-from configs.retraining import CONTINUE_FROM, ContinueData, ContinueState
 from configs.rewards import RewardsConfig
 from configs.rollout import RolloutConfig
-from configs.storage import StoreConfig, TrackingConfig
+from configs.storage import CONTINUE_FROM, ContinueData, ContinueState, StoreConfig, TrackingConfig
 from configs.train import TrainConfig
 
 
@@ -103,7 +102,7 @@ class RunConfig(Settings):
     @property
     def rollback_steps(self) -> int:
         """Steps that guards may go back, whose trainer state retention keeps; 0: none does."""
-        back = [one.rollback.steps for one in self.guards if one.action == "rollback"]
+        back = [guard.rollback.steps for guard in self.guards if guard.action == "rollback"]
         return max(back, default=0) if self.max_rollbacks else 0
 
     @property
@@ -119,9 +118,9 @@ class RunConfig(Settings):
     @property
     def smallest_group(self) -> tuple[str, int]:
         """The setting by which some prompt has the fewest completions, and how many."""
-        own = self.data.group_sizes(self.group_size)
-        names = {f"data.source.tasks.{name}.group_size": size for name, size in own.items()}
-        return min((names or {"group_size": self.group_size}).items(), key=lambda one: one[1])
+        sizes = self.data.group_sizes(self.group_size)
+        names = {f"data.source.tasks.{name}.group_size": size for name, size in sizes.items()}
+        return min((names or {"group_size": self.group_size}).items(), key=lambda item: item[1])
 
     @property
     def same_sizes(self) -> bool:
@@ -142,13 +141,13 @@ class RunConfig(Settings):
     def rewards_of(self, task: str) -> RewardsConfig:
         """The functions that score one of several tasks, with its sandbox."""
         assert isinstance(self.data.source, TasksSource)
-        own = self.data.source.tasks[task]
-        return self.rewards.named(own.rewards, own.sandbox)
+        config = self.data.source.tasks[task]
+        return self.rewards.named(config.rewards, config.sandbox)
 
     @property
     def longest_turn(self) -> int:
         """The longest turn of an episode, in tokens; 0: no limit."""
-        limits = [one.max_turn_tokens for one in self.played.values()]
+        limits = [episodes.max_turn_tokens for episodes in self.played.values()]
         return max((limit or 0 for limit in limits), default=0) if all(limits) else 0
 
     @property
@@ -211,13 +210,13 @@ class RunConfig(Settings):
         Judges and unit tests keep deadlines of their own, and the calls of a worker's slots wait for
         each other there: at a judge each for its own, at unit tests all for those of the step.
         """
-        judges = [one.deadline for one in self.rewards.functions if one.kind == "judge"]
+        judges = [reward.deadline for reward in self.rewards.functions if reward.kind == "judge"]
         slots = self.cluster.pools[self.cluster.roles.reward].slots
         samples = self.groups_at_once * self.samples_per_prompt
         tests = [
-            one.seconds(samples, self.data.sandboxes(one.label).values())
-            for one in self.rewards.functions
-            if one.kind == "unit_tests"
+            reward.seconds(samples, self.data.sandboxes(reward.label).values())
+            for reward in self.rewards.functions
+            if reward.kind == "unit_tests"
         ]
         waits = slots * max(judges, default=0.0) + max(tests, default=0.0)
         return self.rollout.deadline + waits
@@ -225,7 +224,7 @@ class RunConfig(Settings):
     @property
     def model_scoring_deadline(self) -> float:
         """The same of the workers of reward models and of the run's own judges, which take turns."""
-        return self.rollout.deadline + sum(one.deadline for one in self.rewards.judges)
+        return self.rollout.deadline + sum(judge.deadline for judge in self.rewards.judges)
 
     @property
     def keeps_frames(self) -> bool:
@@ -240,7 +239,7 @@ class RunConfig(Settings):
     @property
     def plays_requests(self) -> bool:
         """Whether episodes, of one task at least, are answers to requests."""
-        return any(one.of_requests for one in self.played.values())
+        return any(episodes.of_requests for episodes in self.played.values())
 
     @property
     def plays_apart(self) -> bool:
@@ -264,8 +263,8 @@ class RunConfig(Settings):
         if self.episodes is None or not self.plays_apart:
             return self.rollout.deadline
         before = math.ceil(self.episodes_at_once / self.episodes.processes)
-        waits = before * self.episodes.turn_timeout + self.episodes.timeout
-        return self.rollout.deadline + waits
+        waits = [before * one.turn_timeout + one.timeout for one in self.played.values()]
+        return self.rollout.deadline + max(waits)
 
     @property
     def needs_images(self) -> tuple[str, str] | None:
@@ -276,7 +275,10 @@ class RunConfig(Settings):
     def features(self) -> tuple[str, ...]:
         """Names of the features that a run uses; tasks/run/features.py has their records."""
         suites = () if self.evaluation is None else self.evaluation.suites.values()
-        rewards = [self.rewards, *(one.rewards for one in suites if one.rewards is not None)]
+        rewards = [
+            self.rewards,
+            *(section.rewards for section in suites if section.rewards is not None),
+        ]
         used = {
             "elastic": self.train.engine == "elastic",
             "over_sampling": self.over_samples,
@@ -285,7 +287,7 @@ class RunConfig(Settings):
             "quarantine": self.data.keeps_history,
             "guards": bool(self.guards),
             "promotion": self.promotion is not None,
-            "reward_models": any(one.on_engines for one in rewards),
+            "reward_models": any(section.on_engines for section in rewards),
         }
         return tuple(name for name, uses in used.items() if uses)
 
@@ -324,8 +326,8 @@ class RunConfig(Settings):
     def sampling_roles(self) -> list[Role]:
         """Roles of the engines that sample: of the policy, of an opponent, of evaluations."""
         sampling: tuple[Role, ...] = ("rollout", "opponent")
-        found = [role for role in self.engine_roles if role in sampling]
-        return [*found, "evaluation"] if self.evaluates_aside else found
+        roles = [role for role in self.engine_roles if role in sampling]
+        return [*roles, "evaluation"] if self.evaluates_aside else roles
 
     @property
     def evaluates_aside(self) -> bool:
@@ -335,13 +337,13 @@ class RunConfig(Settings):
     @property
     def longest_sequence(self) -> int:
         """The longest that an engine samples, prompt and completion together, in tokens."""
-        own = self.data.max_prompt_tokens + self.rollout.max_new_tokens
-        return max(own, *self.longest_of_suites.values(), 0)
+        longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
+        return max(longest, *self.longest_of_suites.values(), 0)
 
     @property
     def most_paths(self) -> int:
         """Paths of a sample that trains: more than one only where episodes may branch."""
-        forests = [one.max_turns for one in self.played.values() if one.are_forests]
+        forests = [episodes.max_turns for episodes in self.played.values() if episodes.are_forests]
         return max(forests, default=1)
 
     @property
@@ -354,11 +356,11 @@ class RunConfig(Settings):
     def longest_of_suites(self) -> dict[str, int]:
         """The same of each suite, by its name."""
         data, longest = self.data.max_prompt_tokens, self.rollout.max_new_tokens
-        found = {}
+        lengths = {}
         for name, suite in {} if self.evaluation is None else self.evaluation.suites.items():
             prompt = data if suite.prompt is None else suite.prompt.max_prompt_tokens
-            found[name] = prompt + (suite.max_new_tokens or longest)
-        return found
+            lengths[name] = prompt + (suite.max_new_tokens or longest)
+        return lengths
 
     @property
     def used_pools(self) -> set[str]:

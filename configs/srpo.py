@@ -151,9 +151,9 @@ class SRPOConfig(GRPOConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _filtered_by_success(cls, given: Any) -> Any:
+    def _filtered_by_success(cls, settings: Any) -> Any:
         """Groups of which nearly all fail, or nearly all succeed, are left out by default."""
-        if not isinstance(given, dict) or not isinstance(given.get("algorithm", {}), dict):
-            return given
-        algorithm = {"selection": [{"kind": "success_rate"}], **given.get("algorithm", {})}
-        return {**given, "algorithm": algorithm}
+        if not isinstance(settings, dict) or not isinstance(settings.get("algorithm", {}), dict):
+            return settings
+        algorithm = {"selection": [{"kind": "success_rate"}], **settings.get("algorithm", {})}
+        return {**settings, "algorithm": algorithm}

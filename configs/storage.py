@@ -9,6 +9,11 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from configs.base import Settings
 from configs.environment import refuse_password, refuse_secrets
 
+CONTINUE_FROM = r"^(models:/[^@/\s]+@[^@/\s]+|[A-Za-z0-9][A-Za-z0-9._-]*(@[1-9][0-9]*)?)$"
+
+ContinueState = Literal["weights", "trainer"]
+ContinueData = Literal["unseen", "cursor", "restart"]
+
 
 class StoreConfig(Settings):
     """The object store."""

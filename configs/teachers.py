@@ -8,13 +8,12 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from configs.base import Settings
-from configs.cluster.cluster import ClusterConfig, PoolConfig, RolesConfig
+from configs.cluster import ClusterConfig, PoolConfig, RolesConfig
 from configs.environment import refuse_password
 from configs.model import Model
 from configs.resolving import SLOW, Decider, Decision, Machine
-from configs.retraining import CONTINUE_FROM
 from configs.rollout import RolloutConfig
-from configs.storage import StoreConfig, TrackingConfig
+from configs.storage import CONTINUE_FROM, StoreConfig, TrackingConfig
 from configs.train import TrainConfig
 
 TEACHER_POOL = "teacher"  # what the pool is called that a run gets which names none
@@ -50,11 +49,11 @@ class VllmTeaching(Settings):
 
         words: the most that are asked for of a token, which vLLM has to be told when it starts.
         """
-        own = self.model_dump(exclude={"kind"})
+        settings = self.model_dump(exclude={"kind"})
         arguments = {**sampling.engine_args, "max_logprobs": words}
         arguments.pop("speculative_config", None)  # nothing is drawn
         other = {"engine": "vllm", "engine_args": arguments, "speculative": None}
-        return sampling.model_copy(update={**own, **other})
+        return sampling.model_copy(update={**settings, **other})
 
 
 Teaching = Annotated[FSDPTeaching | VllmTeaching, Field(discriminator="kind")]
@@ -100,11 +99,11 @@ class TeacherConfig(Settings):
         named = {"a model": self.model is not None}
         named[f"the version {self.version}"] = self.version is not None
         named[f"the service {self.service}"] = self.service is not None
-        found = [what for what, given in named.items() if given]
-        if len(found) != 1:
+        sources = [what for what, is_set in named.items() if is_set]
+        if len(sources) != 1:
             raise ValueError(
                 "A teacher is a model, a policy version or a service, and one of teachers has "
-                f"{' and '.join(found) or 'none of them'}. Set one of teachers.NAME.model, "
+                f"{' and '.join(sources) or 'none of them'}. Set one of teachers.NAME.model, "
                 "teachers.NAME.version and teachers.NAME.service."
             )
         if self.service is None and self.digest is not None:

@@ -229,9 +229,9 @@ class TrainConfig(Settings):
             "reduce_gradients": "micro_batch",
         }
         for name, value in alone.items():
-            if (given := dict(self)[name]) != value:
+            if (current := dict(self)[name]) != value:
                 raise ValueError(
-                    f"train.{name} = {given} is about ranks that share a model, and with "
+                    f"train.{name} = {current} is about ranks that share a model, and with "
                     f"train.engine = elastic each worker has all of it. Set train.{name} = {value}."
                 )
         return self

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from configs.base import Settings
 from configs.grpo import OF_EVERY_FLOW, GRPOConfig
-from configs.rules.batches import BATCHES
+from configs.rules.every_run import BATCHES
 from configs.rules.rule import Rule
 from configs.rules.tasks import no_tasks
 
@@ -36,8 +36,8 @@ class DrawnDivergence(Settings):
         return self
 
 
-def _fixed_by_default(given: Any) -> Any:
-    return {"kind": "fixed", **given} if isinstance(given, dict) else given
+def _fixed_by_default(settings: Any) -> Any:
+    return {"kind": "fixed", **settings} if isinstance(settings, dict) else settings
 
 
 Divergence = Annotated[
@@ -189,14 +189,14 @@ class TreeConfig(GRPOConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _tree_by_default(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or not isinstance(given.get("algorithm", {}), dict):
-            return given
-        algorithm = given.get("algorithm", {})
+    def _tree_by_default(cls, settings: Any) -> Any:
+        if not isinstance(settings, dict) or not isinstance(settings.get("algorithm", {}), dict):
+            return settings
+        algorithm = settings.get("algorithm", {})
         advantage = algorithm.get("advantage", {})
         if isinstance(advantage, dict):
             advantage = {"kind": "tree", **advantage}
-        return {**given, "algorithm": {**algorithm, "advantage": advantage}}
+        return {**settings, "algorithm": {**algorithm, "advantage": advantage}}
 
     @property
     def features(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from pydantic import Field
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.algorithm.corrections import BestOfSelection
 from configs.algorithm.losses import ReinforceLoss
-from configs.algorithm.methods import UserFunction
+from configs.base import UserFunction
 from configs.grpo import GRPOConfig
 from tasks.advantage import advantage
 from tasks.commit import sync_and_commit

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from configs.cluster.kinds import SlurmConfig
+from configs.cluster import SlurmConfig
 from configs.flows import program
 from configs.overrides import ConfigError
 from configs.recipe import DEMO, load_recipe

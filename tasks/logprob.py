@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefect import task
 
-from configs.cluster.cluster import Role
+from configs.cluster import Role
 from engines.train.spec import LogprobColumn
 from storage.batches.refs import BatchRef
 from storage.objects.documents import key_of

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from prefect import task
 
-from configs.cluster.cluster import Role
+from configs.cluster import Role
 from configs.train import TrainConfig
 from engines.train.batching.mfu import CostModel
 from engines.train.batching.stored_plan import Planner, PlanRequest

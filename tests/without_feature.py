@@ -94,7 +94,7 @@ FEATURES = {
         ),
         records={
             **record("guards"),
-            "configs/grpo.py": [r"from configs.rules.guards .*\n", r"    \*GUARDS,\n"],
+            "configs/grpo.py": [r"from configs.rules.guards .*\n", r"    \*where.*\*GUARDS\),\n"],
         },
     ),
     # So does `promotion`.
@@ -108,7 +108,10 @@ FEATURES = {
         ),
         records={
             **record("promotion"),
-            "configs/grpo.py": [r"from configs.rules.promotion .*\n", r"    \*PROMOTION,\n"],
+            "configs/grpo.py": [
+                r"from configs.rules.promotion .*\n",
+                r"    \*where.*\*PROMOTION\),\n",
+            ],
             "infra/prefect.yaml": [deployment("nightly")],
         },
     ),
@@ -184,7 +187,10 @@ FEATURES = {
         tests=("tests/configs/test_quarantine.py", "tests/flows/test_quarantine.py"),
         records={
             **record("quarantine"),
-            "configs/grpo.py": [r"from configs.rules.quarantine .*\n", r"    \*QUARANTINE,\n"],
+            "configs/grpo.py": [
+                r"from configs.rules.quarantine .*\n",
+                r"    \*where.*\*QUARANTINE\),\n",
+            ],
             "pyproject.toml": [r" \| rows(?=\")"],
         },
     ),

@@ -1,10 +1,10 @@
 """Advantage estimators; their functions are listed in engines/algorithms/advantages.py."""
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from configs.algorithm.methods import Method, UserFunction
+from configs.base import Method, UserFunction
 
 Lone = Annotated[
     Literal["reward", "zero"],
@@ -248,6 +248,3 @@ Advantage = Annotated[
     | UserFunction,
     Field(discriminator="kind"),
 ]
-ADVANTAGE_KINDS: tuple[str, ...] = tuple(
-    one.model_fields["kind"].default for one in get_args(get_args(Advantage)[0])
-)

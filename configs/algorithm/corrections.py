@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict, model_validator
 
-from configs.algorithm.methods import Method, UserFunction
-from configs.base import Settings
+from configs.base import Method, Settings, UserFunction
 
 Bound = Annotated[float, Strict(), Field(gt=0)]
 

@@ -10,8 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from configs.algorithm.algorithm import AlgorithmConfig
-from configs.algorithm.methods import Method
-from configs.base import Settings
+from configs.base import Method, Settings
 
 
 class ReverseKL(Method):

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from configs.algorithm.methods import Method, UserFunction
+from configs.base import Method, UserFunction
 
 ClipLow = Annotated[float, Field(ge=0, description="The ratio is bounded below by 1 - this.")]
 ClipHigh = Annotated[float, Field(ge=0, description="The ratio is bounded above by 1 + this.")]

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from configs.algorithm.algorithm import AlgorithmConfig
-from configs.cluster.cluster import Role
+from configs.cluster import Role
 from configs.rules.rule import Rule, of_each, where
 from configs.run import RunConfig
 

@@ -17,9 +17,9 @@ def _evaluation(config: RunConfig) -> Iterable[EvaluationConfig]:
 
 def _roles_beside_evaluations(config: RunConfig) -> Iterable[str]:
     """Roles with an engine on the pool that evaluations have of their own."""
-    own, pool_of = config.cluster.roles.evaluation, config.cluster.roles.pool_of
+    pool, pool_of = config.cluster.roles.evaluation, config.cluster.roles.pool_of
     roles = config.engine_roles if config.evaluates_aside else []
-    return [role for role in roles if pool_of(role) == own]
+    return [role for role in roles if pool_of(role) == pool]
 
 
 # Other rows than those trained on, and engines that hold one version meanwhile.

@@ -16,7 +16,9 @@ def _guards(config: RunConfig) -> Iterable[GuardConfig]:
 GUARDS: tuple[Rule[RunConfig], ...] = (
     of_each(
         _guards,
-        needs=lambda config, guard: [one.label for one in config.guards].count(guard.label) == 1,
+        needs=lambda config, guard: (
+            [other.label for other in config.guards].count(guard.label) == 1
+        ),
         says=lambda config, guard: (
             f"guards: two are called {guard.label}, and commits tell them apart by that. "
             "Give one another name."

@@ -16,10 +16,10 @@ def _seen(config: RunConfig) -> Iterable[EpisodesConfig]:
 
 
 def _never_with(
-    asked: Callable[[RunConfig], bool], what: Callable[[RunConfig], str] | str, remedy: str
+    applies: Callable[[RunConfig], bool], what: Callable[[RunConfig], str] | str, remedy: str
 ) -> Rule[RunConfig]:
     return Rule(
-        needs=lambda config: not asked(config),
+        needs=lambda config: not applies(config),
         says=lambda config: (
             f"{FRAMES} does not go with {what if isinstance(what, str) else what(config)}. {remedy}."
         ),

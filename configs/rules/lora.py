@@ -1,6 +1,6 @@
 """Adapters, and how versions of them are stored."""
 
-from configs.rules.experts import for_mixtures
+from configs.rules.every_run import for_mixtures
 from configs.rules.rule import Rule, where
 from configs.run import RunConfig
 

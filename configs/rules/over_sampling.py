@@ -3,16 +3,10 @@
 from configs.rules.rule import Rule, where
 from configs.run import RunConfig
 
-
-def _about_carried_groups(name: str, off: str | None) -> Rule[RunConfig]:
-    return Rule(
-        needs=lambda config: config.carries or dict(config.rollout)[name] == off,
-        says=lambda config: (
-            f"rollout.{name} = {dict(config.rollout)[name]} is about carried groups, and none "
-            "are. Set rollout.partial_rollout = carry and rollout.over_sampling above 1."
-        ),
-    )
-
+NO_CARRIED = (
+    "is about carried groups, and none are. Set rollout.partial_rollout = carry and "
+    "rollout.over_sampling above 1."
+)
 
 OVER_SAMPLING: tuple[Rule[RunConfig], ...] = (
     *where(
@@ -34,6 +28,14 @@ OVER_SAMPLING: tuple[Rule[RunConfig], ...] = (
             "also samples while another trains), or rollout.partial_rollout = off."
         ),
     ),
-    _about_carried_groups("overdue", "wait"),
-    _about_carried_groups("max_carried_steps", None),
+    Rule(
+        needs=lambda config: config.carries or config.rollout.overdue == "wait",
+        says=lambda config: f"rollout.overdue = {config.rollout.overdue} {NO_CARRIED}",
+    ),
+    Rule(
+        needs=lambda config: config.carries or config.rollout.max_carried_steps is None,
+        says=lambda config: (
+            f"rollout.max_carried_steps = {config.rollout.max_carried_steps} {NO_CARRIED}"
+        ),
+    ),
 )

@@ -5,10 +5,9 @@ from collections.abc import Iterable
 from configs.algorithm.advantages import GRPOAdvantage
 from configs.data import TaskConfig, TasksSource
 from configs.evaluation import SuiteConfig
-from configs.rewards import UnitTestsReward
+from configs.rewards import SandboxConfig, UnitTestsReward
 from configs.rules.rule import Rule, of_each, where
 from configs.run import RunConfig
-from configs.sandbox import SandboxConfig
 
 
 def _source(config: RunConfig) -> TasksSource:

@@ -14,7 +14,7 @@ from torch import Tensor
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.algorithm.corrections import ShapingConfig
 from configs.algorithm.distillation import DistillAlgorithm, ReverseKL
-from configs.algorithm.methods import Method, UserFunction
+from configs.base import Method, UserFunction
 from configs.imports import imported
 from engines.algorithms.advantages import (
     ADVANTAGES,

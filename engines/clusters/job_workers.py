@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from configs.cluster.cluster import PoolConfig
+from configs.cluster import PoolConfig
 from engines.processes.dask_settings import Certificates
 from engines.processes.parent_death import adopt_orphans, die_with_parent
 from engines.processes.process_setup import C_LIBRARIES

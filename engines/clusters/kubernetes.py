@@ -14,12 +14,13 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from configs.cluster.cluster import ClusterConfig, PoolConfig
-from configs.cluster.kinds import (
+from configs.cluster import (
+    ClusterConfig,
     CoschedulingGang,
     KubernetesPods,
     KubernetesPool,
     KueueGang,
+    PoolConfig,
     TlsFiles,
 )
 from configs.environment import own_pod

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from distributed import Client
 from distributed.utils import get_ip_interface
 
-from configs.cluster.cluster import ClusterConfig
+from configs.cluster import ClusterConfig
 from configs.imports import imported
 from engines.failures import ClusterLost
 from engines.processes.bounded import bounded

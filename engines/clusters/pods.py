@@ -6,8 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from configs.cluster.kinds import KubernetesPods
-from configs.cluster.pod_patch import ADDED_LISTS, LIST_KEYS, PROGRAMS
+from configs.cluster import ADDED_LISTS, LIST_KEYS, PROGRAMS, KubernetesPods
 
 Resource = dict[str, Any]  # as Kubernetes' API takes it
 Pods = TypeVar("Pods", bound=KubernetesPods)

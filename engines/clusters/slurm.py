@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Set
 from pathlib import Path
 
-from configs.cluster.cluster import ClusterConfig
+from configs.cluster import ClusterConfig
 from engines.clusters.job_workers import worker_options, worker_variables
 from engines.clusters.opening import Environments, StartedCluster, listening_address
 from engines.clusters.slurm_jobs import BusySlurm, Task, listed, slurm_says

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from configs.cluster.cluster import ClusterConfig
+from configs.cluster import ClusterConfig
 from configs.environment import given
 from engines.clusters.machine import versions
 from engines.clusters.opening import Environments, StartedCluster, listening_address

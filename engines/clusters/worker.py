@@ -13,8 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from configs.environment import import_from_working_folder
-from configs.private_folder import machine_folder
-from configs.process import begin_process, close_to_others
+from configs.process import begin_process, close_to_others, machine_folder
 from engines.processes import dask_settings
 
 dask_settings.apply()  # before Dask reads them

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from configs.algorithm.algorithm import AlgorithmConfig
-from configs.algorithm.methods import UserFunction
+from configs.base import UserFunction
 from engines.algorithms.advantages import Scope, before_whitening, penalised
 from engines.algorithms.aggregation import Rows
 from engines.algorithms.from_config import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from configs.sandbox import ProcessSandbox
+from configs.rewards import ProcessSandbox
 from engines.sandboxes.opening import open_sandbox, python_of
 from engines.sandboxes.supervised import SupervisedSandbox
 

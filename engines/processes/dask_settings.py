@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import dask
 from pydantic import BaseModel, ConfigDict, Field
 
-from configs.cluster.kinds import NoTls, TemporaryTls, Tls
+from configs.cluster import NoTls, TemporaryTls, Tls
 
 if TYPE_CHECKING:
     from distributed import Scheduler, Security

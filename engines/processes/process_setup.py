@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from configs.private_folder import machine_folder
+from configs.process import machine_folder
 
 HELD = 2**30  # bytes of free memory at the heap's end that a process keeps
 MAPPED = 2**25  # bytes from which an allocation is a mapping, given back when it is freed

@@ -6,8 +6,7 @@ from abc import abstractmethod
 
 from pydantic import Field
 
-from configs.judge import LocalJudgeReward
-from configs.reward_model import RewardModelReward
+from configs.rewards import LocalJudgeReward, RewardModelReward
 from engines.data.results import ModelScores, RowsSpec
 from engines.workers.engine import Engine
 from storage.batches.refs import BatchRef

@@ -18,7 +18,7 @@ from typing import cast
 import numpy as np
 
 from configs.imports import imported_class
-from configs.judge import LocalJudgeReward
+from configs.rewards import LocalJudgeReward
 from engines.data.sample_texts import SampleTexts
 from engines.models import checkpoints
 from engines.models.tensor_files import WEIGHTS, WORDS, digest_of

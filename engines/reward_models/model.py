@@ -1,6 +1,6 @@
 """A reward model: a frozen sequence classifier of transformers with one label, its number the score.
 
-Or it reads two answers, and its number says which is better (configs/reward_model.py:Pairwise).
+Or it reads two answers, and its number says which is better (configs/rewards.py:Pairwise).
 
 Trained on pairs (Bradley and Terry; Ouyang et al. 2022, arXiv:2203.02155, eq. 1) such numbers mean
 something only against each other: they have no zero and no unit.
@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from configs.judge import LocalJudgeReward
-from configs.reward_model import RewardModelReward
+from configs.rewards import LocalJudgeReward, RewardModelReward
 from engines.models import checkpoints
 from engines.models.tensor_files import WEIGHTS, WORDS, digest_of
 from engines.processes.user_code import installed

@@ -6,13 +6,14 @@ import itertools
 from collections.abc import Sequence
 
 from configs.data import DataConfig, ReasoningGymSource
-from configs.judge import JudgeReward, Judging
-from configs.reward_model import RewardModelReward
 from configs.rewards import (
     ChoiceReward,
     EnvironmentReward,
+    JudgeReward,
+    Judging,
     MathReward,
     ReasoningGymReward,
+    RewardModelReward,
     RewardsConfig,
     UnitTestsReward,
 )

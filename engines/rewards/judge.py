@@ -33,7 +33,7 @@ from typing import Any, Self
 import httpx
 
 from configs.environment import given
-from configs.judge import JudgeReward, Judging
+from configs.rewards import JudgeReward, Judging
 from engines.rewards.judge_rubric import Rubric, read_rubric, score_of
 from engines.rewards.protocol import BatchScorer, Logs, RewardCall, Unscored
 from storage.objects import documents

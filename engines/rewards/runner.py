@@ -34,20 +34,21 @@ import numpy as np
 
 from configs.data import DataConfig
 from configs.imports import is_file
-from configs.judge import HOW_ASKED, JudgeReward
 from configs.rewards import (
+    HOW_ASKED,
     CalledReward,
     ChoiceReward,
     EngineReward,
     EnvironmentReward,
     FunctionReward,
+    JudgeReward,
     MathReward,
     ReasoningGymReward,
     Reward,
     RewardsConfig,
+    SandboxConfig,
     UnitTestsReward,
 )
-from configs.sandbox import SandboxConfig
 from engines.meanings import meaning_of
 from engines.processes.child_process import CallTimedOut, ChildProcess, ProcessDied, Program
 from engines.rewards.judge import JudgeAnswers

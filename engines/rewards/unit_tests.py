@@ -12,8 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from configs.rewards import UnitTestsReward
-from configs.sandbox import SandboxConfig
+from configs.rewards import SandboxConfig, UnitTestsReward
 from engines.rewards.protocol import SampleScore
 from engines.rewards.row_tests import tests_of
 from engines.sandboxes.opening import open_sandbox, prove, python_of

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import uuid
 
-from configs.sandbox import ContainerSandbox
+from configs.rewards import ContainerSandbox
 from engines.sandboxes.supervised import LOADER, SupervisedSandbox
 
 USER = "65534:65534"

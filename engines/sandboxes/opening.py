@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from configs.sandbox import ContainerSandbox, ProcessSandbox
+from configs.rewards import ContainerSandbox, ProcessSandbox
 from engines.sandboxes.containers import open_container
 from engines.sandboxes.processes import interpreter, open_processes
 from engines.sandboxes.protocol import SandboxFailed

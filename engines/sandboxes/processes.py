@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping
 from functools import cache
 
-from configs.sandbox import START_SECONDS, ProcessSandbox
+from configs.rewards import START_SECONDS, ProcessSandbox
 from engines.sandboxes.protocol import SandboxFailed
 from engines.sandboxes.supervised import LOADER, SupervisedSandbox
 from engines.sandboxes.system_calls import MACHINES

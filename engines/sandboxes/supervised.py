@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from configs.sandbox import GRACE, SandboxLimits
+from configs.rewards import GRACE, SandboxLimits
 from engines.sandboxes.protocol import Executed, SandboxFailed, framed, received
 
 END_SECONDS = 5.0  # in which a sandbox ends by itself when its owner leaves

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from configs.environment import cache_folder
-from configs.private_folder import private_folder
+from configs.process import private_folder
 from engines import models
 
 LIMIT = 300.0  # seconds; most take less than ten

@@ -15,7 +15,7 @@ from engines.workers.engine import EngineSpec
 from engines.workers.gang import E, Gang
 
 if TYPE_CHECKING:
-    from configs.cluster.cluster import Role
+    from configs.cluster import Role
     from configs.grpo import GRPOConfig
     from engines.train.spec import TrainSpec
     from storage.runs.run_store import RunStore

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from distributed import Client, Nanny, NannyPlugin, Scheduler, SchedulerPlugin
 
-from configs.cluster.cluster import ClusterConfig
+from configs.cluster import ClusterConfig
 from engines.failures import CallCancelled, ClusterLost, NoWorkers
 from engines.processes.dask_settings import Certificates
 from engines.processes.node import NodeProcess

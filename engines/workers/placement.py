@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from configs.cluster.cluster import PoolConfig
+from configs.cluster import PoolConfig
 from configs.environment import visible_gpus
 
 PORTS = range(20_000, 32_768)  # below those that Linux gives to connections

@@ -38,32 +38,36 @@ def committed_points(run: RunStore, after: int = 0) -> list[Point]:
         outlines = threads.map(lambda place: read_outline(*place), _places(run, after))
         return [
             Point(
-                step=one.step,
-                at=one.committed_at,
-                metrics={name: value for name, value in one.metrics.items() if value is not None},
+                step=outline.step,
+                at=outline.committed_at,
+                metrics={
+                    name: value for name, value in outline.metrics.items() if value is not None
+                },
             )
-            for one in outlines
+            for outline in outlines
         ]
 
 
 def with_evaluations(run: RunStore, points: Sequence[Point]) -> list[Point]:
     """The same with what evaluations there are by now of the versions that the steps made."""
     measured: dict[int, dict[str, float]] = {}
-    for one in newest_evaluations(run).values():
-        named = {f"eval/{one.suite}/{name}": value for name, value in one.metrics.items()}
-        measured.setdefault(one.version, {}).update(named)
-    return [replace(one, metrics=one.metrics | measured.get(one.step, {})) for one in points]
+    for result in newest_evaluations(run).values():
+        named = {f"eval/{result.suite}/{name}": value for name, value in result.metrics.items()}
+        measured.setdefault(result.version, {}).update(named)
+    return [
+        replace(point, metrics=point.metrics | measured.get(point.step, {})) for point in points
+    ]
 
 
 def _places(run: RunStore, after: int) -> list[tuple[RunStore, int]]:
     """Where the steps after one were committed, ascending."""
-    found: list[tuple[RunStore, int]] = []
+    places: list[tuple[RunStore, int]] = []
     for segment in segments(run):
         steps = range(max(segment.first, after + 1), segment.last + 1)
-        found = [*((segment.run, step) for step in steps), *found]
+        places = [*((segment.run, step) for step in steps), *places]
         if segment.origin is None or not segment.origin.fork:
             break  # what was before has numbers of its own
-    return found
+    return places
 
 
 def as_csv(points: Sequence[Point]) -> str:

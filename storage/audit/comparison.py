@@ -8,6 +8,7 @@ from typing import cast
 
 from pydantic import JsonValue
 
+from configs.environment import GIT as GIT
 from storage.batches.forest import LENGTHS, PARENTS
 from storage.batches.refs import BatchRef
 from storage.evaluations.results import ConfidenceInterval, EvaluationResult, newest_evaluations
@@ -16,7 +17,6 @@ from storage.objects.errors import ObjectMissing
 from storage.objects.store import Store
 from storage.runs.commit_log import Outline, head, read_commit, read_outline
 from storage.runs.run_store import RunStore, committer, origin_of, start_of
-from storage.runs.working_tree import FIELD as GIT
 
 # What a step is made of, in the order in which it comes about: name, ref of the commit, columns.
 PARTS = (
@@ -86,14 +86,16 @@ def compare(first: RunStore, second: RunStore) -> Comparison:
         [outline_of(run, step) for step in range(first_step(run), step + 1)]
         for run, step in zip(runs, last, strict=True)
     ]
-    by_step = [{one.step: one for one in found} for found in outlines]
+    by_step = [{outline.step: outline for outline in history} for history in outlines]
     both = sorted(by_step[0].keys() & by_step[1].keys())
     records = [run.read_run() or {} for run in runs]
     return Comparison(
         steps=(last[0], last[1]),
         settings=differences(flat(records[0].get("config")), flat(records[1].get("config"))),
-        code=differences(*(code_of(r, found) for r, found in zip(records, outlines, strict=True))),
-        data=differences(*({"data": found[-1].cursor.get("digest")} for found in outlines)),
+        code=differences(
+            *(code_of(r, history) for r, history in zip(records, outlines, strict=True))
+        ),
+        data=differences(*({"data": history[-1].cursor.get("digest")} for history in outlines)),
         differs=first_difference(runs, [(by_step[0][n], by_step[1][n]) for n in both]),
         curves=curves_of([(by_step[0][n], by_step[1][n]) for n in both]),
         evaluations=paired(*(list(newest_evaluations(run).values()) for run in runs)),
@@ -118,12 +120,12 @@ def outline_of(run: RunStore, step: int) -> Outline:
 def flat(value: JsonValue | object, prefix: str = "") -> dict[str, JsonValue]:
     """Nested settings as dotted names; entries of lists by their number."""
     if isinstance(value, Mapping) and value:
-        pairs = [(f"{prefix}.{key}" if prefix else str(key), one) for key, one in value.items()]
+        pairs = [(f"{prefix}.{key}" if prefix else str(key), inner) for key, inner in value.items()]
     elif isinstance(value, list) and value:
-        pairs = [(f"{prefix}.{number}", one) for number, one in enumerate(value)]
+        pairs = [(f"{prefix}.{number}", inner) for number, inner in enumerate(value)]
     else:
         return {prefix: value}  # type: ignore[dict-item]
-    return {name: leaf for key, one in pairs for name, leaf in flat(one, key).items()}
+    return {name: leaf for key, inner in pairs for name, leaf in flat(inner, key).items()}
 
 
 def differences(first: Mapping[str, JsonValue], second: Mapping[str, JsonValue]) -> list[Differs]:
@@ -138,7 +140,7 @@ def differences(first: Mapping[str, JsonValue], second: Mapping[str, JsonValue])
 
 def code_of(record: Mapping[str, object], outlines: list[Outline]) -> dict[str, JsonValue]:
     """Which code made a run: Refrain, the working folder, the flow, the reward functions' digests."""
-    rewards = sorted({digest for one in outlines for digest in one.reward_code})
+    rewards = sorted({digest for outline in outlines for digest in outline.reward_code})
     return {
         "refrain": str(record.get("code")),
         "git": cast("JsonValue", record.get(GIT)),
@@ -182,40 +184,40 @@ def parts_that_differ(runs: tuple[RunStore, RunStore], step: int) -> tuple[list[
 
 def content(store: Store, ref: BatchRef, columns: tuple[str, ...]) -> str:
     """A digest of columns of a batch, however its rows are spread over objects."""
-    made = Digester()
+    digester = Digester()
     for name in columns:
         if name in ref.names:
             values, offsets = ref.fetch_numpy(store, name)
-            made.update(name.encode())
-            made.update(values.tobytes())
-            made.update(b"" if offsets is None else offsets.tobytes())
-    return made.digest()
+            digester.update(name.encode())
+            digester.update(values.tobytes())
+            digester.update(b"" if offsets is None else offsets.tobytes())
+    return digester.digest()
 
 
 def curves_of(steps: list[tuple[Outline, Outline]]) -> dict[str, list[tuple[int, float, float]]]:
     """Metrics that both runs have, by step."""
-    found: dict[str, list[tuple[int, float, float]]] = {}
+    curves: dict[str, list[tuple[int, float, float]]] = {}
     for a, b in steps:
         for name, value in a.metrics.items():
             other = b.metrics.get(name)
             if value is not None and other is not None:
-                found.setdefault(name, []).append((a.step, value, other))
-    return found
+                curves.setdefault(name, []).append((a.step, value, other))
+    return curves
 
 
 def paired(first: list[EvaluationResult], second: list[EvaluationResult]) -> list[Paired]:
     """Evaluations of the same suite, rows, manner and version, metric by metric."""
     return [
         Paired(
-            suite=one.suite,
-            version=one.version,
+            suite=result.suite,
+            version=result.version,
             metric=name,
             first=value,
             second=other.metrics[name],
-            intervals=(bounds(one.interval(name)), bounds(other.interval(name))),
+            intervals=(bounds(result.interval(name)), bounds(other.interval(name))),
         )
-        for one, other in matched(first, second)
-        for name, value in one.metrics.items()
+        for result, other in matched(first, second)
+        for name, value in result.metrics.items()
         if name in other.metrics
     ]
 
@@ -224,9 +226,9 @@ def matched(
     first: list[EvaluationResult], second: list[EvaluationResult]
 ) -> list[tuple[EvaluationResult, EvaluationResult]]:
     """Evaluations of the same suite, rows, manner and version."""
-    others = {(one.suite, one.on, one.version): one for one in second}
-    names = ((one, (one.suite, one.on, one.version)) for one in first)
-    return [(one, others[name]) for one, name in names if name in others]
+    others = {(result.suite, result.on, result.version): result for result in second}
+    names = ((result, (result.suite, result.on, result.version)) for result in first)
+    return [(result, others[name]) for result, name in names if name in others]
 
 
 def bounds(interval: ConfidenceInterval | None) -> tuple[float, float] | None:

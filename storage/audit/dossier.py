@@ -12,8 +12,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from storage.audit.all_curves import Point, as_csv, points_of
-from storage.audit.audit import Audit
-from storage.audit.audit_objects import sources_of
+from storage.audit.audit import Audit, sources_of
 from storage.audit.comparison import first_step
 from storage.evaluations.results import newest_evaluations
 from storage.evaluations.run_cost import cost_of_run
@@ -53,10 +52,10 @@ def write_dossier(run: RunStore, audited: Audit, folder: Path) -> str:
             "digest": commits[-1].cursor.get("digest"),
             "evaluation": setting(record, "evaluation"),
         },
-        "reward_code.json": {key: code for one in commits for key, code in one.reward_code.items()},
+        "reward_code.json": {key: code for c in commits for key, code in c.reward_code.items()},
         "evaluations.json": [
             {"suite": e.suite, "version": e.version, "on": e.on, "result": key, "metrics": e.metrics,
-             "intervals_95": {name: [one.low, one.high] for name, one in e.intervals.items()}}
+             "intervals_95": {name: [i.low, i.high] for name, i in e.intervals.items()}}
             for key, e in newest_evaluations(run).items()
         ],
         "software.json": software(commits),
@@ -116,11 +115,11 @@ def step_of(run: RunStore, commit: Commit) -> dict[str, object]:
 
 def objects_of(run: RunStore, commits: Iterable[Commit]) -> dict[str, dict[str, JsonValue]]:
     """Key -> size and SHA-256 of every object that makes the run, of those that are there."""
-    found: dict[str, dict[str, JsonValue]] = {}
+    objects: dict[str, dict[str, JsonValue]] = {}
 
     def take(key: str, **more: JsonValue) -> None:
-        if key not in found and run.store.exists(key):
-            found[key] = {"key": key, **hashed(run, key), **more}
+        if key not in objects and run.store.exists(key):
+            objects[key] = {"key": key, **hashed(run, key), **more}
 
     take(run.run_json_key)
     versions: set[str] = set()
@@ -140,11 +139,11 @@ def objects_of(run: RunStore, commits: Iterable[Commit]) -> dict[str, dict[str, 
             continue  # retention removed it
         for name in (*manifest.files, MANIFEST):
             take(f"{folder}/{name}")
-        if manifest.base is not None and f"{manifest.base.key}/{MANIFEST}" not in found:
+        if manifest.base is not None and f"{manifest.base.key}/{MANIFEST}" not in objects:
             versions.add(manifest.base.key)
     for key in newest_evaluations(run):
         take(key)
-    return found
+    return objects
 
 
 def hashed(run: RunStore, key: str) -> dict[str, JsonValue]:
@@ -161,7 +160,9 @@ def software(commits: list[Commit]) -> dict[str, object]:
         "here": {
             "python": platform.python_version(),
             "platform": platform.platform(),
-            "packages": dict(sorted((one.name, one.version) for one in distributions())),
+            "packages": dict(
+                sorted((package.name, package.version) for package in distributions())
+            ),
         },
         "last_update_made_on": commits[-1].update.get("made_on"),
     }
@@ -169,10 +170,10 @@ def software(commits: list[Commit]) -> dict[str, object]:
 
 def setting(record: Mapping[str, object], *names: str) -> object:
     """A setting of run.json by its path; None where there is none."""
-    found: object = record.get("config")
+    value: object = record.get("config")
     for name in names:
-        found = found.get(name) if isinstance(found, dict) else None
-    return found
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
 
 
 def card(
@@ -214,11 +215,11 @@ def card(
             "|---|---|---|---|---|",
         ]
         lines += [
-            f"| {one.suite} | {one.version} | {name} | {value:.4g} | "
-            + ("" if (at := one.interval(name)) is None else f"{at.low:.4g} to {at.high:.4g}")
+            f"| {result.suite} | {result.version} | {name} | {value:.4g} | "
+            + ("" if (at := result.interval(name)) is None else f"{at.low:.4g} to {at.high:.4g}")
             + " |"
-            for one in measured
-            for name, value in one.metrics.items()
+            for result in measured
+            for name, value in result.metrics.items()
         ]
     return "\n".join([*lines, ""])
 

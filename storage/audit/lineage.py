@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from storage.audit.sample_origins import Columns, SampleOrigin, samples_of
+from storage.audit.samples import Columns, SampleOrigin, samples_of
 from storage.audit.step_search import (
     Fate,
     Segment,
@@ -96,11 +96,10 @@ def of_version(run: RunStore, version: int, limit: int = LIMIT) -> VersionOrigin
     updates = sum(map(len, segments(run, version)))
     if not updates:
         return _first_version(run, newest)
-    found: VersionOrigin | None = None
-    origins = _read_ahead(past(run, version), max(1, limit))
-    for owner, commit, origin in origins:
-        if found is None:
-            found = VersionOrigin(
+    version_origin: VersionOrigin | None = None
+    for owner, commit, origin in _read_ahead(past(run, version), max(1, limit)):
+        if version_origin is None:
+            version_origin = VersionOrigin(
                 run=owner.run,
                 version=version,
                 digest=commit.version_out.digest,
@@ -110,10 +109,10 @@ def of_version(run: RunStore, version: int, limit: int = LIMIT) -> VersionOrigin
                 updates=updates,
                 samples=_first_samples(owner, commit, limit),
             )
-        found.steps.append(origin)
-        found.reward_code |= commit.reward_code
-    assert found is not None
-    return found
+        version_origin.steps.append(origin)
+        version_origin.reward_code |= commit.reward_code
+    assert version_origin is not None
+    return version_origin
 
 
 def _read_ahead(
@@ -134,9 +133,9 @@ def _read_ahead(
 
 
 def _read(
-    one: tuple[RunStore, Commit, Future[StepOrigin]],
+    step: tuple[RunStore, Commit, Future[StepOrigin]],
 ) -> tuple[RunStore, Commit, StepOrigin]:
-    owner, commit, origin = one
+    owner, commit, origin = step
     return owner, commit, origin.result()
 
 
@@ -227,30 +226,30 @@ def of_prompt(run: RunStore, row: int, limit: int = LIMIT) -> PromptOrigin:
 
     limit: samples and drops after which no further step is read.
     """
-    found = PromptOrigin(row=row)
+    prompt = PromptOrigin(row=row)
     past = segments(run)
     for number in reversed(range(len(past))):
         for step, sure in drew_row(past[number], row):
-            if len(found.samples) + len(found.dropped) + len(found.removed) >= limit:
-                found.more = True
-                return found
-            _add_draw(found, past, number, step, sure, limit)
-    if not found.samples and not found.dropped and not found.removed:
+            if len(prompt.samples) + len(prompt.dropped) + len(prompt.removed) >= limit:
+                prompt.more = True
+                return prompt
+            _add_draw(prompt, past, number, step, sure, limit)
+    if not prompt.samples and not prompt.dropped and not prompt.removed:
         raise ValueError(f"Run {run.run} has not drawn row {row} of its data, in what is stored.")
-    return found
+    return prompt
 
 
 def _add_draw(
-    found: PromptOrigin, past: list[Segment], number: int, step: int, sure: bool, limit: int
+    prompt: PromptOrigin, past: list[Segment], number: int, step: int, sure: bool, limit: int
 ) -> None:
     """What became of a row in a step of the segment past[number], if that step drew it.
 
     sure: whether it is known that it did.
     """
-    run, row = past[number].run, found.row
+    run, row = past[number].run, prompt.row
     commit = read_commit(run, step)
     reasons = [reason for reason, rows in commit.dropped_rows.items() if row in rows]
-    found.dropped += [(run.run, step, reason) for reason in reasons]
+    prompt.dropped += [(run.run, step, reason) for reason in reasons]
     prompts = commit.refs.get("prompts")
     try:
         if prompts is None or not {"prompt_row", "group_id"} <= set(prompts.names):
@@ -261,23 +260,23 @@ def _add_draw(
             groups = ids[rows == row].tolist()
     except ObjectMissing:
         if sure and not reasons:
-            found.removed.append((run.run, step))
+            prompt.removed.append((run.run, step))
         return
     for group in groups:
-        _add_group(found, follow(past, number, step, group), group, limit)
+        _add_group(prompt, follow(past, number, step, group), group, limit)
 
 
-def _add_group(found: PromptOrigin, fate: Fate, group: int, limit: int) -> None:
+def _add_group(prompt: PromptOrigin, fate: Fate, group: int, limit: int) -> None:
     if fate.state == "left_out":
-        found.dropped.append((fate.run.run, fate.commit.step, "not waited for"))
+        prompt.dropped.append((fate.run.run, fate.commit.step, "not waited for"))
     elif fate.state == "removed":
-        found.removed.append((fate.run.run, fate.commit.step))
+        prompt.removed.append((fate.run.run, fate.commit.step))
     else:
         ids = fate.commit.refs["samples"].fetch_numpy(fate.run.store, "group_id")[0]
         rows = np.flatnonzero(ids == group)
-        room = max(0, limit - len(found.samples))
-        found.more = found.more or len(rows) > room
-        found.samples += samples_of(fate.run, fate.commit, rows[:room]) if room else []
+        room = max(0, limit - len(prompt.samples))
+        prompt.more = prompt.more or len(rows) > room
+        prompt.samples += samples_of(fate.run, fate.commit, rows[:room]) if room else []
 
 
 def prompt_of(run: RunStore, sample: SampleOrigin) -> object:
@@ -287,7 +286,7 @@ def prompt_of(run: RunStore, sample: SampleOrigin) -> object:
     """
     owner, step = RunStore(run.store, sample.run), sample.step
     # Runs that continue another one without being its fork number from 0 again.
-    for segment in dropwhile(lambda one: one.run.run != sample.run, segments(run)):
+    for segment in dropwhile(lambda segment: segment.run.run != sample.run, segments(run)):
         if (drew := drew_group(segment, sample.group)) is not None:
             owner, step = segment.run, drew
             break
@@ -336,8 +335,12 @@ def _counted(run: RunStore, commit: Commit) -> StepOrigin:
     rewards = np.asarray(columns.numbers("reward"), np.float64)
     rewards = rewards[np.isfinite(rewards) & ~frozen]
     batch = commit.refs.get("batch")
-    known = batch is not None and {"sample_id", "advantages"} <= set(batch.names)
-    used = batch.fetch_numpy(run.store, "sample_id")[0] if batch is not None and known else ids[:0]
+    has_advantages = batch is not None and {"sample_id", "advantages"} <= set(batch.names)
+    used = (
+        batch.fetch_numpy(run.store, "sample_id")[0]
+        if batch is not None and has_advantages
+        else ids[:0]
+    )
     return StepOrigin(
         run=run.run,
         step=commit.step,

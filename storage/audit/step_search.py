@@ -46,14 +46,14 @@ class Segment:
 
 def segments(run: RunStore, version: int | None = None) -> list[Segment]:
     """The past of a version (None: the newest), by the runs that committed it, newest first."""
-    found: list[Segment] = []
+    past: list[Segment] = []
     last = version
     for current, origin in ancestry(run):
         start = 0 if origin is None else origin.at
         last = (head(current) or start) if last is None else last
-        found.append(Segment(run=current, origin=origin, first=start + 1, last=last))
+        past.append(Segment(run=current, origin=origin, first=start + 1, last=last))
         last = 0 if origin is None else origin.step
-    return found
+    return past
 
 
 def drew_group(segment: Segment, group: int) -> int | None:
@@ -62,7 +62,7 @@ def drew_group(segment: Segment, group: int) -> int | None:
     Of commits that do not record their groups the prompts are read; steps whose prompts retention
     removed count as before all others.
     """
-    step = _last_where(segment, lambda one: _first_group(segment, one) <= group)
+    step = _last_where(segment, lambda number: _first_group(segment, number) <= group)
     if step is None:
         return None
     first = _first_group(segment, step)
@@ -129,8 +129,8 @@ def follow(past: Sequence[Segment], at: int, step: int, group: int) -> Fate:
         if _has(run, commit.refs.get("samples"), group):
             return Fate(run=run, commit=commit, state="sampled")
         if not _has(run, commit.refs.get("carried"), group):
-            left = _has(run, commit.refs.get("left_out"), group)
-            return Fate(run=run, commit=commit, state="left_out" if left else "removed")
+            left_out = _has(run, commit.refs.get("left_out"), group)
+            return Fate(run=run, commit=commit, state="left_out" if left_out else "removed")
         if step < past[at].last:
             step += 1
         elif at and past[at - 1].takes_over and len(past[at - 1]):
@@ -161,17 +161,17 @@ def drew_row(segment: Segment, row: int) -> Iterator[tuple[int, bool]]:
     last, task = _cursor(read_outline(segment.run, segment.last)), None
     fresh = fresh_rows_of(segment.run) if last is not None and last.fresh else ()
     if isinstance(last, TasksCursor):
-        task, own = next((name, rows) for name, rows in last.ranges.items() if row in rows)
-        last, row = last.tasks[task], row - own.start
-        fresh = None if fresh is None else within(fresh, own)
+        task, task_rows = next((name, rows) for name, rows in last.ranges.items() if row in rows)
+        last, row = last.tasks[task], row - task_rows.start
+        fresh = None if fresh is None else within(fresh, task_rows)
     if last is None or fresh is None or _not_by_cursor(segment, last):
         yield from ((step, False) for step in range(segment.first, segment.last + 1))
         return
     begin = _begin(segment, task)
     for epoch in range(begin[0], last.epoch + 1):
         order = current_order(replace(last, epoch=epoch, position=0), fresh)
-        (found,) = np.nonzero(order == row)
-        for place in ((epoch, int(at)) for at in found):
+        (positions,) = np.nonzero(order == row)
+        for place in ((epoch, int(at)) for at in positions):
             if begin <= place < (last.epoch, last.position):
                 yield _step_at(segment, place, task), True
 

@@ -53,12 +53,12 @@ def _over_samples(run: RunStore) -> bool:
 
 def _by_number(run: RunStore, step: int, stage: str, suffix: str) -> dict[int, list[str]]:
     """Objects of a stage by the number of their shard or call, in the order of their names."""
-    found: dict[int, list[str]] = defaultdict(list)
+    keys: dict[int, list[str]] = defaultdict(list)
     for key in sorted(run.store.list(f"{run.step_key(step)}/{stage}")):
         number, dash, _ = key.rpartition("/")[2].partition("-")
         if key.endswith(suffix) and dash and number.isdecimal():
-            found[int(number)].append(key)
-    return found
+            keys[int(number)].append(key)
+    return keys
 
 
 def _marked(store: Store, key: str) -> BatchRef:
@@ -72,7 +72,7 @@ def stored_batch(store: Store, key: str) -> BatchRef:
     header = 8 + int.from_bytes(size, "little")
     (data,) = store.read_ranges([(key, 0, store.size(key))])
     columns = columns_of(key, data)
-    first = min((one.start for one in columns.values()), default=header)
+    first = min((column.start for column in columns.values()), default=header)
     head = data[:first]
     rows = len(next(iter(columns.values())).sums)
     source = Source(key=key, rows=rows, head=first, digest=digest(head))
@@ -80,12 +80,12 @@ def stored_batch(store: Store, key: str) -> BatchRef:
         rows,
         {
             name: ColumnRef(
-                kind=one.kind,
-                dtype=one.dtype,
-                shape=one.shape,
+                kind=column.kind,
+                dtype=column.dtype,
+                shape=column.shape,
                 sources=(source,),
                 index=RowIndex(range(rows)),
             )
-            for name, one in columns.items()
+            for name, column in columns.items()
         },
     )

@@ -120,19 +120,19 @@ def own_digests(
 
 
 def weights(
-    store: Path, said: dict[str, Any], manifest: str, digest: Callable[[bytes], str]
+    store: Path, record: dict[str, Any], manifest: str, digest: Callable[[bytes], str]
 ) -> list[str]:
     """Problems of a policy version: its files, and the digest of its tensors."""
     body = json.loads((store / manifest).read_bytes())["body"]
     problems = []
     for name, file in body["files"].items():
-        if digest((store / said["key"] / name).read_bytes()) != file["digest"]:
-            problems.append(f"{said['key']}/{name}: its digest does not match")
+        if digest((store / record["key"] / name).read_bytes()) != file["digest"]:
+            problems.append(f"{record['key']}/{name}: its digest does not match")
     lines = b""
-    for name, one in sorted(body["tensors"].items()):
-        entry = [name, one["dtype"], one["shape"], one["digest"]]
+    for name, tensor in sorted(body["tensors"].items()):
+        entry = [name, tensor["dtype"], tensor["shape"], tensor["digest"]]
         lines += json.dumps(entry, sort_keys=True, separators=(",", ":")).encode() + b"\n"
-    if body.get("adapter") is None and digest(lines) != said["digest"]:
+    if body.get("adapter") is None and digest(lines) != record["digest"]:
         problems.append(f"{manifest}: its tensors have another digest than the commit says")
     return problems
 
@@ -156,7 +156,7 @@ def main() -> int:
     """Check everything; returns the exit code."""
     words = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     words.add_argument("--store", metavar="FOLDER", help="the store, or a copy of it [as recorded]")
-    asked = words.parse_args()
+    arguments = words.parse_args()
     here = Path(HERE)
     problems = imported() + own_files(here)
     sums = sha256(here / OWN) if (here / OWN).is_file() else "?"
@@ -164,7 +164,7 @@ def main() -> int:
     if not problems:
         lineage = json.loads((here / "lineage.json").read_text(encoding="utf-8"))
         listed = json.loads((here / "objects.json").read_text(encoding="utf-8"))
-        store = Path(asked.store or lineage["store"].partition("://")[2])
+        store = Path(arguments.store or lineage["store"].partition("://")[2])
         problems += objects(listed, store)
         told += f"\n{len(listed)} objects of {lineage['run']} in {store}"
         try:

@@ -3,24 +3,57 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field, JsonValue
 
 from storage.batches.refs import BatchRef
-from storage.evaluations.files import NOTES, note_key
 from storage.objects import documents
-from storage.objects.documents import key_of
+from storage.objects.documents import StoredRecord, key_of
 from storage.objects.store import Store
-from storage.runs.commit_log import Record
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import DATA_SUFFIX, RunStore, StageStore
 from storage.runs.weights import WeightsRef
+
+ROOT = "_evaluations"
+NOTES = "evaluations"  # folder of a run
 
 FORMAT = "refrain.evaluation/1"
 NOTE_FORMAT = "refrain.evaluation-note/1"
 
 
-class ConfidenceInterval(Record):
+@dataclass(frozen=True, slots=True)
+class EvaluationFiles(StageStore):
+    """The store of one evaluation. Small and picklable, as the store is."""
+
+    store: Store
+    key: str  # of version, prompts, sampling and scoring code
+
+    @property
+    def folder(self) -> str:
+        """Where all of it lies."""
+        return f"{ROOT}/{self.key}"
+
+    def step_key(self, step: int) -> str:
+        """The same: an evaluation has no steps."""
+        return self.folder
+
+    def result_key(self, summed: str) -> str:
+        """The result; `summed`: key of the settings by which samples are summed up."""
+        return f"{self.folder}/result-{summed}.json"
+
+
+def prompts_key(key: str) -> str:
+    """The prompts of a suite; `key`: of rows, template and tokenizer."""
+    return f"{ROOT}/prompts/1-{key}{DATA_SUFFIX}"
+
+
+def note_key(run: RunStore, suite: str, version: int, key: str) -> str:
+    """The note by which a run knows a result; `key`: of the result."""
+    return f"{run.run}/{NOTES}/{suite}/v{version:06d}-{key}.json"
+
+
+class ConfidenceInterval(StoredRecord):
     """A 95 % interval."""
 
     low: float
@@ -28,7 +61,7 @@ class ConfidenceInterval(Record):
     kind: Literal["wilson", "bootstrap"]
 
 
-class EvaluationResult(Record):
+class EvaluationResult(StoredRecord):
     """One suite on one policy version. Means are over prompts, of scored samples alone."""
 
     key: str  # _evaluations/<key>/: of version, prompts, sampling and scoring code
@@ -99,12 +132,12 @@ def note(run: RunStore, suite: str, version: int, result_key: str) -> None:
 
 def notes_of(run: RunStore) -> dict[str, tuple[str, int, str]]:
     """The run's notes by key: suite, version, key of the result. Raises ObjectDamaged."""
-    found = {}
+    notes = {}
     for key in sorted(run.store.list(f"{run.run}/{NOTES}")):
         if key.endswith(".json"):
             body = documents.read(run.store, key, NOTE_FORMAT)
-            found[key] = (str(body["suite"]), int(str(body["version"])), str(body["result"]))
-    return found
+            notes[key] = (str(body["suite"]), int(str(body["version"])), str(body["result"]))
+    return notes
 
 
 def evaluations_of(
@@ -115,12 +148,12 @@ def evaluations_of(
     Of several of one suite on one version, as after a change of its settings, the last is newest.
     Raises ObjectMissing, ObjectDamaged.
     """
-    found = [
+    results = [
         read_result(run.store, key).known_as(name, number)
         for name, number, key in notes_of(run).values()
         if suite in (None, name) and version in (None, number)
     ]
-    return sorted(found, key=lambda one: (one.suite, one.version, one.made_at))
+    return sorted(results, key=lambda result: (result.suite, result.version, result.made_at))
 
 
 def newest_evaluations(run: RunStore) -> dict[str, EvaluationResult]:
@@ -131,7 +164,7 @@ def newest_evaluations(run: RunStore) -> dict[str, EvaluationResult]:
     newest: dict[tuple[str, int], tuple[str, EvaluationResult]] = {}
     for suite, version, key in notes_of(run).values():
         result = read_result(run.store, key).known_as(suite, version)
-        known = newest.get((suite, version))
-        if known is None or result.made_at >= known[1].made_at:
+        previous = newest.get((suite, version))
+        if previous is None or result.made_at >= previous[1].made_at:
             newest[suite, version] = (key, result)
     return dict(newest[name] for name in sorted(newest))

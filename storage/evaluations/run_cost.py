@@ -35,12 +35,12 @@ class RunCost:
     @property
     def device_hours(self) -> float:
         """In all."""
-        return sum(one.device_hours for one in (self.steps, self.after, self.back_fills))
+        return sum(part.device_hours for part in (self.steps, self.after, self.back_fills))
 
     @property
     def money(self) -> float | None:
         """In all; None where no pool has a price."""
-        return total(one.money for one in (self.steps, self.after, self.back_fills))
+        return total(part.money for part in (self.steps, self.after, self.back_fills))
 
 
 def cost_of_run(run: RunStore) -> RunCost | None:
@@ -58,9 +58,9 @@ def cost_of_run(run: RunStore) -> RunCost | None:
     ended = end is not None and end.step == last and bool(end.cost)
     whole = _so_far(end.cost) if end is not None and ended else steps
     later = {
-        one.key: one.cost
-        for one in evaluations_of(run)
-        if one.back_fill and one.asked_by == run.run
+        result.key: result.cost
+        for result in evaluations_of(run)
+        if result.back_fill and result.asked_by == run.run
     }.values()
     hours = sum(cost.get("device_hours", 0.0) for cost in later)
     money = total(cost.get("money") for cost in later)
@@ -77,5 +77,5 @@ def _so_far(metrics: Mapping[str, float | None]) -> DeviceCost:
 
 def total(values: Iterable[float | None]) -> float | None:
     """The sum of those that are known; None of none."""
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
+    amounts = [value for value in values if value is not None]
+    return sum(amounts) if amounts else None

@@ -114,11 +114,11 @@ class LocalBackend:
                 maps[key] = self._map(key)
             except OSError as error:
                 maps[key] = error
-        found: Views = []
+        views: Views = []
         for key, start, stop in ranges:
             mapped = maps[key]
-            found.append(mapped if isinstance(mapped, OSError) else memoryview(mapped)[start:stop])
-        return found
+            views.append(mapped if isinstance(mapped, OSError) else memoryview(mapped)[start:stop])
+        return views
 
     def _open(self, key: str) -> IO[bytes]:
         """A file to read. OSError for a pipe or a device, which may never end."""
@@ -158,10 +158,10 @@ class LocalBackend:
         if not self._shared:
             folder.mkdir(parents=True, exist_ok=True)
             return
-        missing = [one for one in (folder, *folder.parents) if not one.exists()]
-        for one in reversed(missing):
-            one.mkdir(exist_ok=True)
-            one.chmod(SHARED_FOLDER)
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        for path in reversed(missing):
+            path.mkdir(exist_ok=True)
+            path.chmod(SHARED_FOLDER)
 
     def _new_file(self, path: Path) -> IO[bytes]:
         file = cast("IO[bytes]", _WholeWrites(path, "xb"))
@@ -212,10 +212,10 @@ class LocalBackend:
     def replace(self, key: str, data: bytes, expected: bytes) -> bool:
         target = self.root / key
         lock = target.with_name(f".{target.name}.lock")
-        with open(lock, "ab") as held:
-            if self._shared and os.fstat(held.fileno()).st_uid == os.getuid():
-                os.fchmod(held.fileno(), SHARED_FILE)
-            fcntl.flock(held, fcntl.LOCK_EX)
+        with open(lock, "ab") as lock_file:
+            if self._shared and os.fstat(lock_file.fileno()).st_uid == os.getuid():
+                os.fchmod(lock_file.fileno(), SHARED_FILE)
+            fcntl.flock(lock_file, fcntl.LOCK_EX)
             if target.read_bytes() != expected:
                 return False
             self.write(key, [memoryview(data)])
@@ -234,11 +234,11 @@ class LocalBackend:
         return _one_by_one(self, self.list(prefix))  # one that goes meanwhile is left out
 
     def list(self, prefix: str) -> Keys:
-        found = []
+        keys = []
         for folder, _, names in os.walk(self.root / prefix):
             base = Path(folder).relative_to(self.root)
-            found += [(base / name).as_posix() for name in names if not name.startswith(".")]
-        return found
+            keys += [(base / name).as_posix() for name in names if not name.startswith(".")]
+        return keys
 
     def children(self, prefix: str) -> Keys:
         try:
@@ -310,11 +310,11 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _one_by_one(backend: Backend, keys: Sequence[str]) -> dict[str, int]:
-    found = {}
+    sizes = {}
     for key in keys:
         with contextlib.suppress(FileNotFoundError):
-            found[key] = backend.size(key)
-    return found
+            sizes[key] = backend.size(key)
+    return sizes
 
 
 class FsspecBackend:
@@ -343,13 +343,13 @@ class FsspecBackend:
         return bytes(self.fs.cat_file(self._path(key)))
 
     def read_ranges(self, ranges: Sequence[Range]) -> Views:
-        found = self.fs.cat_ranges(
+        parts = self.fs.cat_ranges(
             [self._path(key) for key, _, _ in ranges],
             [start for _, start, _ in ranges],
             [stop for _, _, stop in ranges],
             on_error="return",
         )
-        return [memoryview(part) if isinstance(part, bytes) else part for part in found]
+        return [memoryview(part) if isinstance(part, bytes) else part for part in parts]
 
     def write(self, key: str, chunks: Sequence[memoryview]) -> None:
         self.fs.pipe_file(self._path(key), b"".join(chunks))

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import xxhash
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from storage.objects.errors import ObjectDamaged
+from storage.objects.errors import ObjectDamaged, ObjectMissing
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -172,19 +172,19 @@ def decode_version(readers: Mapping[str, Reader], key: str, data: bytes) -> dict
     form = next(iter(readers))
     try:
         document = json.loads(data)
-        found, said, body = document["format"], document["digest"], document["body"]
-        matches = isinstance(body, dict) and digest(canonical(body)) == said
+        version, body = document["format"], document["body"]
+        matches = isinstance(body, dict) and digest(canonical(body)) == document["digest"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ObjectDamaged(f"Object {key} is damaged: it is no {form} document.") from error
-    if not isinstance(found, str) or found not in readers:
-        raise ObjectDamaged(f"Object {key} is a {str(found)[:80]} document, not {form}.")
+    if not isinstance(version, str) or version not in readers:
+        raise ObjectDamaged(f"Object {key} is a {str(version)[:80]} document, not {form}.")
     if not matches:
         raise ObjectDamaged(f"Object {key} is damaged: its digest does not match its content.")
     try:
-        return readers[found](body)
+        return readers[version](body)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
-        said = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
-        raise ObjectDamaged(f"Object {key} is no valid {found} document: {said}.") from error
+        fault = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+        raise ObjectDamaged(f"Object {key} is no valid {version} document: {fault}.") from error
 
 
 def validated(model: type[Model], key: str, body: Mapping[str, object]) -> Model:
@@ -195,11 +195,32 @@ def validated(model: type[Model], key: str, body: Mapping[str, object]) -> Model
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         reason = " ".join(first["msg"].removeprefix("Value error, ").split())
-        said = f"{where}: {reason}" if where else reason
+        fault = f"{where}: {reason}" if where else reason
         name = model.__name__.lower()
-        raise ObjectDamaged(f"Object {key} is no valid {name}: {said}.") from error
+        raise ObjectDamaged(f"Object {key} is no valid {name}: {fault}.") from error
 
 
 def read(store: Store, key: str, form: str) -> dict[str, object]:
     """Raises ObjectMissing, ObjectDamaged."""
     return decode(form, key, store.read(key))
+
+
+class StoredRecord(BaseModel):
+    """A frozen record that is read back from a store; fields of later versions are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+def read_record(model: type[Model], store: Store, key: str, form: str) -> Model | None:
+    """The record under a key; None where there is none. Raises ObjectDamaged."""
+    try:
+        return validated(model, key, read(store, key, form))
+    except ObjectMissing:
+        return None
+
+
+def write_record(
+    store: Store, key: str, form: str, record: BaseModel, indent: int | None = 1
+) -> None:
+    """Put a record in place of an earlier one. indent: as `encode`."""
+    store.write(key, encode(form, record.model_dump(mode="json"), indent))

@@ -24,7 +24,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from configs.private_folder import machine_folder, private_folder
+from configs.process import machine_folder, private_folder
 from storage.objects.backends import Range
 from storage.objects.errors import ObjectDamaged, StoreError
 
@@ -68,25 +68,25 @@ class NodeCache:
 
     def read_ranges(self, ranges: Sequence[Range]) -> list[memoryview]:
         """As the store's; the bytes map the folder's files privately. Raises ObjectMissing."""
-        wanted: dict[str, list[tuple[int, int]]] = {}
+        places: dict[str, list[tuple[int, int]]] = {}
         for key, start, stop in ranges:
             if start < stop:
-                wanted.setdefault(key, []).append((start, stop))
-        maps = {key: self._map(key, parts) for key, parts in wanted.items()}
-        found: list[memoryview] = []
+                places.setdefault(key, []).append((start, stop))
+        maps = {key: self._map(key, parts) for key, parts in places.items()}
+        views: list[memoryview] = []
         for key, start, stop in ranges:
             mapped = maps.get(key)
             if start >= stop:
-                found.append(memoryview(b""))
+                views.append(memoryview(b""))
             elif mapped is None:
-                found += self._store.read_ranges([(key, start, stop)])
+                views += self._store.read_ranges([(key, start, stop)])
             else:
-                found.append(memoryview(mapped)[start:stop])
-        return found
+                views.append(memoryview(mapped)[start:stop])
+        return views
 
     def read(self, key: str) -> bytes:
         """A small object: what was `put` here, or else the store's. Raises ObjectMissing."""
-        return self._store.read(key) if (found := self._whole(key)) is None else found[:]
+        return self._store.read(key) if (data := self._whole(key)) is None else data[:]
 
     def has(self, key: str) -> bool:
         """Whether all of an object is here."""
@@ -193,13 +193,13 @@ class NodeCache:
             with contextlib.suppress(FileNotFoundError):
                 status = path.stat()
                 files.append((status.st_mtime, status.st_size, path))
-        held = sum(nbytes for _, nbytes, _ in files)
+        total = sum(nbytes for _, nbytes, _ in files)
         for _, nbytes, path in sorted(files):
-            if held + size <= self._limit:
+            if total + size <= self._limit:
                 return
             if nbytes:  # else it is the one for which room is made
                 path.unlink(missing_ok=True)
-                held -= nbytes
+                total -= nbytes
 
 
 class Keeping:
@@ -341,12 +341,12 @@ class SyncBehind(_Coming):
 
     @contextlib.contextmanager
     def written(self, key: str, size: int) -> Iterator[Callable[[Buffer], object]]:
-        with self._store.write_unsynced(key) as out:
+        with self._store.write_stream(key, synced=False) as out:
             yield out.write
         self._coming.append(self._pool.submit(self._store.sync, key))
 
     def announce(self, key: str, data: bytes) -> None:
-        with self._store.write_unsynced(announced(key)) as out:
+        with self._store.write_stream(announced(key), synced=False) as out:
             out.write(data)
 
 

@@ -107,9 +107,9 @@ class S3Backend(FsspecBackend):
             for at in range(start, max(stop, start + 1), PART_BYTES):
                 pieces.append((key, at, min(at + PART_BYTES, stop)))
                 owners.append(number)
-        found = [_past_the_end(part) for part in super().read_ranges(pieces)]
+        answers = [_past_the_end(part) for part in super().read_ranges(pieces)]
         parts: list[list[memoryview | BaseException]] = [[] for _ in ranges]
-        for owner, part in zip(owners, found, strict=True):
+        for owner, part in zip(owners, answers, strict=True):
             parts[owner].append(part)
         return [_joined(group) for group in parts]
 
@@ -156,8 +156,8 @@ class S3Backend(FsspecBackend):
     def replace(self, key: str, data: bytes, expected: bytes) -> bool:
         if not self.conditional:
             return super().replace(key, data, expected)
-        found, etag = self._get(key)
-        if found != expected:
+        current, etag = self._get(key)
+        if current != expected:
             return False
         try:
             self._call("put_object", Key=self._key(key), Body=data, IfMatch=etag)

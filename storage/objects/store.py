@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeVar, cast
 
-from configs.optional_packages import pip_install
+from configs.environment import pip_install
 from storage.objects.backends import Backend, FsspecBackend, Keys, LocalBackend, Range, clean_key
 from storage.objects.errors import (
     Conflict,
@@ -52,10 +52,10 @@ class ByteCache:
 
     def get(self, where: Range) -> memoryview | None:
         with self._lock:
-            found = self._ranges.get(where)
-            if found is not None:
+            data = self._ranges.get(where)
+            if data is not None:
                 self._ranges.move_to_end(where)
-            return found
+            return data
 
     def put(self, where: Range, data: memoryview) -> None:
         """Keep `data`, and forget the least recently used ranges that no longer fit."""
@@ -110,10 +110,10 @@ class Store:
     def __init__(
         self, uri: str, options: Mapping[str, object] | None = None, cache_bytes: int = 0
     ) -> None:
-        protocol, found, path = uri.partition("://")
-        if not found or protocol in ("file", "local"):
+        protocol, separator, path = uri.partition("://")
+        if not separator or protocol in ("file", "local"):
             # Absolute, so that workers in other folders mean the same place.
-            uri = "file://" + os.path.abspath(os.path.expanduser(path if found else uri))
+            uri = "file://" + os.path.abspath(os.path.expanduser(path if separator else uri))
         self.uri = uri.rstrip("/")
         self._options = json.dumps(dict(options or {}), sort_keys=True)
         self.cache_bytes = cache_bytes
@@ -181,21 +181,21 @@ class Store:
         """
         for key in {key for key, _, _ in ranges}:
             clean_key(key)
-        found: list[memoryview | None] = [None] * len(ranges)
-        wanted: list[int] = []
+        views: list[memoryview | None] = [None] * len(ranges)
+        misses: list[int] = []
         cache = self.cache
         for number, where in enumerate(ranges):
             if where[2] <= where[1]:
-                found[number] = memoryview(b"")
+                views[number] = memoryview(b"")
                 continue
-            found[number] = cache.get(where) if cache else None
-            if found[number] is None:
-                wanted.append(number)
-        for number, data in zip(wanted, self._fetch([ranges[n] for n in wanted]), strict=True):
-            found[number] = data
+            views[number] = cache.get(where) if cache else None
+            if views[number] is None:
+                misses.append(number)
+        for number, data in zip(misses, self._fetch([ranges[n] for n in misses]), strict=True):
+            views[number] = data
             if cache:
                 cache.put(ranges[number], data)
-        return [data for data in found if data is not None]
+        return [data for data in views if data is not None]
 
     def _fetch(self, ranges: list[Range]) -> list[memoryview]:
         """Read ranges that are not cached; those that fail transiently are tried again alone."""
@@ -208,10 +208,10 @@ class Store:
             merged, places = ranges, [(number, 0) for number in range(len(ranges))]
 
         def attempt(_: int) -> None:
-            left = [number for number in range(len(merged)) if number not in done]
+            pending = [number for number in range(len(merged)) if number not in done]
             failed: BaseException | None = None
-            answers = self.backend.read_ranges([merged[number] for number in left])
-            for number, part in zip(left, answers, strict=True):
+            answers = self.backend.read_ranges([merged[number] for number in pending])
+            for number, part in zip(pending, answers, strict=True):
                 if isinstance(part, memoryview):
                     done[number] = part
                 elif isinstance(part, FileNotFoundError):
@@ -236,44 +236,24 @@ class Store:
         self._forget(key)
 
     @contextlib.contextmanager
-    def write_stream(self, key: str) -> Iterator[IO[bytes]]:
+    def write_stream(self, key: str, synced: bool = True) -> Iterator[IO[bytes]]:
         """A binary file to write to; the object appears when the block ends without an error.
 
-        For what is too large to hold twice. Parts in flight on S3 take 64 MiB.
+        For what is too large to hold twice. Parts in flight on S3 take 64 MiB. synced: false only of
+        a local store, whose file can be read at once and stays after `sync`; until then it outlives
+        its writer, and not the machine.
         """
+        write = self.backend.write_stream if synced else self._local().write_unsynced
         with contextlib.ExitStack() as stack:
-            opened = self._try(
-                "write",
-                key,
-                lambda _: stack.enter_context(self.backend.write_stream(clean_key(key))),
-                "open",
+            file = self._try(
+                "write", key, lambda _: stack.enter_context(write(clean_key(key))), "open"
             )
-            yield opened
-            written = opened.tell()
+            yield file
+            nbytes = file.tell()
             with LATENCIES.timed("close"):
                 self._try_once("write", key, stack.close)
-        COUNTER.add(bytes_written=written)
+        COUNTER.add(bytes_written=nbytes)
         self._forget(key)
-
-    @contextlib.contextmanager
-    def write_unsynced(self, key: str) -> Iterator[IO[bytes]]:
-        """As `write_stream`, of a local store: it can be read at once, and stays after `sync`.
-
-        Until then it outlives its writer, and not the machine.
-        """
-        backend = self._local()
-        with contextlib.ExitStack() as stack:
-            opened = self._try(
-                "write",
-                key,
-                lambda _: stack.enter_context(backend.write_unsynced(clean_key(key))),
-                "open",
-            )
-            yield opened
-            written = opened.tell()
-            with LATENCIES.timed("close"):
-                self._try_once("write", key, stack.close)
-        COUNTER.add(bytes_written=written)
 
     def sync(self, key: str) -> None:
         """Return once the disk of a local store has an object. Raises ObjectMissing."""
@@ -341,28 +321,29 @@ class Store:
         folders: dict[str, Keys] = {}
         for key in keys:
             folders.setdefault(clean_key(key).rpartition("/")[0], []).append(key)
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for folder, members in folders.items():
-            found |= self._sizes_in(folder, members)
-        return found
+            sizes |= self._sizes_in(folder, members)
+        return sizes
 
     def _sizes_in(self, folder: str, keys: Keys) -> dict[str, int]:
-        found = self._try("look up", keys[0], lambda _: self.backend.sizes(folder, keys))
+        sizes = self._try("look up", keys[0], lambda _: self.backend.sizes(folder, keys))
         for key in keys:
-            if key not in found:
+            if key not in sizes:
                 raise ObjectMissing(f"{self.uri}/{key} does not exist")
-        return {key: found[key] for key in keys}
+        return {key: sizes[key] for key in keys}
 
     def list(self, prefix: str = "") -> Keys:
         """Every key below the folder `prefix`, sorted; objects being written are not listed."""
-        found = self._try("list", prefix, lambda _: self.backend.list(clean_key(prefix, True)))
-        return sorted(found)
+        keys = self._try("list", prefix, lambda _: self.backend.list(clean_key(prefix, True)))
+        return sorted(keys)
 
     def sizes_below(self, prefix: str = "") -> dict[str, int]:
         """Bytes of every object below the folder `prefix`, by key, as one listing has them."""
-        ask = self.backend.sizes_below
-        found = self._try("list", prefix, lambda _: ask(clean_key(prefix, True)))
-        return dict(sorted(found.items()))
+        sizes = self._try(
+            "list", prefix, lambda _: self.backend.sizes_below(clean_key(prefix, True))
+        )
+        return dict(sorted(sizes.items()))
 
     @property
     def local_folder(self) -> Path | None:

@@ -32,7 +32,7 @@ from configs.data import (
     Source,
     TasksSource,
 )
-from configs.optional_packages import pip_install
+from configs.environment import pip_install
 from storage.objects.documents import Row, pack, plain
 from storage.prompts.chosen import ChosenRows
 from storage.prompts.cursor import Cursor

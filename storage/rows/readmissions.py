@@ -10,18 +10,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from storage.objects import documents
+from storage.objects.documents import StoredRecord
 from storage.runs.run_store import RunStore
 
 FORMAT = "refrain.readmission/1"
 
 
-class Readmission(BaseModel):
+class Readmission(StoredRecord):
     """One request."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     rows: list[int] | None  # of the data; None: all that are in quarantine
     by: str  # who asked
@@ -47,11 +46,10 @@ def between(run: RunStore, after: int, last: int) -> set[int] | None:
     rows: set[int] = set()
     for number in range(after + 1, last + 1):
         key = _key(run, number)
-        body = documents.read(run.store, key, FORMAT)
-        found = documents.validated(Readmission, key, body).rows
-        if found is None:
+        request = documents.validated(Readmission, key, documents.read(run.store, key, FORMAT))
+        if request.rows is None:
             return None
-        rows.update(found)
+        rows.update(request.rows)
     return rows
 
 

@@ -42,7 +42,9 @@ class RowHistory:
     def empty(cls) -> Self:
         """That of a run before its first step."""
         floats = ("reward_sum", "tokens", "seconds")
-        kinds = {one.name: np.float64 if one.name in floats else np.int64 for one in fields(cls)}
+        kinds = {
+            column.name: np.float64 if column.name in floats else np.int64 for column in fields(cls)
+        }
         columns: dict[str, NDArray[Any]] = {name: np.empty(0, kind) for name, kind in kinds.items()}
         return cls(**columns)
 
@@ -52,7 +54,7 @@ class RowHistory:
         if ref is None:
             return cls.empty()
         columns: dict[str, NDArray[Any]] = {
-            one.name: ref.fetch_numpy(store, one.name)[0] for one in fields(cls)
+            column.name: ref.fetch_numpy(store, column.name)[0] for column in fields(cls)
         }
         return cls(**columns)
 
@@ -62,21 +64,21 @@ class RowHistory:
 
     def kept_out(self, size: int, readmitted: Collection[int] | None = ()) -> NDArray[np.bool_]:
         """[size]: whether a row of the data is in quarantine. readmitted: not these; None: no row."""
-        found = np.zeros(size, np.bool_)
+        mask = np.zeros(size, np.bool_)
         if readmitted is not None:
-            found[self.prompt_row[self.reason > 0]] = True
-            found[np.fromiter(readmitted, np.int64)] = False
-        return found
+            mask[self.prompt_row[self.reason > 0]] = True
+            mask[np.fromiter(readmitted, np.int64)] = False
+        return mask
 
     def ranks(self, size: int) -> NDArray[np.float64]:
         """[size]: by which a curriculum sorts rows, least first: unseen ones, then the easiest.
 
         Less the mean reward of a row's draws; minus infinity for one that was never scored.
         """
-        found = np.full(size, -np.inf)
-        known = self.scored > 0
-        found[self.prompt_row[known]] = -self.reward_sum[known] / self.scored[known]
-        return found
+        ranks = np.full(size, -np.inf)
+        has_score = self.scored > 0
+        ranks[self.prompt_row[has_score]] = -self.reward_sum[has_score] / self.scored[has_score]
+        return ranks
 
     def counts(self) -> dict[str, int]:
         """Rows in quarantine, by reason."""

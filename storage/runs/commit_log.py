@@ -20,12 +20,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from storage.batches.refs import BatchRef
 from storage.objects import documents
 from storage.objects.backends import StoredKey
-from storage.objects.documents import PREFIX, digest
+from storage.objects.documents import PREFIX, StoredRecord, digest
 from storage.objects.errors import Conflict, ObjectDamaged, ObjectMissing, StoreError
 from storage.runs.run_lease import RunLease
 from storage.runs.run_store import RunStore, origin_of, start_of
@@ -42,10 +42,8 @@ HEAD_FORMAT = "refrain.head/1"
 HEAD_ATTEMPTS = 8
 
 
-class ListsRef(BaseModel):
+class ListsRef(StoredRecord):
     """Where the lists of a commit are."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     key: StoredKey  # relative to the store
     digest: str  # of the object's bytes
@@ -58,9 +56,11 @@ def _detach(run: RunStore, step: int, body: Mapping[str, object]) -> dict[str, o
     data = documents.encode(LISTS_FORMAT, lists, indent=None)
     if len(data) <= INLINE_BYTES:
         return dict(body)
-    found = digest(data)
+    lists_digest = digest(data)
     ref = ListsRef(
-        key=run.lists_key(step, found.removeprefix(PREFIX)), digest=found, nbytes=len(data)
+        key=run.lists_key(step, lists_digest.removeprefix(PREFIX)),
+        digest=lists_digest,
+        nbytes=len(data),
     )
     run.store.create(ref.key, data)  # an object of that name has these bytes
     short = {name: value for name, value in body.items() if name not in LISTS}
@@ -81,13 +81,7 @@ def attach(run: RunStore, key: str, body: Mapping[str, object]) -> dict[str, obj
     return {**body, **{name: lists[name] for name in LISTS if name in lists}}
 
 
-class Record(BaseModel):
-    """Frozen; fields that a later version added are ignored when read."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class Ledger(Record):
+class Ledger(StoredRecord):
     """Prompts since the run began, by what became of them. The counts always balance."""
 
     drawn: int = Field(default=0, ge=0)  # taken from the dataset
@@ -124,7 +118,7 @@ class Ledger(Record):
         return self.model_copy(update={"drawn": self.drawn - self.in_flight, "in_flight": 0})
 
 
-class CarriedGroup(Record):
+class CarriedGroup(StoredRecord):
     """A group that a step drew, or was handed, and hands on to the next one."""
 
     since: int  # step that drew it
@@ -134,7 +128,7 @@ class CarriedGroup(Record):
     samples: int | None = None
 
 
-class GuardRecord(Record):
+class GuardRecord(StoredRecord):
     """What a guard found after a step, and where it stands: its next verdict goes on from this."""
 
     guard: str  # its name
@@ -153,7 +147,7 @@ class GuardRecord(Record):
     change: list[str] = Field(default_factory=list)
 
 
-class Outline(Record):
+class Outline(StoredRecord):
     """What a step was, but for its long lists: what commit.json alone says of it."""
 
     step: int = Field(ge=1)  # counted from 1; its update makes policy version `step`
@@ -254,7 +248,8 @@ def commit(run: RunStore, record: Commit, lease: RunLease | None = None) -> Comm
     if not run.store.create(run.commit_key(record.step), data):
         return _same(run, record)
     _advance(run, record.step, digest(data))
-    return record.model_copy(update={"lists": _lists_of(body)})
+    lists = None if body["lists"] is None else ListsRef.model_validate(body["lists"])
+    return record.model_copy(update={"lists": lists})
 
 
 def _same(run: RunStore, record: Commit) -> Commit:
@@ -262,9 +257,11 @@ def _same(run: RunStore, record: Commit) -> Commit:
     stored = read_commit(run, record.step)
     # How long it took, and which attempts, is not what a step did: a commit that is tried again
     # after an answer was lost measures anew.
-    own = {"committed_at", "epoch", "parent_digest", "parent_run", "metrics", "attempts"}
-    own |= {"rows", "lists", "guards"}  # they follow from the rest
-    if stored.model_dump(mode="json", exclude=own) != record.model_dump(mode="json", exclude=own):
+    incidental = {"committed_at", "epoch", "parent_digest", "parent_run", "metrics", "attempts"}
+    incidental |= {"rows", "lists", "guards"}  # they follow from the rest
+    if stored.model_dump(mode="json", exclude=incidental) != record.model_dump(
+        mode="json", exclude=incidental
+    ):
         raise Conflict(
             f"Step {record.step} of run {run.run} is already committed with other results, "
             f"by the writer of epoch {stored.epoch}."
@@ -280,9 +277,9 @@ def head(run: RunStore) -> int | None:
     """
     start = start_of(run)
     step = max(_read_head(run).step, start)
-    while (found := _commit_digest(run, step + 1)) is not None:
+    while (commit_digest := _commit_digest(run, step + 1)) is not None:
         step += 1
-        _advance(run, step, found)
+        _advance(run, step, commit_digest)
     return step if step > start else None
 
 
@@ -322,11 +319,11 @@ def _advance(run: RunStore, step: int, commit_digest: str) -> None:
     """Move HEAD on to `step`, unless another process has moved it that far or further."""
     data = documents.encode(HEAD_FORMAT, {"step": step, "commit_digest": commit_digest})
     for _ in range(HEAD_ATTEMPTS):
-        found = _read_head(run)
-        if found.step >= step:
+        current = _read_head(run)
+        if current.step >= step:
             return
         try:
-            run.store.replace(run.head_key, data, found.data)
+            run.store.replace(run.head_key, data, current.data)
         except Conflict:
             continue
         return
@@ -340,7 +337,8 @@ def read_commit(run: RunStore, step: int) -> Commit:
 
 def read_outline(run: RunStore, step: int) -> Outline:
     """The commit of a step without its lists: one small read. Raises as `read_commit` does."""
-    return _parse_outline(run, step, run.store.read(run.commit_key(step)))
+    key = run.commit_key(step)
+    return documents.validated(Outline, key, _body(run, step, run.store.read(key)))
 
 
 def version_weights(run: RunStore, version: int) -> WeightsRef:
@@ -366,14 +364,6 @@ def parse_commit(run: RunStore, step: int, data: bytes) -> Commit:
     key = run.commit_key(step)
     body = attach(run, key, _body(run, step, data))
     return documents.validated(Commit, key, body)
-
-
-def _parse_outline(run: RunStore, step: int, data: bytes) -> Outline:
-    return documents.validated(Outline, run.commit_key(step), _body(run, step, data))
-
-
-def _lists_of(body: Mapping[str, object]) -> ListsRef | None:
-    return None if body["lists"] is None else ListsRef.model_validate(body["lists"])
 
 
 def _from_version_1(body: dict[str, object]) -> dict[str, object]:

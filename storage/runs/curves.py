@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 
 from storage.objects import documents
+from storage.objects.documents import StoredRecord
 from storage.objects.errors import ObjectDamaged, ObjectMissing
 from storage.runs.commit_log import read_commit_digest, read_outline
 from storage.runs.run_store import RunStore, start_of
@@ -26,10 +27,8 @@ SHOWN = (REWARD_MEAN, REWARD_STD, KL, "retries")  # besides the seconds of stage
 History = list[tuple[int, dict[str, float]]]  # step, its metrics by name; ascending
 
 
-class Curves(BaseModel):
+class Curves(StoredRecord):
     """Metrics by name, of a run's steps in order."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     first: int  # step of the first value of each
     step: int  # of the last
@@ -75,8 +74,7 @@ def write_curves(run: RunStore, step: int, history: Sequence[tuple[int, dict[str
         commit_digest=read_commit_digest(run, step),
         metrics={name: [metrics.get(name) for metrics in rows] for name in names},
     )
-    data = documents.encode(FORMAT, record.model_dump(mode="json"), indent=None)
-    run.store.write(_key(run), data)
+    documents.write_record(run.store, _key(run), FORMAT, record, indent=None)
 
 
 def read_history(run: RunStore, head: int) -> History:
@@ -84,33 +82,35 @@ def read_history(run: RunStore, head: int) -> History:
 
     What has been kept, and the commits since; all commits where it does not hold.
     """
-    kept = _kept(run, head)
-    found: History = []
-    if kept is not None:
-        names = list(kept.metrics)
-        for number, step in enumerate(range(kept.first, kept.step + 1)):
-            values = {name: kept.metrics[name][number] for name in names}
-            found.append((step, {name: x for name, x in values.items() if x is not None}))
-    first = start_of(run) + 1 if kept is None else kept.step + 1
-    return found + [
+    curves = _read(run, head)
+    history: History = []
+    if curves is not None:
+        names = list(curves.metrics)
+        for number, step in enumerate(range(curves.first, curves.step + 1)):
+            values = {name: curves.metrics[name][number] for name in names}
+            history.append((step, {name: x for name, x in values.items() if x is not None}))
+    first = start_of(run) + 1 if curves is None else curves.step + 1
+    return history + [
         (step, shown(read_outline(run, step).metrics)) for step in range(first, head + 1)
     ]
 
 
-def _kept(run: RunStore, head: int) -> Curves | None:
+def _read(run: RunStore, head: int) -> Curves | None:
     """What has been kept, unless it cannot be of these commits."""
-    key = _key(run)
     try:
-        found = documents.validated(Curves, key, documents.read(run.store, key, FORMAT))
-        there = found.first == start_of(run) + 1 and found.step <= head
-        if not there or found.commit_digest != read_commit_digest(run, found.step):
-            raise ObjectDamaged(f"Object {key} is not of this run's commits.")
+        curves = documents.read_record(Curves, run.store, _key(run), FORMAT)
+        if curves is not None and not (
+            curves.first == start_of(run) + 1
+            and curves.step <= head
+            and curves.commit_digest == read_commit_digest(run, curves.step)
+        ):
+            raise ObjectDamaged(f"Object {_key(run)} is not of this run's commits.")
     except ObjectMissing:
         return None
     except ObjectDamaged as error:
         log.warning("%s The commits are read instead.", error)
         return None
-    return found
+    return curves
 
 
 def _key(run: RunStore) -> str:

@@ -7,18 +7,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 
-from storage.objects import documents
-from storage.objects.errors import ObjectMissing, StoreError
+from storage.objects.errors import ObjectMissing
 from storage.runs import snapshots
 from storage.runs.commit_log import head, read_commit, read_commit_digest
+from storage.runs.retention import Pin, write_pin
 from storage.runs.run_store import Origin, RunStore, committer, numbered, origin_of, parent_of
 from storage.runs.weights import WeightsRef, open_chain
-
-PIN_FORMAT = "refrain.pin/1"
-YOUNG = 3600.0  # seconds in which a pin counts although its child has not been written yet
 
 
 class NoSuchOrigin(ValueError):
@@ -43,16 +38,16 @@ def begin_at(
     last = head(run)
     if last is None:
         raise NoSuchOrigin(f"Run {run.run} has no committed step, so nothing can begin from it.")
-    wanted = last if step is None else step
-    if not 1 <= wanted <= last:
+    target = last if step is None else step
+    if not 1 <= target <= last:
         raise NoSuchOrigin(
-            f"Run {run.run} has no committed step {wanted}: its last is {last}. {numbered(1, last)}"
+            f"Run {run.run} has no committed step {target}: its last is {last}. {numbered(1, last)}"
         )
-    owner, number = committer(run, wanted)
+    owner, number = committer(run, target)
     origin = Origin(
         run=owner.run,
         step=number,
-        at=wanted if fork else 0,
+        at=target if fork else 0,
         commit_digest=read_commit_digest(owner, number),
         weights=read_commit(owner, number).version_out,
         trainer_state=trainer_state,
@@ -105,71 +100,16 @@ def has_weights(run: RunStore, origin: Origin) -> bool:
     return True
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pin:
-    """What a child needs of its parent."""
-
-    child: str  # name of the run
-    step: int  # the parent's step that it began at, or whose version it plays against
-    # The parent's snapshot from which that is rebuilt; 0: the beginning; None: that is not asked for.
-    snapshot: int | None
-    weights: bool = True  # the step's policy version was there to be shared when the child began
-
-
 def pin(child: RunStore, origin: Origin) -> None:
     """Have the parent's retention keep what the child shares, for as long as the child exists."""
     parent = parent_of(child, origin)
     base = snapshots.base_of(parent, origin.step)
-    own = base is not None and base.run == parent.run
-    record = {
-        "child": child.run,
-        "step": origin.step,
-        "snapshot": base.step if base is not None and own else 0,
-        "weights": has_weights(child, origin),
-        "made_at": time.time(),
-    }
-    _write_pin(parent, child.run, record)
-
-
-def pin_version(child: RunStore, owner: RunStore, version: int, named: str) -> None:
-    """Have the owner's retention keep a policy version for as long as the child exists.
-
-    named: what the child takes it for, of which there may be several.
-    """
-    record = {
-        "child": child.run,
-        "step": version,
-        "snapshot": None,
-        "weights": True,
-        "made_at": time.time(),
-    }
-    _write_pin(owner, f"{child.run}@{named}", record)
-
-
-def unpin_version(child: RunStore, owner: RunStore, named: str) -> None:
-    """Take back what `pin_version` did."""
-    owner.store.delete([f"{owner.run}/children/{child.run}@{named}.json"])
-
-
-def _write_pin(parent: RunStore, name: str, record: Mapping[str, object]) -> None:
-    """`name`: that nothing else has which a child needs of `parent`."""
-    key = f"{parent.run}/children/{name}.json"
-    parent.store.write(key, documents.encode(PIN_FORMAT, record))
-
-
-def pins(run: RunStore) -> list[Pin]:
-    """The pins of the children that exist."""
-    found = []
-    for name in run.store.children(f"{run.run}/children"):
-        key = f"{run.run}/children/{name}"
-        record = documents.read(run.store, key, PIN_FORMAT)
-        child, step, snapshot = record["child"], record["step"], record["snapshot"]
-        if not isinstance(child, str) or not isinstance(step, int):
-            raise StoreError(f"Object {key} names no child. Remove it.")
-        if not isinstance(snapshot, int | None):
-            raise StoreError(f"Object {key} names no child. Remove it.")
-        young = time.time() - float(str(record.get("made_at", 0))) < YOUNG
-        if young or run.store.exists(RunStore(run.store, child).run_json_key):
-            weights = record.get("weights") is not False
-            found.append(Pin(child=child, step=step, snapshot=snapshot, weights=weights))
-    return found
+    in_parent = base is not None and base.run == parent.run
+    record = Pin(
+        child=child.run,
+        step=origin.step,
+        snapshot=base.step if base is not None and in_parent else 0,
+        weights=has_weights(child, origin),
+        made_at=time.time(),
+    )
+    write_pin(parent, child.run, record)

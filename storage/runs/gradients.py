@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 
 from storage.objects import documents
 from storage.objects.backends import StoredKey
+from storage.objects.documents import StoredRecord
 from storage.objects.errors import ObjectMissing
 from storage.objects.store import Store
 from storage.runs.run_store import DATA_SUFFIX, RunStore
@@ -32,13 +33,7 @@ class GradientsRefused(RuntimeError):
     """A gradient that is not wanted: of another step, of other weights, or too late. Names it."""
 
 
-class GradientRecord(BaseModel):
-    """A record that is read back from a store; fields of later versions are ignored."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class GradientsOf(GradientRecord):
+class GradientsOf(StoredRecord):
     """What the gradients of an optimizer step are of; they add up where all this is the same."""
 
     run: str
@@ -50,13 +45,13 @@ class GradientsOf(GradientRecord):
     def difference(self, other: GradientsOf) -> str | None:
         """The first field in which another one is not the same, in words; None: it is."""
         for name in type(self).model_fields:
-            mine, its = dict(self)[name], dict(other)[name]
-            if mine != its:
-                return f"its {name.replace('_', ' ')} is {its}, not {mine}"
+            value, its = dict(self)[name], dict(other)[name]
+            if value != its:
+                return f"its {name.replace('_', ' ')} is {its}, not {value}"
         return None
 
 
-class UnitMetrics(GradientRecord):
+class UnitMetrics(StoredRecord):
     """What a unit adds to the metrics of an update; floats that may be infinite as `float.hex`."""
 
     means: dict[str, tuple[str, str]]  # name -> sum and count
@@ -79,7 +74,7 @@ class UnitMetrics(GradientRecord):
         return self
 
 
-class Gradient(GradientRecord):
+class Gradient(StoredRecord):
     """The marker of a unit: the sum of its tokens' gradients is there."""
 
     of: GradientsOf
@@ -125,8 +120,8 @@ def check_open(store: Store, folder: str, of: GradientsOf) -> None:
             f"The gradients of step {of.step}, optimizer step {of.optimizer_step} of run {of.run} "
             "are summed already; this one comes too late."
         ) from None
-    wanted = documents.validated(GradientsOf, f"{folder}/{TICKET}", body)
-    if (difference := wanted.difference(of)) is not None:
+    ticket = documents.validated(GradientsOf, f"{folder}/{TICKET}", body)
+    if (difference := ticket.difference(of)) is not None:
         raise GradientsRefused(f"A gradient for {folder} is refused: {difference}.")
 
 
@@ -141,7 +136,7 @@ def discard_gradient(run: RunStore, folder: str, unit: int) -> None:
     """Remove a unit's marker and then whatever files were written for it."""
     key = unit_key(folder, unit)
     stem = key.removesuffix(DATA_SUFFIX)
-    files = [one for one in run.store.list(folder) if one.startswith(f"{stem}-")]
+    files = [file for file in run.store.list(folder) if file.startswith(f"{stem}-")]
     run.discard({key: files})
 
 

@@ -17,24 +17,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from configs.data import DataConfig
 from storage.objects import documents
-from storage.objects.errors import ObjectMissing
+from storage.objects.documents import StoredRecord
 from storage.runs.run_store import RunStore
 
 LIVE = "refrain.live/1"  # formats
 END = "refrain.end/1"
-
 PROGRESS = "refrain.progress/1"
 PROGRESS_NAME = "progress.json"
 
 
-class Live(BaseModel):
+class Live(StoredRecord):
     """A flow that works on the run, or did."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     scheduler: str  # address of its Dask scheduler
     prefect: str | None  # URL of its Prefect API
@@ -49,10 +46,8 @@ class Live(BaseModel):
     ended: bool = False  # the flow has ended its workers in order; it may still be at work itself
 
 
-class DataOver(BaseModel):
+class DataOver(StoredRecord):
     """Settings under which the data give no further step."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     epochs: int | None
     last_step: str
@@ -63,10 +58,8 @@ class DataOver(BaseModel):
         return cls(epochs=config.epochs, last_step=config.last_step)
 
 
-class RolledBack(BaseModel):
+class RolledBack(StoredRecord):
     """How a branch of a run ended that a guard took back to an earlier step."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     to: int  # step from which it goes on
     child: str  # the run that does
@@ -74,10 +67,8 @@ class RolledBack(BaseModel):
     why: str  # as a sentence
 
 
-class End(BaseModel):
+class End(StoredRecord):
     """The end of a run, until it is given more steps or more data."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     step: int  # its last
     data_over: DataOver | None = None  # the data gave no further step
@@ -89,15 +80,12 @@ class End(BaseModel):
 
 def write_live(run: RunStore, live: Live) -> None:
     """Put the record in place of an earlier one."""
-    run.store.write(_live_key(run), documents.encode(LIVE, live.model_dump(mode="json")))
+    documents.write_record(run.store, f"{run.run}/live.json", LIVE, live)
 
 
 def read_live(run: RunStore) -> Live | None:
-    """The record of the last flow that began; None before there was one."""
-    try:
-        return Live.model_validate(documents.read(run.store, _live_key(run), LIVE))
-    except ObjectMissing:
-        return None
+    """The record of the last flow that began; None before there was one. Raises ObjectDamaged."""
+    return documents.read_record(Live, run.store, f"{run.run}/live.json", LIVE)
 
 
 def workers_ended(run: RunStore) -> None:
@@ -107,22 +95,14 @@ def workers_ended(run: RunStore) -> None:
         write_live(run, live.model_copy(update={"ended": True}))
 
 
-def _live_key(run: RunStore) -> str:
-    return f"{run.run}/live.json"
-
-
 def write_end(run: RunStore, end: End) -> None:
     """Put on record that nothing is left to do after a step. Only under the run's lease."""
-    run.store.write(_end_key(run), documents.encode(END, end.model_dump(mode="json")))
+    documents.write_record(run.store, f"{run.run}/end.json", END, end)
 
 
 def read_end(run: RunStore) -> End | None:
     """The record of the last end; None before there was one. Raises ObjectDamaged."""
-    key = _end_key(run)
-    try:
-        return documents.validated(End, key, documents.read(run.store, key, END))
-    except ObjectMissing:
-        return None
+    return documents.read_record(End, run.store, f"{run.run}/end.json", END)
 
 
 def goes_on_as(run: RunStore) -> RunStore:
@@ -139,10 +119,6 @@ def is_done(run: RunStore, step: int) -> bool:
     return end is not None and end.step == step
 
 
-def _end_key(run: RunStore) -> str:
-    return f"{run.run}/end.json"
-
-
 def state_of(running: bool, finished: bool, back: RolledBack | None) -> str:
     """What a run is doing, in a word or a clause."""
     if back is not None:
@@ -150,10 +126,8 @@ def state_of(running: bool, finished: bool, back: RolledBack | None) -> str:
     return "running" if running else "finished" if finished else "stopped"
 
 
-class Phase(BaseModel):
+class Phase(StoredRecord):
     """Something that is under way, such as a part of a step."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     name: str  # for people, such as "sampling"
     done: int | None = None  # of `total`; None: not counted
@@ -163,10 +137,8 @@ class Phase(BaseModel):
     seconds: float = 0.0  # for which it has gone on
 
 
-class Progress(BaseModel):
+class Progress(StoredRecord):
     """Where a run stands between two commits."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     epoch: int  # of the lease of the flow that says so
     step: int = 0  # that began last; 0: none yet
@@ -177,25 +149,15 @@ class Progress(BaseModel):
 
 
 def write_progress(run: RunStore, progress: Progress) -> None:
-    """Put it in place of what was said before. Only under the run's lease."""
-    run.store.write(
-        _progress_key(run), documents.encode(PROGRESS, progress.model_dump(mode="json"))
-    )
+    """Put it in place of an earlier one. Only under the run's lease."""
+    documents.write_record(run.store, f"{run.run}/{PROGRESS_NAME}", PROGRESS, progress)
 
 
 def read_progress(run: RunStore) -> Progress | None:
-    """What was said last; None where no flow says anything. Raises ObjectDamaged."""
-    try:
-        body = documents.read(run.store, _progress_key(run), PROGRESS)
-    except ObjectMissing:
-        return None
-    return documents.validated(Progress, _progress_key(run), body)
+    """What is going on; None where no flow works on the run. Raises ObjectDamaged."""
+    return documents.read_record(Progress, run.store, f"{run.run}/{PROGRESS_NAME}", PROGRESS)
 
 
 def remove_progress(run: RunStore) -> None:
     """Say nothing any more. Only under the run's lease."""
-    run.store.delete([_progress_key(run)])
-
-
-def _progress_key(run: RunStore) -> str:
-    return f"{run.run}/{PROGRESS_NAME}"
+    run.store.delete([f"{run.run}/{PROGRESS_NAME}"])

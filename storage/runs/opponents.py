@@ -7,21 +7,18 @@ opponent is the version that the run began with.
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
-
+from storage.objects.documents import StoredRecord
 from storage.objects.errors import ObjectDamaged
 from storage.runs.commit_log import version_weights
-from storage.runs.forks import pin_version
+from storage.runs.retention import pin_version
 from storage.runs.run_store import RunStore, start_of
 from storage.runs.weights import WeightsRef
 
 FIELD = "opponent"  # of run.json
 
 
-class Opponent(BaseModel):
+class Opponent(StoredRecord):
     """A policy version of another run of the same store."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     run: str  # in whose folder it lies
     weights: WeightsRef

@@ -18,9 +18,9 @@ from types import TracebackType
 from typing import Self
 
 import psutil
-from pydantic import BaseModel, ConfigDict
 
 from storage.objects import documents
+from storage.objects.documents import StoredRecord
 from storage.objects.errors import Conflict, ObjectMissing, StoreError
 from storage.runs.run_store import RunStore
 
@@ -41,10 +41,8 @@ class LeaseLost(StoreError):
     """This process's lease was taken over, or ran out before it could be renewed."""
 
 
-class LeaseHolder(BaseModel):
+class LeaseHolder(StoredRecord):
     """What the store says about who holds the run."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     owner: str  # for people, such as the flow run's name
     host: str  # machine and, in a container, its process namespace
@@ -122,7 +120,7 @@ class RunLease:
                 _watch_for_renewals(run, *current, sleep)
                 silent = current[1]
                 continue
-            mine = LeaseHolder(
+            holder = LeaseHolder(
                 owner=owner,
                 host=_host(),
                 pid=os.getpid(),
@@ -132,12 +130,12 @@ class RunLease:
                 ttl=ttl,
                 expires=now + ttl,
             )
-            data = _encode(mine)
+            data = documents.encode(FORMAT, holder.model_dump(mode="json"))
             try:
                 run.store.replace(run.lease_key, data, None if current is None else current[1])
             except Conflict:
                 continue  # another process was faster: look who
-            lease = cls(run, mine, data, clock)
+            lease = cls(run, holder, data, clock)
             lease.died = current[0] if current is not None and current[0].expires else None
             return lease
 
@@ -195,7 +193,7 @@ class RunLease:
 
     def _swap(self, expires: float) -> None:
         renewed = self._holder.model_copy(update={"expires": expires})
-        data = _encode(renewed)
+        data = documents.encode(FORMAT, renewed.model_dump(mode="json"))
         try:
             self._run.store.replace(self._run.lease_key, data, self._data)
         except Conflict:
@@ -322,10 +320,6 @@ def holder_of(run: RunStore, clock: Callable[[], float] = time.time) -> LeaseHol
 
 def _taken(holder: LeaseHolder) -> str:
     return f"was taken over by {holder.owner} (epoch {holder.epoch})"
-
-
-def _encode(holder: LeaseHolder) -> bytes:
-    return documents.encode(FORMAT, holder.model_dump(mode="json"))
 
 
 def _read(run: RunStore) -> tuple[LeaseHolder, bytes] | None:

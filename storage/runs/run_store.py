@@ -6,7 +6,7 @@ where that would be long, lists-<digest>.json
 
 The result of a stage is data under a key of what it was made of, then a marker, which says that it
 is finished: whoever wants the same again finds it there, after a failed attempt or a crash too. An
-evaluation has results below its own key (storage/evaluations/files.py).
+evaluation has results below its own key (storage/evaluations/results.py).
 
 A run that begins at a committed step of another one has that origin in run.json. Nothing is copied:
 the child's first commit names the parent's weights, its trainer loads the parent's snapshot, and
@@ -16,24 +16,30 @@ parent keeps for it, in retention.py.
 
 from __future__ import annotations
 
+import copy
 import re
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from threading import Lock
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from configs.stored import renamed_settings, upgraded_settings
 from storage.objects import documents
+from storage.objects.documents import StoredRecord
 from storage.objects.errors import ObjectDamaged, ObjectMissing
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+# Functions of ours that recipes name by import path and that have moved.
+MOVED = {"engines.scorers:share_of_digits": "engines.rewards.builtin:share_of_digits"}
+# What a run does that began before there was a setting, where today's default does something else.
+BEFORE: dict[str, dict[str, Any]] = {"store": {"keep_registered": None}}
 
 STAGE_FORMAT = "refrain.stage/1"
 DATA_SUFFIX = ".safetensors"
@@ -46,6 +52,42 @@ FOLDERS = 64  # of steps and stages whose listings are kept
 LISTS = "lists-"  # how the name of an object with the lists of a commit begins
 
 ORIGIN_FIELD = "origin"  # of run.json
+
+
+def upgraded_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a run that was stored by version 1 of run.json."""
+    new = renamed_settings(settings)
+    new.get("rollout", {}).pop("shards_in_flight", None)  # cluster.pools.NAME.slots bounds them
+    for function in new.get("rewards", {}).get("functions", []):
+        if function.get("path") in MOVED:
+            function["path"] = MOVED[function["path"]]
+    return new
+
+
+def renamed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as version 2 of run.json has them: what has another name or form by now has that, and
+    what an older Refrain could not set is as it was then."""
+    new = copy.deepcopy(dict(settings))
+    if "staleness_guard" in new:
+        guard = new.pop("staleness_guard")
+        new.setdefault("guards", [])
+        if guard is not None:
+            new["guards"].append(_guard_of(guard))
+    data = new.get("data", {})
+    if "shuffle" in data:
+        shuffle = data.pop("shuffle")
+        data.setdefault("order", "shuffled" if shuffle else "sequential")
+    for group, values in BEFORE.items():
+        if group in new:
+            new[group] = {**values, **new[group]}
+    return new
+
+
+def _guard_of(guard: Mapping[str, Any]) -> dict[str, Any]:
+    """The guard of overlapping steps, which was the only one, with a bound that has its side."""
+    side = "below" if guard["metric"].endswith("effective_sample_size") else "above"
+    rest = {name: guard[name] for name in ("metric", "action", "patience") if name in guard}
+    return {"name": "staleness", "action": "synchronous", **rest, side: guard["bound"]}
 
 
 class StageStore(ABC):
@@ -285,10 +327,8 @@ def _numbers(names: Iterable[str]) -> list[int]:
     return sorted(int(name) for name in names if name.isascii() and name.isdigit())
 
 
-class RollbackCause(BaseModel):
+class RollbackCause(StoredRecord):
     """Why a run began: a guard took another one back to an earlier step."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     run: str  # that went back; the origin's, or one that had begun there
     after: int  # its step after which the guard decided so
@@ -298,10 +338,8 @@ class RollbackCause(BaseModel):
     change: list[str] = Field(default_factory=list)  # settings that changed, as key=value
 
 
-class Origin(BaseModel):
+class Origin(StoredRecord):
     """A place in another run of the same store, and what is taken over from it."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     run: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")  # the parent
     step: int  # its committed step with whose result the child begins
@@ -351,11 +389,11 @@ def parent_of(run: RunStore, origin: Origin) -> RunStore:
 def ancestry(run: RunStore) -> Iterator[tuple[RunStore, Origin | None]]:
     """The run, its parent, and so on, each with its own origin."""
     current: RunStore | None = run
-    seen: set[str] = set()
+    names: set[str] = set()
     while current is not None:
-        if current.run in seen:
+        if current.run in names:
             raise ObjectDamaged(f"Object {run.run_json_key} is, by way of others, its own origin.")
-        seen.add(current.run)
+        names.add(current.run)
         origin = origin_of(current)
         yield current, origin
         current = None if origin is None else parent_of(current, origin)

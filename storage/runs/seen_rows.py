@@ -38,9 +38,9 @@ def write_rows(run: RunStore, digests: np.ndarray) -> None:
     run.store.write(_rows_key(run), digests.astype("<u8").tobytes())
 
 
-def write_seen(run: RunStore, seen: np.ndarray) -> None:
+def write_seen(run: RunStore, digests: np.ndarray) -> None:
     """Keep what was seen before the run began."""
-    run.store.write(_seen_key(run), seen.astype("<u8").tobytes())
+    run.store.write(_seen_key(run), digests.astype("<u8").tobytes())
 
 
 def seen_before(run: RunStore) -> np.ndarray:
@@ -49,18 +49,18 @@ def seen_before(run: RunStore) -> np.ndarray:
     A fork's past is its parent's, so what was seen before that is what was seen before the parent.
     """
     for current, origin in ancestry(run):
-        found = _read(current, _seen_key(current))
-        if found is not None:
-            return found
+        digests = _read(current, _seen_key(current))
+        if digests is not None:
+            return digests
         if origin is None or not origin.fork:
             break
     return np.empty(0, np.uint64)
 
 
-def unseen(source: RowSource, seen: np.ndarray) -> list[int]:
+def unseen(source: RowSource, digests: np.ndarray) -> list[int]:
     """Numbers of the rows that are not among those seen, ascending."""
-    found: list[int] = np.flatnonzero(~np.isin(source.row_digests(), seen)).tolist()
-    return found
+    rows: list[int] = np.flatnonzero(~np.isin(source.row_digests(), digests)).tolist()
+    return rows
 
 
 def seen_at(run: RunStore, cursor: Cursor, source: RowSource) -> np.ndarray | None:

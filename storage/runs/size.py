@@ -36,8 +36,8 @@ class RunSize:
         An estimate: by the newest steps, the largest version and the largest snapshot. It leaves out
         versions with an alias beyond the newest, and what children of the run need.
         """
-        left = max(0, steps - head)
-        batches = min(left, max(0, (keep.keep_steps or steps) - self.steps))
+        remaining = max(0, steps - head)
+        batches = min(remaining, max(0, (keep.keep_steps or steps) - self.steps))
         registered = steps // keep.snapshot_every
         if keep.keep_registered is not None:
             registered = min(registered, keep.keep_registered)
@@ -49,7 +49,7 @@ class RunSize:
             + self.batches
             + batches * self.batches_per_step
             + self.records
-            + left * self.records_per_step
+            + remaining * self.records_per_step
             + self.others
         )
 

@@ -11,12 +11,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from storage.batches.format import DTYPES
 from storage.objects import documents
 from storage.objects.backends import StoredKey
-from storage.objects.documents import digest
+from storage.objects.documents import StoredRecord, digest
 from storage.objects.errors import ObjectDamaged, ObjectMissing, StoreError
 from storage.runs.run_store import RunStore, origin_of, parent_of
 from storage.runs.weights import WeightsRef
@@ -30,19 +30,15 @@ STATE_FORMAT = "refrain.state/1"  # of the index of the tensors' pieces
 INDEX = "index.json"
 
 
-class StateFile(BaseModel):
+class StateFile(StoredRecord):
     """One file of a snapshot."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     nbytes: int = Field(ge=0)
     digest: str | None  # None where index.json has the digests
 
 
-class Piece(BaseModel):
+class Piece(StoredRecord):
     """A part of a tensor, and where its bytes are."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     file: StoredKey  # within the snapshot's folder
     place: tuple[int, int] = Field(alias="bytes")  # start and stop in the file
@@ -56,18 +52,16 @@ class Piece(BaseModel):
         start, stop = self.place
         if self.dtype not in DTYPES:
             raise ValueError(f"its number format is {self.dtype!r:.40}")
-        wanted = math.prod(self.shape) * DTYPES[self.dtype][0]
-        if min((start, *self.shape, *self.offsets)) < 0 or stop - start != wanted:
+        nbytes = math.prod(self.shape) * DTYPES[self.dtype][0]
+        if min((start, *self.shape, *self.offsets)) < 0 or stop - start != nbytes:
             raise ValueError(
                 f"a piece of the shape {str(list(self.shape))[:80]} takes the bytes {start} to {stop}"
             )
         return self
 
 
-class StateTensor(BaseModel):
+class StateTensor(StoredRecord):
     """A tensor of the state."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     shape: tuple[int, ...]
     chunks: tuple[Piece, ...] = Field(min_length=1)
@@ -88,19 +82,15 @@ class StateTensor(BaseModel):
         return self
 
 
-class State(BaseModel):
+class State(StoredRecord):
     """The index of a snapshot: its numbers and tensors."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     facts: dict[str, int]
     tensors: dict[str, StateTensor]
 
 
-class Snapshot(BaseModel):
+class Snapshot(StoredRecord):
     """The marker of a snapshot: the trainer's state after `step`."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     step: int
     key: str  # folder, relative to the store
@@ -135,7 +125,12 @@ def read(run: RunStore, step: int) -> Snapshot:
 
 def snapshots(run: RunStore) -> list[int]:
     """Steps that have a marked snapshot, ascending."""
-    return [n for n in run.state_steps() if run.store.exists(f"{run.state_key(n)}/{MARKER}")]
+    return [step for step in run.state_steps() if is_marked(run, step)]
+
+
+def is_marked(run: RunStore, step: int) -> bool:
+    """Whether there is a snapshot after a step."""
+    return run.store.exists(f"{run.state_key(step)}/{MARKER}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,19 +149,19 @@ def base_of(run: RunStore, version: int) -> ReplayStart | None:
     Raises ObjectMissing for a run that goes on with its parent's state while that is stored only
     as an older snapshot and batches: the parent's own settings must replay it first.
     """
-    own = [step for step in snapshots(run) if step <= version]
-    if own:
-        return ReplayStart(version=own[-1], run=run.run, step=own[-1])
+    steps = [step for step in snapshots(run) if step <= version]
+    if steps:
+        return ReplayStart(version=steps[-1], run=run.run, step=steps[-1])
     origin = origin_of(run)
     if origin is None:
         return None
     if not origin.trainer_state:  # the weights are the policy's: others begin anew
         anew = run.role != "actor"
         return None if anew else ReplayStart(version=origin.at, weights=origin.weights)
-    found = base_of(parent_of(run, origin), origin.step)
-    if found is None or found.version != origin.step:
+    parent_start = base_of(parent_of(run, origin), origin.step)
+    if parent_start is None or parent_start.version != origin.step:
         raise ObjectMissing(f"There is no snapshot of {origin}, at which run {run.run} begins.")
-    return ReplayStart(version=origin.at, run=found.run, step=found.step)
+    return ReplayStart(version=origin.at, run=parent_start.run, step=parent_start.step)
 
 
 def has_base(run: RunStore, version: int) -> bool:

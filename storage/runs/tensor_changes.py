@@ -34,10 +34,10 @@ def encode(new: np.ndarray, old: np.ndarray, itemsize: int) -> list[bytes]:
         new: [bytes] uint8, of elements of `itemsize` bytes.
         old: The same of the other tensor.
     """
-    mine, theirs = (part.view(f"<u{itemsize}") for part in (new, old))
+    new_elements, old_elements = (part.view(f"<u{itemsize}") for part in (new, old))
     pieces, differ = [], False
-    for first in range(0, len(mine), BLOCK):
-        xor = mine[first : first + BLOCK] ^ theirs[first : first + BLOCK]
+    for first in range(0, len(new_elements), BLOCK):
+        xor = new_elements[first : first + BLOCK] ^ old_elements[first : first + BLOCK]
         at = np.flatnonzero(xor != 0)
         gaps = np.diff(at, prepend=-1)
         gaps = gaps.astype("<u2" if gaps.max(initial=0) < 2**16 else "<u4")
@@ -52,8 +52,8 @@ def decode(data: memoryview, old: np.ndarray, itemsize: int) -> np.ndarray:
 
     Raises ObjectDamaged where `data` is no difference from such a tensor.
     """
-    found = np.array(old)
-    elements = found.view(f"<u{itemsize}")
+    new = np.array(old)
+    elements = new.view(f"<u{itemsize}")
     first = 0
     for gaps, xor in _blocks(data, itemsize):
         at = np.cumsum(gaps, dtype=np.int64)
@@ -62,7 +62,7 @@ def decode(data: memoryview, old: np.ndarray, itemsize: int) -> np.ndarray:
             raise ObjectDamaged("the difference reaches past the tensor's end")
         elements[at] ^= xor
         first += BLOCK
-    return found
+    return new
 
 
 def _blocks(data: memoryview, itemsize: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

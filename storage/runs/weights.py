@@ -27,13 +27,13 @@ from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from storage.batches import tensors as torch_bytes
 from storage.batches.format import DTYPES
 from storage.objects import documents
 from storage.objects.backends import Range, StoredKey
-from storage.objects.documents import digest, digest_lines
+from storage.objects.documents import StoredRecord, digest, digest_lines
 from storage.objects.errors import ObjectDamaged, ObjectMissing
 from storage.objects.node_cache import announced
 from storage.runs.tensor_changes import decode
@@ -67,20 +67,14 @@ THREADS = 8  # that check windows of local files
 FILE_NAMES = "checkpoint_names.json"  # beside a version's tensors, where some differ
 
 
-class Frozen(BaseModel):
-    """A record that is read back from a store; fields of later versions are ignored."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class BaseVersion(Frozen):
+class BaseVersion(StoredRecord):
     """The version without which another one cannot be read."""
 
     key: StoredKey  # folder, relative to the store
     digest: str  # of its tensors
 
 
-class WeightsRef(Frozen):
+class WeightsRef(StoredRecord):
     """A handle to a policy version: small, JSON by `model_dump`."""
 
     version: int
@@ -91,14 +85,14 @@ class WeightsRef(Frozen):
     stored: int | None = None  # bytes of its files; None: this was not yet said when it was made
 
 
-class StackedWeight(Frozen):
+class StackedWeight(StoredRecord):
     """A weight that has those of all experts of a layer, one after the other."""
 
     name: str
     transposed: bool  # [experts, in, out], not [experts, out, in]
 
 
-class Adapter(Frozen):
+class Adapter(StoredRecord):
     """What the tensors of a version are: two small factors for each weight that it adapts."""
 
     rank: int = Field(ge=1)
@@ -117,7 +111,7 @@ MOST_BYTES = 2**63 - 1  # of a tensor, as torch counts them; of an empty one wit
 Form = Literal["whole", "same", "changed"]
 
 
-class TensorEntry(Frozen):
+class TensorEntry(StoredRecord):
     """Where a tensor lies."""
 
     file: StoredKey  # within the folder
@@ -143,9 +137,9 @@ class TensorEntry(Frozen):
         if math.prod(size or 1 for size in self.shape) * DTYPES[self.dtype][0] > MOST_BYTES:
             raise ValueError(f"its shape is {str(list(self.shape))[:80]}, more than there can be")
         size = self.stop - self.start
-        wanted = {"whole": self.nbytes, "same": 0, "changed": max(size, 0)}[self.form]
-        if self.start < 0 or size != wanted:
-            raise ValueError(f"it takes the bytes {self.start} to {self.stop} and needs {wanted}")
+        expected = {"whole": self.nbytes, "same": 0, "changed": max(size, 0)}[self.form]
+        if self.start < 0 or size != expected:
+            raise ValueError(f"it takes the bytes {self.start} to {self.stop} and needs {expected}")
         return self
 
 
@@ -166,12 +160,12 @@ def check_places(tensors: Mapping[str, TensorEntry], sizes: Mapping[str, int]) -
         ends[entry.file] = entry.stop, name
 
 
-class FileEntry(Frozen):
+class FileEntry(StoredRecord):
     nbytes: int = Field(ge=0)
     digest: str
 
 
-class Manifest(Frozen):
+class Manifest(StoredRecord):
     """What a version holds; the last file of it that is written."""
 
     version: int
@@ -195,10 +189,10 @@ class Manifest(Frozen):
     def content(self) -> str:
         """The digest that its tensors, as listed, give."""
         entries = ((n, e.dtype, e.shape, e.digest) for n, e in self.tensors.items())
-        found = weights_digest(entries)
+        tensors_digest = weights_digest(entries)
         if self.adapter is None or self.base is None:
-            return found
-        return adapter_digest(found, self.adapter, self.base.digest)
+            return tensors_digest
+        return adapter_digest(tensors_digest, self.adapter, self.base.digest)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,15 +232,13 @@ def weights_digest(entries: Iterable[tuple[str, str, Sequence[int], str]]) -> st
 
 def adapter_digest(factors: str, adapter: Adapter, base: str) -> str:
     """The digest of an adapter: of its factors' own, its scale, what it is on, and its base's."""
-    experts = [[one.name, one.transposed] for one in adapter.experts]
+    experts = [[weight.name, weight.transposed] for weight in adapter.experts]
     return digest_lines([[factors, adapter.rank, adapter.alpha, base, *experts]])
 
 
 def open_manifest_at(store: Store | NodeCache, key: str) -> Manifest:
     """The manifest in the folder `key`. Raises ObjectMissing, ObjectDamaged."""
-    manifest = f"{key}/{MANIFEST}"
-    body = documents.decode_version(READERS, manifest, store.read(manifest))
-    return documents.validated(Manifest, manifest, body)
+    return _decoded(f"{key}/{MANIFEST}", store.read(f"{key}/{MANIFEST}"))
 
 
 def open_manifest(store: Store | NodeCache, ref: WeightsRef | BaseVersion) -> Manifest:
@@ -257,25 +249,22 @@ def open_manifest(store: Store | NodeCache, ref: WeightsRef | BaseVersion) -> Ma
     try:
         manifest = open_manifest_at(store, ref.key)
     except ObjectMissing:
-        manifest = _announced(store, ref.key)
-    found = manifest.content
-    if not manifest.digest == ref.digest == found:
+        try:
+            data = store.read(announced(f"{ref.key}/{MANIFEST}"))
+        except ObjectMissing:  # the store has it by now, or never
+            data = store.read(f"{ref.key}/{MANIFEST}")
+        manifest = _decoded(f"{ref.key}/{MANIFEST}", data)
+    content = manifest.content
+    if not manifest.digest == ref.digest == content:
         raise ObjectDamaged(
             f"Object {ref.key}/{MANIFEST} is not the version that the reference names: "
-            f"its tensors have digest {found}, the reference says {ref.digest}."
+            f"its tensors have digest {content}, the reference says {ref.digest}."
         )
     return manifest
 
 
-def _announced(store: Store | NodeCache, key: str) -> Manifest:
-    manifest = f"{key}/{MANIFEST}"
-    try:
-        data = store.read(announced(manifest))
-    except ObjectMissing:  # the store has it by now, or never
-        data = store.read(manifest)
-    return documents.validated(
-        Manifest, manifest, documents.decode_version(READERS, manifest, data)
-    )
+def _decoded(key: str, data: bytes) -> Manifest:
+    return documents.validated(Manifest, key, documents.decode_version(READERS, key, data))
 
 
 def open_chain(
@@ -285,16 +274,16 @@ def open_chain(
 
     All that must be there for the version to be read. Raises ObjectMissing, ObjectDamaged.
     """
-    found: list[tuple[str, Manifest]] = []
-    wanted: WeightsRef | BaseVersion | None = ref
-    while wanted is not None:
-        if any(key == wanted.key for key, _ in found):
+    chain: list[tuple[str, Manifest]] = []
+    current: WeightsRef | BaseVersion | None = ref
+    while current is not None:
+        if any(key == current.key for key, _ in chain):
             raise ObjectDamaged(
-                f"Object {wanted.key}/{MANIFEST} is, by way of others, its own base."
+                f"Object {current.key}/{MANIFEST} is, by way of others, its own base."
             )
-        found.append((wanted.key, open_manifest(store, wanted)))
-        wanted = found[-1][1].base
-    return found
+        chain.append((current.key, open_manifest(store, current)))
+        current = chain[-1][1].base
+    return chain
 
 
 def find_manifest(store: Store, key: str) -> Manifest | None:
@@ -332,11 +321,11 @@ def _is_here(cache: NodeCache, ref: WeightsRef) -> bool:
     if not cache.has(manifest):
         return False
     try:
-        found = open_manifest(cache, ref)
+        version = open_manifest(cache, ref)
     except ObjectDamaged:  # of an attempt that was given up
         cache.forget(manifest)
         return False
-    files = {entry.file for entry in found.tensors.values()}
+    files = {entry.file for entry in version.tensors.values()}
     return all(cache.has(f"{ref.key}/{file}") for file in files)
 
 
@@ -427,16 +416,16 @@ class _Version:
 
     def _in_base(self, name: str) -> tuple[str, TensorEntry]:
         """Folder and place of a tensor in the base."""
-        mine = self.manifest.tensors[name]
+        entry = self.manifest.tensors[name]
         if self._base is not None:
             key, base = self._base
-            found = base.tensors.get(name)
+            base_entry = base.tensors.get(name)
             if (
-                found is not None
-                and found.form == "whole"
-                and (found.dtype, found.shape) == (mine.dtype, mine.shape)
+                base_entry is not None
+                and base_entry.form == "whole"
+                and (base_entry.dtype, base_entry.shape) == (entry.dtype, entry.shape)
             ):
-                return key, found
+                return key, base_entry
         raise ObjectDamaged(
             f"The tensor {name!r} of {self.key} is stored as a difference, but its base has none "
             "from which it could be one."
@@ -480,26 +469,26 @@ def _read_ahead(
         coming = deque(pool.submit(version.read, window) for window in islice(waiting, ahead))
         try:
             while coming:
-                found = coming.popleft().result()
+                tensors = coming.popleft().result()
                 coming.extend(pool.submit(version.read, window) for window in islice(waiting, 1))
-                yield found
+                yield tensors
         finally:  # the caller may have had enough
             for each in coming:
                 each.cancel()
 
 
-def _windows(manifest: Manifest, wanted: Container[str] | None) -> list[list[str]]:
+def _windows(manifest: Manifest, names: Container[str] | None) -> list[list[str]]:
     """Names in order, gathered to about WINDOW_BYTES of one file."""
     windows: list[list[str]] = []
-    held, file = WINDOW_BYTES, ""
+    nbytes, file = WINDOW_BYTES, ""
     for name, entry in manifest.tensors.items():
-        if wanted is not None and name not in wanted:
+        if names is not None and name not in names:
             continue
-        if held >= WINDOW_BYTES or entry.file != file:
+        if nbytes >= WINDOW_BYTES or entry.file != file:
             windows.append([])
-            held, file = 0, entry.file
+            nbytes, file = 0, entry.file
         windows[-1].append(name)
-        held += entry.nbytes
+        nbytes += entry.nbytes
     return windows
 
 
@@ -519,14 +508,14 @@ def _where(key: str, name: str, entry: TensorEntry) -> str:
     return f"tensor {name!r} of object {key}/{entry.file}"
 
 
-class Part(Frozen):
+class Part(StoredRecord):
     """A tensor of the files."""
 
     name: str
     shape: tuple[int, ...]
 
 
-class FileNames(Frozen):
+class FileNames(StoredRecord):
     """What the files call a version's tensors; those that are not here have one name in both.
 
     Example:

@@ -80,15 +80,15 @@ def cut(
 
     A shard ends before the tensor with which it would have more than `limit` bytes.
     """
-    limit = min(limit, -(-sum(one.nbytes for one in outlines.values()) // writers))
+    limit = min(limit, -(-sum(outline.nbytes for outline in outlines.values()) // writers))
     shards: list[list[str]] = []
-    held = 0
+    nbytes = 0
     for name, outline in outlines.items():
-        if not shards or (held and held + outline.nbytes > limit):
+        if not shards or (nbytes and nbytes + outline.nbytes > limit):
             shards.append([])
-            held = 0
+            nbytes = 0
         shards[-1].append(name)
-        held += outline.nbytes
+        nbytes += outline.nbytes
     return shards
 
 
@@ -122,9 +122,13 @@ def write_shard(
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     edges = [0]
-    for name, one in outlines.items():
-        edges.append(edges[-1] + one.nbytes)
-        header[name] = {"dtype": one.dtype, "shape": list(one.shape), "data_offsets": edges[-2:]}
+    for name, outline in outlines.items():
+        edges.append(edges[-1] + outline.nbytes)
+        header[name] = {
+            "dtype": outline.dtype,
+            "shape": list(outline.shape),
+            "data_offsets": edges[-2:],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 64)
     head = len(text).to_bytes(8, "little") + text
@@ -135,25 +139,25 @@ def write_shard(
         f"{key}/{file}", len(head) + edges[-1]
     ) as put:
         put(head)
-        for (wanted, one), (start, stop), (name, tensor) in zip(
+        for (expected, outline), (start, stop), (name, tensor) in zip(
             outlines.items(), pairwise(edges), tensors, strict=True
         ):
-            own, nbytes = Digester(), 0
-            for piece in pieces(tensor, one):
+            digester, nbytes = Digester(), 0
+            for piece in pieces(tensor, outline):
                 for at in range(0, piece.nbytes, CHUNK):
                     chunk = piece[at : at + CHUNK]
-                    own.update(chunk)
+                    digester.update(chunk)
                     total.update(chunk)
                     put(chunk)
                 nbytes += piece.nbytes
-            assert (name, nbytes) == (wanted, one.nbytes)
+            assert (name, nbytes) == (expected, outline.nbytes)
             entries[name] = TensorEntry(
                 file=file,
-                dtype=one.dtype,
-                shape=one.shape,
+                dtype=outline.dtype,
+                shape=outline.shape,
                 start=len(head) + start,
                 stop=len(head) + stop,
-                digest=own.digest(),
+                digest=digester.digest(),
             )
     entry = FileEntry(nbytes=len(head) + edges[-1], digest=total.digest())
     return WeightFile(name=file, file=entry, tensors=entries)
@@ -212,24 +216,24 @@ def contents(
     return Contents(key=key, manifest=manifest, others=others)
 
 
-def finish(store: Store, made: Contents) -> WeightsRef:
+def finish(store: Store, version: Contents) -> WeightsRef:
     """Write the small files and then the manifest of a version whose shards are there.
 
     Where another writer was faster the shards are removed, and its version stands; StoreError if that
     is another one.
     """
-    key, manifest = made.key, made.manifest
-    if not _create(store, key, manifest, made.others):
-        own = [f"{key}/{name}" for name in manifest.files if name not in made.others]
-        store.delete([*own, announced(f"{key}/{MANIFEST}")])
+    key, manifest = version.key, version.manifest
+    if not _create(store, key, manifest, version.others):
+        shards = [f"{key}/{name}" for name in manifest.files if name not in version.others]
+        store.delete([*shards, announced(f"{key}/{MANIFEST}")])
         return same(open_manifest_at(store, key), key, manifest.digest)
-    return made.ref
+    return version.ref
 
 
-def announce(behind: Behind, made: Contents) -> WeightsRef:
+def announce(behind: Behind, version: Contents) -> WeightsRef:
     """Let this machine read a version whose shards were written, before the store has it."""
-    behind.announce(f"{made.key}/{MANIFEST}", _encoded(made.manifest))
-    return made.ref
+    behind.announce(f"{version.key}/{MANIFEST}", _encoded(version.manifest))
+    return version.ref
 
 
 def publish(
@@ -253,10 +257,27 @@ def publish(
 
     base: a whole version of the same tensors, from which this one is stored as the difference.
     adapter: the tensors are factors of one on the base instead.
-    key: the folder, if not that of the version's number.
+    key: the folder, if not that of the version's number in the run.
     """
     key = key or RunStore(store, run).weights_key(version)
-    return _publish_at(store, key, version, tensors, files, dtype, shard_bytes, base, adapter)
+    named = _distinct(tensors)
+    existing = find_manifest(store, key)
+    if existing is not None:
+        content = _digest_of(named, dtype)
+        if adapter is not None and base is not None:
+            content = adapter_digest(content, adapter, base.digest)
+        return same(existing, key, content)
+    token, parts = new_token(), []
+    before = None if base is None or adapter is not None else BaseTensors(store, base)
+    for number, shard in enumerate(_shards(named, dtype, shard_bytes)):
+        outlines = {name: outline_of(tensor, dtype) for name, tensor in shard.items()}
+        cast = ((name, _cast(tensor, dtype)) for name, tensor in shard.items())
+        if before is None:
+            parts.append(write_shard(store, key, shard_name(number, token), outlines, cast))
+        else:
+            name = changes_name(number, token)
+            parts.append(write_changes(store, key, name, outlines, cast, before))
+    return finish(store, contents(key, version, parts, files, base, adapter))
 
 
 def copy_whole(
@@ -279,46 +300,15 @@ def copy_whole(
     files = {name: store.read(f"{folder}/{name}") for name in small}
     names = read_file_names(files.pop(FILE_NAMES, None))
     as_in_files = names.apart(tensors or stream(store, ref))
-    return _publish_at(target, key, ref.version, as_in_files, files)
+    return publish(target, "", ref.version, as_in_files, files, key=key)
 
 
-def _publish_at(
-    store: Store,
-    key: str,
-    version: int,
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    files: Mapping[str, bytes],
-    dtype: torch.dtype | None = None,
-    shard_bytes: int = SHARD_BYTES,
-    base: BaseVersion | None = None,
-    adapter: Adapter | None = None,
-) -> WeightsRef:
-    named = _distinct(tensors)
-    existing = find_manifest(store, key)
-    if existing is not None:
-        found = _digest_of(named, dtype)
-        if adapter is not None and base is not None:
-            found = adapter_digest(found, adapter, base.digest)
-        return same(existing, key, found)
-    token, parts = new_token(), []
-    before = None if base is None or adapter is not None else BaseTensors(store, base)
-    for number, shard in enumerate(_shards(named, dtype, shard_bytes)):
-        outlines = {name: outline_of(tensor, dtype) for name, tensor in shard.items()}
-        cast = ((name, _cast(tensor, dtype)) for name, tensor in shard.items())
-        if before is None:
-            parts.append(write_shard(store, key, shard_name(number, token), outlines, cast))
-        else:
-            name = changes_name(number, token)
-            parts.append(write_changes(store, key, name, outlines, cast, before))
-    return finish(store, contents(key, version, parts, files, base, adapter))
-
-
-def same(existing: Manifest, key: str, found: str) -> WeightsRef:
+def same(existing: Manifest, key: str, content: str) -> WeightsRef:
     """The ref of a version that is there; StoreError where `found` is not its digest."""
-    if existing.digest != found:
+    if existing.digest != content:
         raise StoreError(
             f"Policy version {existing.version} is already published at {key} with digest "
-            f"{existing.digest}, not {found}. Publish other weights under another version."
+            f"{existing.digest}, not {content}. Publish other weights under another version."
         )
     return _ref(existing, key)
 
@@ -330,8 +320,8 @@ def _create(store: Store, key: str, manifest: Manifest, others: Mapping[str, byt
     for name, data in others.items():
         store.write(f"{key}/{name}", data)
     if store.create(f"{key}/{MANIFEST}", _encoded(manifest)):
-        known = {f"{key}/{name}" for name in (*manifest.files, MANIFEST)}
-        store.delete([left for left in store.list(key) if left not in known])  # of dead writers
+        names = {f"{key}/{name}" for name in (*manifest.files, MANIFEST)}
+        store.delete([file for file in store.list(key) if file not in names])  # of dead writers
         return True
     first = open_manifest_at(store, key)
     if INDEX in first.files:  # it may have been replaced by ours a moment ago
@@ -358,11 +348,11 @@ def _ref(manifest: Manifest, key: str) -> WeightsRef:
 
 
 def _distinct(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    seen = set()
+    names = set()
     for name, tensor in tensors:
-        if name in seen:
+        if name in names:
             raise ValueError(f"Tensor {name!r} is published twice.")
-        seen.add(name)
+        names.add(name)
         yield name, tensor
 
 
@@ -373,7 +363,9 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 def _digest_of(named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None) -> str:
     casts = ((name, _cast(tensor, dtype)) for name, tensor in named)
     outlines = ((name, outline_of(tensor, None), tensor_digest(tensor)) for name, tensor in casts)
-    return weights_digest((name, one.dtype, one.shape, found) for name, one, found in outlines)
+    return weights_digest(
+        (name, outline.dtype, outline.shape, content) for name, outline, content in outlines
+    )
 
 
 def _shards(
@@ -381,14 +373,14 @@ def _shards(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Tensors gathered until the next would make more than `limit` bytes."""
     shard: dict[str, torch.Tensor] = {}
-    held = 0
+    nbytes = 0
     for name, tensor in named:
         size = outline_of(tensor, dtype).nbytes
-        if shard and held + size > limit:
+        if shard and nbytes + size > limit:
             yield shard
-            shard, held = {}, 0
+            shard, nbytes = {}, 0
         shard[name] = tensor
-        held += size
+        nbytes += size
     if shard:
         yield shard
 
@@ -422,10 +414,10 @@ def base_for(
     whole = find_manifest(run.store, base.key)
     if whole is None or whole.base is not None or version - whole.version >= every:
         return None
-    own = base.key == run.weights_key(whole.version)  # a fork's first base is its parent's
+    in_run = base.key == run.weights_key(whole.version)  # a fork's first base is its parent's
     there = {name: (entry.dtype, entry.shape) for name, entry in whole.tensors.items()}
-    wanted = {name: (one.dtype, one.shape) for name, one in outlines.items()}
-    return base if own and there == wanted else None
+    tensors = {name: (outline.dtype, outline.shape) for name, outline in outlines.items()}
+    return base if in_run and there == tensors else None
 
 
 def changes_name(number: int, token: str) -> str:
@@ -444,14 +436,14 @@ def write_changes(
     """`write_shard` of a version that is stored as the difference from its base."""
     total, entries, place = Digester(), {}, 0
     with store.write_stream(f"{key}/{file}") as out:
-        for (wanted, one), (name, tensor) in zip(outlines.items(), tensors, strict=True):
+        for (expected, outline), (name, tensor) in zip(outlines.items(), tensors, strict=True):
             data = torch_bytes.bytes_of(tensor)
-            assert (name, data.nbytes) == (wanted, one.nbytes)
-            found = digest(data.data)
+            assert (name, data.nbytes) == (expected, outline.nbytes)
+            content = digest(data.data)
             form: Form = "same"
             pieces: list[Buffer] = []
-            if found != base.entries[name].digest:
-                form, pieces = _changes(data, base.read(name), DTYPES[one.dtype][0])
+            if content != base.entries[name].digest:
+                form, pieces = _changes(data, base.read(name), DTYPES[outline.dtype][0])
             start = place
             for piece in pieces:
                 out.write(piece)
@@ -459,11 +451,11 @@ def write_changes(
                 place += memoryview(piece).nbytes
             entries[name] = TensorEntry(
                 file=file,
-                dtype=one.dtype,
-                shape=one.shape,
+                dtype=outline.dtype,
+                shape=outline.shape,
                 start=start,
                 stop=place,
-                digest=found,
+                digest=content,
                 form=form,
             )
     entry = FileEntry(nbytes=place, digest=total.digest())

@@ -1,6 +1,10 @@
-"""Where MLflow is: its address, a client there, and the tables of a new database.
+"""Where MLflow is: its address, a client there, and the tables of new databases, Prefect's too.
 
 MLflow is imported when a client is made, never before: that takes seconds.
+
+The first migrations of MLflow's and Prefect's SQLite databases take 2 s and 5 s of CPU in each new
+folder, and lead to the same tables every time. So the first database of each release of theirs is
+made as a template in the user's cache folder; where nothing can be kept there, each is made anew.
 """
 
 from __future__ import annotations
@@ -8,21 +12,62 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import shutil
 import ssl
+import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from storage.tracking.database_template import new_database
+from configs.environment import cache_folder
+from configs.process import private_folder
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 _SQLITE = "sqlite:///"
+
+
+def new_database(database: Path, package: str, migrate: Callable[[Path], object]) -> None:
+    """Make a database with its tables, unless there is a file already.
+
+    Args:
+        database: Where it comes to lie, whole or not at all.
+        package: The distribution whose release says which tables it has.
+        migrate: Makes all tables in a new file, and leaves the file closed.
+    """
+    if database.exists():
+        return
+    try:
+        template = _template(package, migrate)
+        _appear(database, partial(shutil.copyfile, template))
+    except (OSError, RuntimeError):  # no cache folder, or no home that it could be in
+        _appear(database, migrate)
+
+
+def _template(package: str, migrate: Callable[[Path], object]) -> Path:
+    template = private_folder(cache_folder()) / f"{package}-{version(package)}.db"
+    if not template.exists():
+        _appear(template, migrate)
+    return template
+
+
+def _appear(file: Path, make: Callable[[Path], object]) -> None:
+    """Have a file made beside its place and put there; the first of several stays."""
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix=f"{file.name}-") as beside:
+        draft = Path(beside, file.name)
+        make(draft)
+        try:
+            os.link(draft, file)
+        except OSError:  # another has made it, or the file system has no links
+            if not file.exists():
+                draft.rename(file)
 
 
 class TrackingError(RuntimeError):

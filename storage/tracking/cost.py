@@ -71,12 +71,12 @@ class AttemptCost:
     @classmethod
     def of(cls, attempt: Mapping[str, JsonValue]) -> AttemptCost:
         """As a commit has it; an older Refrain did not count worker-seconds."""
-        held = cast("Mapping[str, float]", attempt.get("worker_seconds") or {})
+        by_pool = cast("Mapping[str, float]", attempt.get("worker_seconds") or {})
         return cls(
             stage=str(attempt["stage"]),
             started=float(str(attempt["started"])),
             failed=bool(attempt.get("error")),
-            worker_seconds=held,
+            worker_seconds=by_pool,
         )
 
 
@@ -102,14 +102,14 @@ def window_of(
 
 def device_seconds(calls: Iterable[AttemptCost], pools: Mapping[str, Pool]) -> dict[str, Metrics]:
     """Pool -> stage -> device-seconds of the calls; those of failed calls together under LOST."""
-    found: dict[str, Metrics] = {name: {} for name in pools}
+    by_pool: dict[str, Metrics] = {name: {} for name in pools}
     for call in calls:
         for name, seconds in call.worker_seconds.items():
             if name in pools:
                 what = LOST if call.failed else call.stage
                 devices = pools[name].per_worker
-                found[name][what] = found[name].get(what, 0.0) + seconds * devices
-    return found
+                by_pool[name][what] = by_pool[name].get(what, 0.0) + seconds * devices
+    return by_pool
 
 
 def calls_cost(worker_seconds: Mapping[str, float], pools: Mapping[str, Pool]) -> Metrics:
@@ -119,16 +119,16 @@ def calls_cost(worker_seconds: Mapping[str, float], pools: Mapping[str, Pool]) -
     worker_seconds: by pool.
     """
     seconds = {
-        name: held * pools[name].per_worker
-        for name, held in worker_seconds.items()
+        name: amount * pools[name].per_worker
+        for name, amount in worker_seconds.items()
         if name in pools
     }
-    made: Metrics = {f"device_seconds/{name}": held for name, held in seconds.items()}
-    made["device_hours"] = sum(seconds.get(name, 0.0) for name in counted(pools)) / HOUR
+    metrics: Metrics = {f"device_seconds/{name}": amount for name, amount in seconds.items()}
+    metrics["device_hours"] = sum(seconds.get(name, 0.0) for name in counted(pools)) / HOUR
     prices = {n: p.price_per_hour for n, p in pools.items() if p.price_per_hour is not None}
     if prices:
-        made["money"] = sum(seconds.get(n, 0.0) * price for n, price in prices.items()) / HOUR
-    return made
+        metrics["money"] = sum(seconds.get(n, 0.0) * price for n, price in prices.items()) / HOUR
+    return metrics
 
 
 def step_cost(
@@ -150,32 +150,32 @@ def step_cost(
         before: the metrics of the commit before, whose cost so far is added to.
         samples: those that the step scored.
     """
-    made: Metrics = {}
+    metrics: Metrics = {}
     first = min((call.started for call in calls), default=window.end)
     starting = max(0.0, min(first, window.end) - window.begin) if window.launched else 0.0
     for name, stages in device_seconds(calls, pools).items():
         devices = pools[name].workers * pools[name].per_worker
-        held = devices * (window.end - window.begin + window.died)
-        own = {STARTING: devices * starting, **stages}
-        own[LOST] = own.get(LOST, 0.0) + devices * window.died
-        own |= {HELD: held, IDLE: held - sum(own.values())}
-        made |= {f"{SECONDS}/{name}/{what}": seconds for what, seconds in own.items()}
-        made[f"{IDLE_SHARE}/{name}"] = own[IDLE] / max(held, 1e-9)
+        total = devices * (window.end - window.begin + window.died)
+        parts = {STARTING: devices * starting, **stages}
+        parts[LOST] = parts.get(LOST, 0.0) + devices * window.died
+        parts |= {HELD: total, IDLE: total - sum(parts.values())}
+        metrics |= {f"{SECONDS}/{name}/{what}": seconds for what, seconds in parts.items()}
+        metrics[f"{IDLE_SHARE}/{name}"] = parts[IDLE] / max(total, 1e-9)
     for name, process in used.items():
-        made[f"{CPU_SECONDS}/{name}"] = process.cpu_seconds
+        metrics[f"{CPU_SECONDS}/{name}"] = process.cpu_seconds
         if process.joules is not None:
-            made[f"{JOULES}/{name}"] = process.joules
-    return made | _totals(made, pools, before, samples)
+            metrics[f"{JOULES}/{name}"] = process.joules
+    return metrics | _totals(metrics, pools, before, samples)
 
 
 def _totals(
-    made: Mapping[str, float],
+    metrics: Mapping[str, float],
     pools: Mapping[str, Pool],
     before: Mapping[str, float | None],
     samples: int,
 ) -> Metrics:
     """Hours, money and joules of a step, of everything up to it, and of a sample."""
-    hours = {name: made[f"{SECONDS}/{name}/{HELD}"] / HOUR for name in pools}
+    hours = {name: metrics[f"{SECONDS}/{name}/{HELD}"] / HOUR for name in pools}
     step: Metrics = {DEVICE_HOURS: sum(hours[name] for name in counted(pools))}
     total = {DEVICE_HOURS_SO_FAR: step[DEVICE_HOURS]}
     each = {SECONDS_PER_SAMPLE: step[DEVICE_HOURS] * HOUR}
@@ -183,7 +183,7 @@ def _totals(
     if prices:
         step[MONEY] = sum(hours[name] * price for name, price in prices.items())
         total[MONEY_SO_FAR] = each[MONEY_PER_SAMPLE] = step[MONEY]
-    joules = [value for name, value in made.items() if name.startswith(f"{JOULES}/")]
+    joules = [value for name, value in metrics.items() if name.startswith(f"{JOULES}/")]
     if joules:
         total[JOULES_SO_FAR] = each[JOULES_PER_SAMPLE] = sum(joules)
     step |= {name: (before.get(name) or 0.0) + value for name, value in total.items()}

@@ -6,11 +6,13 @@ MLflow's, settings those of the recipe. A package is imported when its tracker i
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import struct
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,12 +21,47 @@ import yaml
 
 from storage.objects.documents import JsonValue
 from storage.tracking.connection import TrackerUnusable, TrackingError
-from storage.tracking.mlflow_entities import shown_name
-from storage.tracking.tracked_run import LONGEST_PARAM
-from storage.tracking.wandb_files import last_logged_step
+from storage.tracking.tracker import LONGEST_PARAM, shown_name
+
+HEADER, BLOCK = 7, 32768  # bytes
+_PART = struct.Struct("<IHB")
+WHOLE, LAST = 1, 4  # kinds of parts that end a record
 
 MARK = "refrain.last_step"  # file beside TensorBoard's, which would have to be read whole
 INIT_SECONDS = 60.0  # for which Weights & Biases tries to reach its server
+
+
+def last_logged_step(folder: Path, run: str, project: str) -> int | None:
+    """The last step of a run, by its id, among the offline runs in a folder; None of none."""
+    last: int | None = None
+    for file in folder.glob(f"offline-run-*-{run}/run-{run}.wandb"):
+        records = [*records_of(file)]
+        if not any(record.HasField("run") and record.run.project == project for record in records):
+            continue
+        for record in records:
+            for item in record.history.item:
+                if (item.key or "/".join(item.nested_key)) == "step":
+                    last = max(last or 0, json.loads(item.value_json))
+    return last
+
+
+def records_of(file: Path) -> Iterator[Any]:
+    """The whole records of a file, as Weights & Biases' own messages."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, parts = file.read_bytes(), HEADER, b""
+    while at + _PART.size <= len(data):
+        room = BLOCK - at % BLOCK
+        if room < _PART.size:
+            at += room
+            continue
+        _, size, kind = _PART.unpack_from(data, at)
+        at += _PART.size
+        parts += data[at : at + size]
+        at += size
+        if kind in (WHOLE, LAST) and at <= len(data):
+            yield Record.FromString(parts)
+            parts = b""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,8 +164,8 @@ class WeightsAndBiases(CurveTracker):
             self.last_step = last_logged_step(place.parent, name, project)
         else:
             self.link = str(page.url)
-            known = page.summary.get("step") if page.resumed else None
-            self.last_step = None if known is None else int(known)
+            last = page.summary.get("step") if page.resumed else None
+            self.last_step = None if last is None else int(last)
 
     def log(self, step: int, metrics: Mapping[str, float], at: float) -> None:
         self._page.log({**_numbers(metrics), "step": step})
@@ -257,9 +294,9 @@ def _settings(run: CurvesOf) -> dict[str, JsonValue]:
 def _short(value: JsonValue) -> JsonValue:
     """A setting with every text as long as MLflow shows it."""
     if isinstance(value, Mapping):
-        return {name: _short(one) for name, one in value.items()}
+        return {name: _short(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_short(one) for one in value]
+        return [_short(item) for item in value]
     if isinstance(value, str) and len(value) > LONGEST_PARAM:
         return f"{value[: LONGEST_PARAM - 1]}…"
     return value

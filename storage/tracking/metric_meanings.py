@@ -236,7 +236,7 @@ _CAPITALS = re.compile(r"[A-Z]+")
 # Of two that fit, the one with fewer letters left open comes first.
 _PATTERNS = [
     (re.compile(_CAPITALS.sub(".+", re.escape(name))), meaning)
-    for name, meaning in sorted(MEANINGS.items(), key=lambda one: len(_CAPITALS.findall(one[0])))
+    for name, meaning in sorted(MEANINGS.items(), key=lambda item: len(_CAPITALS.findall(item[0])))
     if _CAPITALS.search(name)
 ]
 

@@ -7,11 +7,15 @@ of (Cmid, B) are made at once, and the grid is what intervals and forecasts are 
 
 from __future__ import annotations
 
+import io
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from storage.tracking.plots import GRID, INK, MUTED, STAGE_COLOURS
 
 Floats = NDArray[np.float64]
 
@@ -23,6 +27,8 @@ MIDS, STEEPNESSES = 81, 61  # points of the grid
 BEYOND = 30.0  # the grid of Cmid reaches this factor below the first and above the last compute
 REFINED = 2  # times that the grid is made anew around the region
 WIDEST = 1.0  # of A's interval, in ranges of the rewards that were seen: wider says nothing
+
+AHEAD = 10.0  # how far the curves are drawn beyond the last point, as a factor
 
 
 class NotIdentified(ValueError):
@@ -247,7 +253,7 @@ def _read(
         slack=(limit - squares)[inside],
         inverse=tuple(part[inside] for part in fitted.inverse),  # type: ignore[arg-type]
     )
-    found = Fit(
+    fit = Fit(
         curve=Curve(
             start=float(fitted.start[row, column]),
             asymptote=float(fitted.asymptote[row, column]),
@@ -262,13 +268,13 @@ def _read(
         points=len(compute),
         region=region,
     )
-    width = found.asymptote.high - found.asymptote.low
+    width = fit.asymptote.high - fit.asymptote.low
     if width > WIDEST * float(np.ptp(reward)):
         raise NotIdentified(
-            f"The asymptote may lie anywhere from {found.asymptote.low:.3g} to "
-            f"{found.asymptote.high:.3g}, further apart than the rewards that were seen. Train on."
+            f"The asymptote may lie anywhere from {fit.asymptote.low:.3g} to "
+            f"{fit.asymptote.high:.3g}, further apart than the rewards that were seen. Train on."
         )
-    return found
+    return fit
 
 
 def f_quantile(degrees: int, level: float = LEVEL) -> float:
@@ -284,3 +290,52 @@ def f_quantile(degrees: int, level: float = LEVEL) -> float:
         beyond = x ** (degrees / 2.0) * (1.0 + degrees / 2.0 * (1.0 - x))
         low, high = (middle, high) if beyond > 1.0 - level else (low, middle)
     return (low + high) / 2.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlottedRun:
+    """A run in the picture."""
+
+    name: str
+    compute: Floats  # [N]
+    reward: Floats  # [N]
+    fit: Fit | None  # None: the points did not say
+
+
+def scaling_png(runs: Sequence[PlottedRun], unit: str, what: str) -> bytes:
+    """A PNG: points, curves to AHEAD times the last compute, their 95 % region, asymptotes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5.2), dpi=110, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for number, run in enumerate(runs):
+        colour = STAGE_COLOURS[number % len(STAGE_COLOURS)]
+        axes.plot(run.compute, run.reward, ".", color=colour, alpha=0.45, markersize=4)
+        label = run.name
+        if run.fit is not None:
+            label += f": A = {run.fit.curve.asymptote:.3g}"
+            at = np.geomspace(run.compute.min(), run.compute.max() * AHEAD, 160)
+            bounds = [run.fit.forecast(float(bound))[1] for bound in at]
+            axes.fill_between(
+                at, [bound.low for bound in bounds], [bound.high for bound in bounds],
+                color=colour, alpha=0.13, linewidth=0,
+            )  # fmt: skip
+            axes.axhline(run.fit.curve.asymptote, color=colour, linewidth=0.8, linestyle=":")
+            axes.plot(at, run.fit.curve.at(at), color=colour, linewidth=1.6, label=label)
+        else:
+            axes.plot([], [], ".", color=colour, label=f"{label}: not identified")
+        axes.axvline(run.compute.max(), color=GRID, linewidth=1.0)
+    axes.set_xscale("log")
+    axes.set_xlabel(f"{unit}; beyond the grey line a forecast", color=MUTED)
+    axes.set_title(what, loc="left", fontsize=10, color=INK)
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=MUTED, labelsize=8, length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.legend(frameon=False, fontsize=8, loc="lower right", labelcolor=MUTED)
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    return image.getvalue()

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from storage.audit import lineage
 from storage.audit.all_curves import Point, committed_points, with_evaluations
-from storage.audit.sample_origins import SampleOrigin
-from storage.audit.transcripts import Transcript, texts_of, tokenizer_of
+from storage.audit.samples import SampleOrigin, Transcript, texts_of, tokenizer_of
 from storage.batches.columns import Author
 from storage.batches.format import DTYPES
 from storage.batches.refs import BatchRef

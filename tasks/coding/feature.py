@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from configs.grpo import GRPOConfig
-from configs.sandbox import ProcessSandbox
+from configs.rewards import ProcessSandbox
 from engines.environments.coding.judging import CodingTask, Unusable
 from engines.environments.coding.workspace import check_judges
 from engines.sandboxes.opening import prove

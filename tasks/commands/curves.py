@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from configs.optional_packages import pip_install
+from configs.environment import pip_install
 from configs.overrides import ConfigError
 from configs.storage import TrackingConfig
 from storage.audit.all_curves import Point, as_csv, points_of

@@ -17,12 +17,11 @@ from storage.evaluations.results import notes_of
 from storage.objects.dry_run import DryRunStore
 from storage.objects.store import Store
 from storage.runs.commit_log import head
-from storage.runs.orphans import clear
-from storage.runs.retention import is_there, sweep
+from storage.runs.retention import clear, is_there, sweep
 from storage.runs.run_lease import LeaseHeld, RunLease
 from storage.runs.run_store import RunStore, start_of
 from storage.tracking.connection import TrackingAddress, TrackingError
-from storage.tracking.registered_versions import that_stay, unsaid
+from storage.tracking.registry import that_stay, unsaid
 from storage.tracking.tracker import Tracker
 from tasks.commands.command import Answer, Request, heading, table, text
 from tasks.run.features import tidy

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from configs.cluster.kinds import TemporaryTls
+from configs.cluster import TemporaryTls
 from configs.flows import resume_command
 from configs.grpo import GRPOConfig
 from configs.terminal_text import bytes_text

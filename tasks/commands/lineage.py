@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from storage.audit import lineage
 from storage.audit.lineage import PromptOrigin, RemovedSample, VersionOrigin
-from storage.audit.sample_origins import SampleOrigin
+from storage.audit.samples import SampleOrigin
 from storage.batches.columns import GIVEN
 from storage.evaluations.results import EvaluationResult, evaluations_of
 from storage.runs.commit_log import Outline

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from storage.audit.transcripts import (
+from storage.audit.samples import (
     BRANCH,
     WROTE,
     Transcript,

@@ -17,8 +17,15 @@ from storage.evaluations.results import newest_evaluations
 from storage.runs.commit_log import Outline, head
 from storage.runs.run_store import RunStore
 from storage.tracking.cost import DEVICE_HOURS_SO_FAR, HOUR, Pool, counted
-from storage.tracking.scaling_law import Fit, Floats, Interval, NotIdentified, fit
-from storage.tracking.scaling_plot import PlottedRun, scaling_png
+from storage.tracking.scaling_law import (
+    Fit,
+    Floats,
+    Interval,
+    NotIdentified,
+    PlottedRun,
+    fit,
+    scaling_png,
+)
 from tasks.commands.command import Answer, Request, find_run, heading, table, text
 from tasks.run.run_record import settings_of
 

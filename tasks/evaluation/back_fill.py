@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from configs.cluster.cluster import ClusterConfig
+from configs.cluster import ClusterConfig
 from configs.evaluation import BackFillConfig
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError, change
@@ -26,8 +26,8 @@ from storage.evaluations.results import EvaluationResult
 from storage.objects.errors import ObjectMissing, StoreError
 from storage.objects.store import Store
 from storage.runs.commit_log import head, version_weights
-from storage.runs.forks import pin_version, unpin_version
 from storage.runs.opponents import opponent_of
+from storage.runs.retention import pin_version, unpin_version
 from storage.runs.run_store import RunStore, numbered, start_of
 from storage.runs.weights import WeightsRef, open_chain
 from tasks.evaluation.evaluate import EvaluationPlace, Evaluator, evaluation

@@ -14,7 +14,7 @@ from typing import Any
 from prefect import flow, task
 from pydantic import JsonValue
 
-from configs.cluster.cluster import Role
+from configs.cluster import Role
 from configs.evaluation import EvaluationConfig
 from configs.overrides import ConfigError
 from engines.data.contract import PromptMaker, Scorer, ScoreRequest
@@ -26,13 +26,14 @@ from engines.workers.cluster import Cluster
 from engines.workers.engine import CallId, E, EngineSpec
 from engines.workers.pool import EnginePool
 from storage.batches.refs import BatchRef
-from storage.evaluations.files import EvaluationFiles, prompts_key
 from storage.evaluations.results import (
+    EvaluationFiles,
     EvaluationResult,
     evaluations_of,
     find_result,
     note,
     notes_of,
+    prompts_key,
     write_result,
 )
 from storage.objects.documents import key_of

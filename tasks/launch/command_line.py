@@ -69,6 +69,8 @@ def main(flow: str, model: type[GRPOConfig], words: Sequence[str] = ()) -> int:
 
 def _help(parser: argparse.ArgumentParser, model: type[GRPOConfig], topic: str) -> int:
     try:
+        if not topic:
+            parser.epilog = common_settings(model, parser.prog)
         print_text(help_on(model, topic) if topic else parser.format_help().rstrip())
     except ConfigError as error:
         print_text(error, error=True)
@@ -310,7 +312,6 @@ def _parser(flow: str, model: type[GRPOConfig]) -> argparse.ArgumentParser:
         "[--check] [--help [GROUP | SETTING | all]]",
         description="Post-train a language model by reinforcement learning, as a Prefect flow.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=common_settings(model, name),
         add_help=False,
     )
     parser.add_argument(

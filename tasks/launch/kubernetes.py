@@ -18,13 +18,11 @@ from typing import Any
 
 import yaml
 
-from configs.cluster.kinds import METADATA, KubernetesConfig, NetworkDestination, lies_in
-from configs.cluster.pod_patch import patch_sentence
+from configs.cluster import METADATA, KubernetesConfig, NetworkDestination, lies_in, patch_sentence
 from configs.credentials import credential_sentence
 from configs.flows import program
 from configs.grpo import GRPOConfig
-from configs.overrides import ConfigError
-from configs.settings_file import read_settings
+from configs.overrides import ConfigError, read_settings
 from configs.storage import StoreConfig
 from engines.clusters.kubernetes import tls_mounts, tls_volumes
 from engines.clusters.pods import Resource, gibibytes, joined, merge_patch, metadata, pod_spec

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from configs.credentials import credential_sentence
 from configs.overrides import ConfigError
-from configs.rules.clusters import address_sentence
+from configs.rules.every_run import address_sentence
 from configs.run import RunConfig
 from configs.terminal_text import print_text
 from engines.clusters.own_workers import check_machine, serve

@@ -19,7 +19,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.routing import Route
 
 from engines.processes.process_setup import imports_uncollected
-from storage.tracking.database_template import new_database
+from storage.tracking.connection import new_database
 from tasks.launch import dashboard_link
 
 if TYPE_CHECKING:

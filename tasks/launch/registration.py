@@ -35,9 +35,8 @@ from configs.credentials import credential_sentence
 from configs.deployments import DeploymentEntry, DeploymentFile, words_of
 from configs.environment import import_from_working_folder
 from configs.grpo import GRPOConfig
-from configs.overrides import ConfigError, filled_in, no_such_settings
+from configs.overrides import ConfigError, filled_in, no_such_settings, read_yaml
 from configs.recipe import DEMO, find_recipe, load_recipe
-from configs.yaml_text import read_yaml
 from engines.processes.node import python_path
 from tasks.launch.server import ServerError
 from tasks.run.run_record import load_flow, settings_class

@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from configs.environment import given
+from configs.environment import given, installed, pip_install
 from configs.grpo import GRPOConfig
-from configs.optional_packages import installed, pip_install
 from configs.overrides import ConfigError
 from configs.process import close_to_others
 from configs.serve import ServeConfig

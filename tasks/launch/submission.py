@@ -22,7 +22,7 @@ from types import FrameType
 
 from pydantic import BaseModel, ConfigDict
 
-from configs.cluster.kinds import SlurmConfig
+from configs.cluster import SlurmConfig
 from configs.flows import command
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError

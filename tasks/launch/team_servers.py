@@ -20,8 +20,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import psutil
 
-from configs.environment import given, mlflow_database
-from configs.optional_packages import installed, pip_install
+from configs.environment import given, installed, mlflow_database, pip_install
 from configs.overrides import ConfigError
 from configs.terminal_text import print_text
 from tasks.launch.server_process import KeptServer, ServerError, ServerProcess

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from configs.cluster.cluster import Role
+from configs.cluster import Role
 from configs.grpo import GRPOConfig
 from configs.lora import LoraConfig
 from configs.model import Model, PretrainedModel

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from configs.encoder import VisionEncoder
+from configs.environment import pip_install
 from configs.grpo import GRPOConfig
-from configs.optional_packages import pip_install
 from engines.encoders.vision import check_encoder
 from storage.prompts.datasets import open_source
 from tasks.progress_rewards.roles import srpo

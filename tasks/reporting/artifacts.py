@@ -33,20 +33,19 @@ from prefect.utilities.urls import url_for
 from configs.flows import command, resume_command
 from configs.grpo import GRPOConfig
 from configs.storage import StoreConfig
-from storage.audit.sample_origins import origins_of
-from storage.audit.transcripts import (
+from storage.audit.samples import (
     WROTE,
     NoTokenizer,
     Transcript,
     ending,
     few,
     judged,
+    origins_of,
     printable,
     tokenizer_of,
     transcribed,
 )
-from storage.evaluations.files import EvaluationFiles
-from storage.evaluations.results import EvaluationResult
+from storage.evaluations.results import EvaluationFiles, EvaluationResult
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit
 from storage.runs.live import read_end

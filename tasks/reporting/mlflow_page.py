@@ -21,22 +21,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol
 
+from configs.environment import working_tree
 from configs.storage import TrackingConfig
-from storage.audit.transcripts import WROTE, ending
+from storage.audit.samples import WROTE, ending
 from storage.evaluations.results import EvaluationResult, evaluations_of
 from storage.objects.documents import digest
 from storage.objects.errors import ObjectMissing, StoreUnavailable
 from storage.runs.commit_log import Commit, read_commit
 from storage.runs.retention import is_there
 from storage.runs.run_store import Origin, RunStore
-from storage.runs.working_tree import working_tree
 from storage.tracking.connection import TrackerUnusable, TrackingAddress, TrackingError
 from storage.tracking.cost import DEVICE_HOURS_SO_FAR, MONEY_SO_FAR, SO_FAR
 from storage.tracking.machine_samples import MachineSample
-from storage.tracking.registered_versions import RegisteredVersion, that_stay, unsaid
-from storage.tracking.traces import TracedSample
-from storage.tracking.tracked_run import TrackedData, TrackedEvaluation, TrackedRun
-from storage.tracking.tracker import Tracker
+from storage.tracking.registry import RegisteredVersion, that_stay, unsaid
+from storage.tracking.tracker import (
+    TracedSample,
+    TrackedData,
+    TrackedEvaluation,
+    TrackedRun,
+    Tracker,
+)
 from tasks.evaluation.summary import evaluation_metrics
 from tasks.reporting.artifacts import shown_samples
 from tasks.reporting.mlflow_process import PageWriter

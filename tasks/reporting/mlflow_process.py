@@ -27,8 +27,7 @@ from configs.storage import TrackingConfig
 from engines.processes.child_process import CallLost, ChildProcess, NotStarted, Program
 from engines.processes.user_code import Packed, answer_calls, begin, by_name, packed, unpacked
 from storage.tracking.connection import TrackingAddress, TrackingError
-from storage.tracking.tracked_run import TrackedRun
-from storage.tracking.tracker import Tracker
+from storage.tracking.tracker import TrackedRun, Tracker
 from tasks.reporting.registered_files import Page
 
 P = ParamSpec("P")

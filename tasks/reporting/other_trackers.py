@@ -14,7 +14,7 @@ from storage.runs.commit_log import head, read_commit
 from storage.runs.live import is_done
 from storage.runs.run_store import RunStore, origin_of, start_of
 from storage.tracking.curve_trackers import CurvesOf, stored_run
-from storage.tracking.tracked_run import tags_of
+from storage.tracking.tracker import tags_of
 from tasks.reporting.mlflow_page import (
     PageQueue,
     Write,

@@ -23,7 +23,7 @@ from urllib.parse import unquote, urlsplit
 
 import yaml
 
-from configs.optional_packages import installed
+from configs.environment import installed
 from engines.models.adapters import stream_whole
 from storage.objects.documents import JsonValue
 from storage.objects.errors import ObjectMissing, StoreError

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
-from configs.cluster.cluster import Role
+from configs.cluster import Role
 from configs.grpo import GRPOConfig
 from engines.workers.cluster import Cluster
 from engines.workers.devices import DeviceTime

@@ -16,8 +16,7 @@ from prefect.context import TaskRunContext
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 
-from configs.cluster.cluster import Role
-from configs.cluster.kinds import TemporaryTls
+from configs.cluster import Role, TemporaryTls
 from engines.clusters.opening import open_cluster
 from engines.processes.dask_settings import Certificates
 from engines.train.trainer import Trainer

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
-from configs.cluster.cluster import Role
+from configs.cluster import Role
 from configs.grpo import GRPOConfig
 from configs.model import Model
 from configs.overrides import ConfigError

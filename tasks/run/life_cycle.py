@@ -22,7 +22,7 @@ import numpy as np
 from prefect.client.orchestration import get_client
 from prefect.exceptions import PrefectException
 
-from configs.new_run import warnings_of
+from configs.grpo import warnings_of
 from engines.data.contract import Scorer
 from engines.failures import ClusterLost, InfrastructureError
 from engines.workers.cluster import Cluster
@@ -30,11 +30,10 @@ from storage.prompts.datasets import open_source
 from storage.runs.commit_log import Commit, history
 from storage.runs.curves import History
 from storage.runs.live import DataOver, End, workers_ended, write_end
-from storage.runs.orphans import clear
+from storage.runs.retention import clear
 from storage.runs.run_store import RunStore
 from storage.runs.seen_rows import write_rows
-from storage.tracking.plots import progress_png
-from storage.tracking.timeline import TimelineCall, timeline_png
+from storage.tracking.plots import TimelineCall, progress_png, timeline_png
 from tasks.results import RunSummary
 from tasks.run.events import (
     Note,

@@ -13,16 +13,17 @@ import datetime
 import json
 import re
 import secrets
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from configs.environment import user
+from configs.environment import GIT as GIT
+from configs.environment import installed, user, working_tree
 from configs.grpo import GRPOConfig
-from configs.judge import HOW_ASKED
-from configs.optional_packages import installed
 from configs.overrides import ConfigError, validate
+from configs.rewards import HOW_ASKED
 from configs.storage import StoreConfig
 from engines.meanings import VERSIONS
 from storage.objects.errors import Conflict
@@ -35,7 +36,7 @@ from storage.runs.forks import pin
 from storage.runs.live import DataOver, goes_on_as, is_done, read_end
 from storage.runs.opponents import FIELD as OPPONENT
 from storage.runs.opponents import keep, recorded_opponent
-from storage.runs.orphans import clear
+from storage.runs.retention import clear
 from storage.runs.run_lease import RUN_OUT, LeaseWatch, RunLease, acquire_patiently
 from storage.runs.run_store import (
     ORIGIN_FIELD,
@@ -47,8 +48,6 @@ from storage.runs.run_store import (
     parent_of,
 )
 from storage.runs.seen_rows import seen_before, write_seen
-from storage.runs.working_tree import FIELD as GIT
-from storage.runs.working_tree import working_tree
 from tasks.results import Carried
 from tasks.run.beginning import NothingNew, beginning, first_cursor, frozen_version, origin_of_fork
 from tasks.run.facts import OpenedRun, Position
@@ -219,7 +218,7 @@ def begin(opened: OpenedRun, position: Position) -> None:
         record[FLOW_RUN] = str(of)
     tree = working_tree(Path.cwd())
     if tree is not None:
-        record[GIT] = tree.model_dump(mode="json")
+        record[GIT] = asdict(tree)
     if origin is not None:
         record[ORIGIN_FIELD] = origin.model_dump(mode="json")
     if opened.opponent is not None:

@@ -16,13 +16,12 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from configs.cluster.cluster import Role
+from configs.cluster import Role
 from configs.credentials import credential_sentence
-from configs.grpo import GRPOConfig
+from configs.environment import installed, pip_install
+from configs.grpo import GRPOConfig, check_finite, check_new_run, warnings_of
 from configs.lora import LoraConfig
 from configs.model import Model, PretrainedModel, RandomModel
-from configs.new_run import check_finite, check_new_run, warnings_of
-from configs.optional_packages import installed, pip_install
 from configs.overrides import ConfigError
 from configs.resolving import slow_formats, this_machine
 from configs.rollout import RolloutConfig

@@ -11,10 +11,10 @@ from shutil import which
 from configs.data import DataConfig, ReasoningGymSource
 from configs.episodes import EpisodesConfig
 from configs.grpo import GRPOConfig
-from configs.judge import Judging
 from configs.model import Model
 from configs.rewards import (
     ChoiceReward,
+    Judging,
     MathReward,
     ReasoningGymReward,
     RewardsConfig,

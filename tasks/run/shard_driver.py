@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from prefect.futures import PrefectFuture
 
-from configs.cluster.cluster import PoolConfig
+from configs.cluster import PoolConfig
 from tasks.run.attempts import logged_together
 
 FEWEST = 8  # task runs of a stage in a step that has at least so many shards

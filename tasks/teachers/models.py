@@ -11,7 +11,8 @@ from configs.teachers import TeacherConfig
 from engines.teachers.client import Address, check_digest, probed
 from storage.objects.errors import StoreError
 from storage.objects.store import Store
-from storage.runs.forks import NoSuchOrigin, begin_at, pin_version
+from storage.runs.forks import NoSuchOrigin, begin_at
+from storage.runs.retention import pin_version
 from storage.runs.run_store import Origin, RunStore
 from tasks.run.beginning import place_of
 from tasks.run.roles import FrozenModel

@@ -23,7 +23,7 @@ from engines.workers.engine import EngineSpec
 from engines.workers.gang import Gang
 from storage.objects.errors import StoreError
 from storage.objects.store import Store
-from storage.runs.forks import YOUNG, pin_version
+from storage.runs.retention import YOUNG, pin_version
 from storage.runs.run_store import Origin, RunStore
 from tasks.launch.server_process import check_key
 from tasks.run.roles import MODELS
@@ -31,7 +31,7 @@ from tasks.run.run_record import parent_config
 from tasks.teachers.models import origin_of_version
 
 if TYPE_CHECKING:
-    from configs.cluster.cluster import ClusterConfig
+    from configs.cluster import ClusterConfig
     from configs.model import Model
 
 FAILED = 1

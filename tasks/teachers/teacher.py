@@ -10,7 +10,7 @@ import numpy as np
 from prefect import task
 from prefect.futures import PrefectFuture
 
-from configs.cluster.cluster import Role
+from configs.cluster import Role
 from configs.distill import DistillConfig
 from engines.teachers.client import TeacherClient
 from storage.batches.forest import LENGTHS, PARENTS

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from configs.credentials import credential_sentence, secret_name, secret_value
-from configs.grpo import GRPOConfig
-from configs.new_run import check_new_run
+from configs.grpo import GRPOConfig, check_new_run
 from configs.recipe import load_recipe
 
 PLANTED = "pl4nted7c1e9d02b6"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import ValidationError, validate
 
-from configs.algorithm.advantages import ADVANTAGE_KINDS
-from configs.form import title_of
+from configs.algorithm.advantages import Advantage
+from configs.base import title_of
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from configs.recipe import load_recipe
@@ -44,6 +44,9 @@ def test_every_setting_has_a_title_and_a_meaning(schema: dict[str, Any]) -> None
         assert field.get("description") or target.get("description"), name
 
 
+ADVANTAGE_KINDS = [
+    choice.model_fields["kind"].default for choice in get_args(get_args(Advantage)[0])
+]
 WORDS: dict[str, tuple[str, ...]] = {  # without which a flow's settings are none
     "DistillConfig": ("teachers.t.model.kind=random", "rollout.max_new_tokens=16"),
     "SRPOConfig": (

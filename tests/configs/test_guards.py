@@ -8,7 +8,7 @@ from configs.grpo import GRPOConfig
 from configs.guards import PRESETS, GuardConfig
 from configs.overrides import ConfigError
 from configs.recipe import load_recipe
-from configs.stored import renamed_settings
+from storage.runs.run_store import renamed_settings
 
 
 def settings(*words: str) -> GRPOConfig:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.algorithm.methods import UserFunction
+from configs.base import UserFunction
 from configs.imports import imported, imported_class
 
 WORDS = """

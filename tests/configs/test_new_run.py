@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from configs.grpo import GRPOConfig
-from configs.new_run import check_finite, check_new_run, warnings_of
+from configs.grpo import GRPOConfig, check_finite, check_new_run, warnings_of
 from configs.recipe import load_recipe
 from tests.configs.flow_settings import any_flows_recipes
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from configs import optional_packages
-from configs.optional_packages import pip_install
+from configs import environment
+from configs.environment import pip_install
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +39,7 @@ def test_a_checkout_that_is_not_installed_names_the_package(
     def missing(name: str) -> list[str]:
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(optional_packages, "requires", missing)
+    monkeypatch.setattr(environment, "requires", missing)
     assert pip_install("datasets") == "pip install datasets"
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from configs.grpo import GRPOConfig
-from configs.new_run import check_new_run
+from configs.grpo import GRPOConfig, check_new_run
 from configs.recipe import load_recipe
 
 

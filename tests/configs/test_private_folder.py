@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from configs import process
-from configs.private_folder import machine_folder, private_folder
-from configs.process import keep_compiled_code
+from configs.process import keep_compiled_code, machine_folder, private_folder
 from storage.objects.node_cache import NodeCache
 from storage.objects.store import Store
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from configs.grpo import GRPOConfig
-from configs.overrides import ConfigError
+from configs.overrides import ConfigError, read_yaml
 from configs.recipe import FOLDER, load_recipe, recipe_names
 from configs.settings_help import fields
-from configs.yaml_text import read_yaml
 from tests.configs.flow_settings import any_flows_recipes, of_flows
 
 OVERLAP = ("max_staleness=2", "algorithm.correction=[{kind: truncate}]")

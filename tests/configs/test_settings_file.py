@@ -9,9 +9,8 @@ import pytest
 
 from configs.deployments import read_deployments
 from configs.grpo import GRPOConfig
-from configs.overrides import ConfigError
+from configs.overrides import ConfigError, read_settings
 from configs.recipe import read_recipe
-from configs.settings_file import read_settings
 from tasks.launch.kubernetes import words_of
 
 READERS: list[Callable[[Path], object]] = [

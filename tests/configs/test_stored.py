@@ -6,7 +6,7 @@ import copy
 
 from configs.grpo import GRPOConfig
 from configs.recipe import load_recipe
-from configs.stored import upgraded_settings
+from storage.runs.run_store import upgraded_settings
 
 
 def test_settings_of_version_1_are_read() -> None:

@@ -6,7 +6,7 @@ import time
 import psutil
 import pytest
 
-from configs.cluster.cluster import ClusterConfig, PoolConfig, RolesConfig
+from configs.cluster import ClusterConfig, PoolConfig, RolesConfig
 from engines.clusters.opening import open_cluster
 
 

@@ -19,8 +19,7 @@ from configs.storage import TrackingConfig
 from engines.train.spec import LogprobRequest
 from storage.runs.commit_log import Commit, commit, read_commit
 from storage.runs.run_store import RunStore
-from storage.tracking.tracked_run import TrackedData, TrackedRun
-from storage.tracking.tracker import Tracker, flatten
+from storage.tracking.tracker import TrackedData, TrackedRun, Tracker, flatten
 from tests.engines.method_cases import CORRECTIONS, LOSSES, RATIOS, recipes
 from tests.engines.method_world import Done, World, scorer_of
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from storage.runs.commit_log import Commit, history
-from storage.runs.orphans import orphans
+from storage.runs.retention import orphans
 from storage.runs.run_store import RunStore
 from storage.runs.weights import stream
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.cluster.cluster import ClusterConfig, PoolConfig
+from configs.cluster import ClusterConfig, PoolConfig
 from engines.clusters.opening import open_cluster
 from engines.failures import NoWorkers, WorkerLost
 from engines.workers import calls

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage.audit.audit_objects import Read, check_snapshot
+from storage.audit.audit import Read, check_snapshot
 from storage.batches.refs import BatchRef
 from storage.batches.writing import Jagged, write_batch
 from storage.objects.documents import canonical, digest

@@ -18,7 +18,7 @@ from engines.data.episode_rows import seed_of
 from examples.guessing import Guessing
 from flows import replay, samples
 from storage.audit.audit import audit
-from storage.audit.transcripts import tokenizer_of
+from storage.audit.samples import tokenizer_of
 from storage.batches.columns import Author, SampleStatus
 from storage.prompts.datasets import open_source
 from storage.runs.commit_log import Commit

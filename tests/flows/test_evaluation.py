@@ -13,8 +13,7 @@ from mlflow import MlflowClient
 from configs.evaluation import BackFillConfig
 from configs.overrides import ConfigError
 from storage.audit.audit import audit
-from storage.evaluations.files import ROOT
-from storage.evaluations.results import EvaluationResult, evaluations_of, notes_of
+from storage.evaluations.results import ROOT, EvaluationResult, evaluations_of, notes_of
 from storage.evaluations.run_cost import cost_of_run
 from storage.objects.store import Store
 from storage.runs.commit_log import version_weights

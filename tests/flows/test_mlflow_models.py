@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from configs.optional_packages import installed
+from configs.environment import installed
 from configs.storage import TrackingConfig
 from storage.runs.commit_log import read_commit
 from storage.runs.run_store import RunStore
-from storage.tracking.tracked_run import TrackedData, TrackedRun
+from storage.tracking.tracker import TrackedData, TrackedRun
 from tasks.reporting.mlflow_page import record_of
 from tasks.reporting.registered_files import Page
 from tests.flows.conftest import ROOT, starting

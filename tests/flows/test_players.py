@@ -12,7 +12,7 @@ import pytest
 from examples.signals import Signals
 from flows import replay, samples
 from storage.audit.audit import audit
-from storage.audit.transcripts import tokenizer_of
+from storage.audit.samples import tokenizer_of
 from storage.batches.columns import Author
 from storage.runs.commit_log import Commit
 from storage.runs.run_store import RunStore

@@ -14,7 +14,7 @@ from engines.algorithms.progress_rewards import progress_rewards
 from engines.encoders.encoder import Projection
 from storage.audit.audit import audit
 from storage.audit.lineage import of_sample
-from storage.audit.sample_origins import SampleOrigin
+from storage.audit.samples import SampleOrigin
 from storage.batches.columns import SampleStatus
 from storage.objects.store import Store
 from storage.runs.commit_log import Commit

@@ -11,7 +11,7 @@ import pytest
 from configs.model import RandomModel
 from engines.models.checkpoints import character_tokenizer, draw
 from storage.audit.audit import audit
-from storage.audit.transcripts import tokenizer_of
+from storage.audit.samples import tokenizer_of
 from storage.batches.columns import Author
 from storage.batches.forest import read_forests
 from tests.faults.ledger import committed

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from configs.algorithm import advantages as settings
-from configs.algorithm.methods import Method
+from configs.base import Method
 from engines.algorithms.advantages import ADVANTAGES
 from engines.algorithms.inputs import AdvantageBatch
 from tests.parity.answers import Adapter, Answer, group_numbers, shaped

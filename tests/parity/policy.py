@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from configs.algorithm import losses as settings
-from configs.algorithm.methods import Method
+from configs.base import Method
 from engines.algorithms.aggregation import aggregate
 from engines.algorithms.inputs import PolicyBatch
 from engines.algorithms.losses import POLICY_LOSSES

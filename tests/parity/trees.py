@@ -7,7 +7,7 @@ import itertools
 import torch
 
 from configs.algorithm.advantages import TreeAdvantage, TreeSegmentAdvantage, TreeSiblingAdvantage
-from configs.algorithm.methods import Method
+from configs.base import Method
 from engines.algorithms.advantages import ADVANTAGES
 from engines.algorithms.aggregation import Rows
 from engines.algorithms.inputs import AdvantageBatch, Paths

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from configs.algorithm import advantages, algorithm, corrections, losses
 from configs.algorithm.algorithm import AlgorithmConfig
-from configs.algorithm.methods import Method
+from configs.base import Method
 from engines.algorithms.advantages import ADVANTAGES
 from engines.algorithms.kl import KL_ESTIMATORS
 from engines.algorithms.losses import POLICY_LOSSES

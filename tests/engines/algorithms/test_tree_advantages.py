@@ -18,7 +18,7 @@ from configs.algorithm.advantages import (
     TreeSegmentAdvantage,
     TreeSiblingAdvantage,
 )
-from configs.algorithm.methods import Method
+from configs.base import Method
 from engines.algorithms.advantages import ADVANTAGES
 from engines.algorithms.aggregation import Rows
 from engines.algorithms.inputs import AdvantageBatch, Advantages, Paths

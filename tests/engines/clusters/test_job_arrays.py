@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from configs.cluster.cluster import ClusterConfig, PoolConfig
+from configs.cluster import ClusterConfig, PoolConfig
 from engines.clusters import slurm as slurm_cluster
 from engines.clusters.slurm import JobArrays
 from engines.clusters.slurm_jobs import Task

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from configs.cluster.cluster import ClusterConfig, PoolConfig
+from configs.cluster import ClusterConfig, PoolConfig
 from engines.clusters import slurm as slurm_cluster
 from engines.clusters.job_workers import shares
 from engines.clusters.opening import open_cluster

@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 import yaml
 
-from configs.cluster.cluster import ClusterConfig, PoolConfig
+from configs.cluster import ClusterConfig, PoolConfig
 from engines.clusters import kubernetes
 from engines.clusters import kubernetes as pods
 from tests.engines.conftest import one_pool_roles

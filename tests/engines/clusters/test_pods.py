@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from configs.cluster.kinds import KubernetesConfig, KubernetesPool, NetworkDestination
+from configs.cluster import KubernetesConfig, KubernetesPool, NetworkDestination
 from engines.clusters.pods import joined, merge_patch, metadata, pod_spec
 
 SPEC: dict[str, Any] = {

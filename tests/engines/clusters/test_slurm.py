@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.cluster.cluster import ClusterConfig, PoolConfig
+from configs.cluster import ClusterConfig, PoolConfig
 from engines.clusters import slurm as slurm_cluster
 from engines.clusters.opening import open_cluster
 from engines.clusters.slurm import job_scripts
@@ -228,7 +228,7 @@ def test_jobs_that_die_at_once_are_not_submitted_for_ever(
 
 KILLED = """
 import sys, time
-from configs.cluster.cluster import ClusterConfig
+from configs.cluster import ClusterConfig
 from engines.clusters.opening import open_cluster
 with open_cluster(ClusterConfig.model_validate_json(sys.argv[1])):
     print("open", flush=True)

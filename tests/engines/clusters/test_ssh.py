@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from configs.cluster.cluster import ClusterConfig, PoolConfig
+from configs.cluster import ClusterConfig, PoolConfig
 from engines.clusters import ssh as ssh_cluster
 from engines.clusters.opening import open_cluster
 from engines.workers import calls

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.cluster.cluster import ClusterConfig, PoolConfig, RolesConfig
+from configs.cluster import ClusterConfig, PoolConfig, RolesConfig
 from engines.clusters.opening import open_cluster
 from engines.elastic.contract import GradientAggregator, GradientWorker
 from engines.elastic.trainer import ElasticTrainer

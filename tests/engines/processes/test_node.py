@@ -9,7 +9,7 @@ import sys
 import httpx
 import pytest
 
-from configs.cluster.cluster import ClusterConfig, PoolConfig
+from configs.cluster import ClusterConfig, PoolConfig
 from engines.clusters.opening import open_cluster
 from engines.processes.node import WORKER_IMAGE, NodePlan, NodeProcess, WorkerPlan
 from engines.workers import calls

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.cluster
 
 FLOW = """
 import json, os, signal, sys, time
-from configs.cluster.cluster import ClusterConfig, PoolConfig, RolesConfig
+from configs.cluster import ClusterConfig, PoolConfig, RolesConfig
 from engines.workers import calls
 from engines.clusters.opening import open_cluster
 from engines.processes.process_tree import session

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from configs.cluster.cluster import ClusterConfig, PoolConfig
+from configs.cluster import ClusterConfig, PoolConfig
 from engines.clusters.opening import check_cluster, open_cluster
 from engines.processes.process_setup import check_shared_memory
 from tests.engines.conftest import one_pool_roles

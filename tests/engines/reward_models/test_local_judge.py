@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from configs.data import DataConfig, FileSource
-from configs.judge import LocalJudgeReward
 from configs.model import RandomModel
-from configs.rewards import RewardsConfig
+from configs.rewards import LocalJudgeReward, RewardsConfig
 from engines.data.sample_texts import SampleTexts
 from engines.models.checkpoints import load_tokenizer, materialize
 from engines.reward_models import local_judge

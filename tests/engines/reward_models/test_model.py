@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 from configs.model import RandomModel
-from configs.reward_model import RewardModelReward
+from configs.rewards import RewardModelReward
 from engines.models.checkpoints import materialize
 from engines.reward_models.model import RewardModel, batches, check_reward_model, paired
 from engines.rewards.protocol import Unscored

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from configs.data import DataConfig, FileSource
-from configs.judge import SCORE_LINE, JudgeReward
-from configs.rewards import RewardsConfig
+from configs.rewards import SCORE_LINE, JudgeReward, RewardsConfig
 from engines.rewards.checks import check_rewards
 from engines.rewards.child import Logged
 from engines.rewards.judge import JudgeAnswers, JudgeScorer, Pace, judge_scorer, retry_after

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from configs.data import DataConfig, FileSource
-from configs.rewards import RewardsConfig, UnitTestsReward
-from configs.sandbox import ContainerSandbox, ProcessSandbox
+from configs.rewards import ContainerSandbox, ProcessSandbox, RewardsConfig, UnitTestsReward
 from engines.rewards.checks import check_rewards
 from engines.rewards.row_tests import tests_of as all_tests_of
 from engines.rewards.runner import RewardRunner, deadline

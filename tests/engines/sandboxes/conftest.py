@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from configs.sandbox import ContainerSandbox, ProcessSandbox, SandboxConfig
+from configs.rewards import ContainerSandbox, ProcessSandbox, SandboxConfig
 from engines.sandboxes.containers import open_container
 from engines.sandboxes.opening import open_sandbox
 from engines.sandboxes.processes import interpreter

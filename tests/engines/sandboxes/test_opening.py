@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from configs.sandbox import ContainerSandbox, ProcessSandbox
+from configs.rewards import ContainerSandbox, ProcessSandbox
 from engines.sandboxes import supervised
 from engines.sandboxes.containers import command_of
 from engines.sandboxes.opening import open_sandbox, prove
@@ -97,7 +97,7 @@ def test_it_ends_with_its_owner(sandbox: SupervisedSandbox) -> None:
     mark = f"owned-{os.getpid()}"
     code = f"""
         import os
-        from configs.sandbox import ProcessSandbox
+        from configs.rewards import ProcessSandbox
         from engines.sandboxes.opening import open_sandbox, python_of
         settings = ProcessSandbox()
         opened = open_sandbox(settings)
@@ -129,7 +129,7 @@ def test_it_ends_with_its_owner(sandbox: SupervisedSandbox) -> None:
 
 AS_A_USER = """
 import json, os
-from configs.sandbox import ProcessSandbox
+from configs.rewards import ProcessSandbox
 from engines.sandboxes.opening import open_sandbox, python_of
 settings = ProcessSandbox(memory_mib=192, processes=16)
 with open_sandbox(settings) as sandbox:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import dask
 import psutil
@@ -14,7 +15,7 @@ import pytest
 from distributed import LocalCluster
 from distributed.comm import CommClosedError
 
-from configs.cluster.cluster import ClusterConfig, PoolConfig
+from configs.cluster import ClusterConfig, PoolConfig
 from engines.clusters.opening import open_cluster
 from engines.failures import (
     CallCancelled,
@@ -177,7 +178,7 @@ def test_a_killed_worker_fails_its_call_at_once_and_comes_back_as_another(
     assert again.fresh
     assert again.incarnation != report.incarnation
     with pytest.raises(StaleIncarnation):
-        call(cluster, address, "count", call_id("x").at(report.incarnation))
+        call(cluster, address, "count", replace(call_id("x"), incarnation=report.incarnation))
     with pytest.raises(WorkerLost, match="any more"):
         call(cluster, pair[0], "count")
 

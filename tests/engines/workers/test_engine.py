@@ -155,7 +155,7 @@ def test_the_flow_process_imports_no_engine_library():
 
 
 def test_a_pydantic_payload_and_a_dataclass_payload_both_have_digests():
-    from configs.cluster.cluster import PoolConfig
+    from configs.cluster import PoolConfig
 
     @dataclass(frozen=True)
     class Nested:

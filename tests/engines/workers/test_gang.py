@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from configs.cluster.cluster import ClusterConfig
+from configs.cluster import ClusterConfig
 from engines.failures import (
     CallCancelled,
     GangFailed,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from configs.cluster.cluster import PoolConfig
+from configs.cluster import PoolConfig
 from engines.workers.placement import NodeResources, check_placed, place, this_node
 
 

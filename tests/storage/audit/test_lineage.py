@@ -6,7 +6,7 @@ import pytest
 
 from storage.audit import lineage
 from storage.audit.lineage import RemovedSample, of_prompt, of_sample, of_version, prompt_of
-from storage.audit.sample_origins import SampleOrigin, Span
+from storage.audit.samples import SampleOrigin, Span
 from storage.runs.forks import begin_at
 from storage.runs.retention import sweep
 from storage.runs.run_store import RunStore

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from storage.audit.lineage import RemovedSample, of_prompt, of_sample, of_version
-from storage.audit.sample_origins import SampleOrigin
+from storage.audit.samples import SampleOrigin
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store

@@ -10,8 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from storage.audit.sample_origins import SampleOrigin
-from storage.audit.transcripts import by_author, ending, few, printable
+from storage.audit.samples import SampleOrigin, by_author, ending, few, printable
 from storage.batches.columns import Author
 from storage.batches.forest import Forest
 

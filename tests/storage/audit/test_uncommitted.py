@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from storage.audit.transcripts import judged
+from storage.audit.samples import judged
 from storage.audit.uncommitted import samples_under_way, stored_batch
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch

@@ -8,16 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from storage.audit.audit_evaluations import check_evaluation
-from storage.audit.audit_objects import Read
+from storage.audit.audit import Read, check_evaluation
 from storage.batches.writing import write_batch
-from storage.evaluations.files import ROOT, EvaluationFiles, prompts_key
 from storage.evaluations.results import (
+    ROOT,
+    EvaluationFiles,
     EvaluationResult,
     evaluations_of,
     find_result,
     note,
     notes_of,
+    prompts_key,
     write_result,
 )
 from storage.objects.errors import ObjectDamaged

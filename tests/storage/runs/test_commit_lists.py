@@ -18,8 +18,7 @@ from storage.runs.commit_log import (
     read_commit_digest,
     read_outline,
 )
-from storage.runs.orphans import orphans
-from storage.runs.retention import sweep
+from storage.runs.retention import orphans, sweep
 from storage.runs.run_store import RunStore
 from tests.storage.audit import small_run
 from tests.storage.runs.test_commit_log import version

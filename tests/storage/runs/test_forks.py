@@ -14,8 +14,8 @@ from storage.runs.commit_log import (
     read_commit,
     read_commit_digest,
 )
-from storage.runs.forks import NoSuchOrigin, begin_at, pin, pins, shared_weights
-from storage.runs.retention import sweep
+from storage.runs.forks import NoSuchOrigin, begin_at, pin, shared_weights
+from storage.runs.retention import pins, sweep
 from storage.runs.run_store import ORIGIN_FIELD, RunStore, ancestry, committer, origin_of, start_of
 from storage.runs.snapshots import ReplayStart, base_of, mark, snapshots
 from storage.runs.weights import WeightsRef
@@ -164,7 +164,7 @@ def test_a_child_that_was_deleted_keeps_nothing(
     child = child_of(parent, "child", 3)
     child.store.delete(child.store.list("child"))
     assert len(pins(parent)) == 1  # it may be about to be written
-    monkeypatch.setattr("storage.runs.forks.YOUNG", -1.0)
+    monkeypatch.setattr("storage.runs.retention.YOUNG", -1.0)
     assert pins(parent) == []
     sweep(parent, keep_versions=1, keep_steps=1, keep_snapshots=1)
     assert snapshots(parent) == [4]

@@ -6,9 +6,8 @@ import pytest
 
 from storage.objects.errors import ObjectDamaged
 from storage.runs.commit_log import read_commit
-from storage.runs.forks import pins
 from storage.runs.opponents import FIELD, Opponent, keep, opponent_of, recorded_opponent
-from storage.runs.retention import sweep
+from storage.runs.retention import pins, sweep
 from storage.runs.run_store import RunStore
 from tests.storage.runs.test_forks import publish_version, snapshot, take
 

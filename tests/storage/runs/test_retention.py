@@ -13,7 +13,6 @@ from storage.objects.store import Store
 from storage.runs.adapters import base_key, find_base
 from storage.runs.commit_log import Commit, commit, head, read_commit
 from storage.runs.retention import sweep
-from storage.runs.run_index import index_key
 from storage.runs.run_store import RunStore
 from storage.runs.snapshots import mark, snapshots
 from storage.runs.weights import (
@@ -210,7 +209,7 @@ def test_what_a_version_is_based_on_stays_with_it(run: RunStore) -> None:
         refs[step] = step_of(run, step, base=refs.get(bases.get(step, 0)))
     for known in (True, False):
         if not known:
-            run.store.delete([index_key(run)])
+            run.store.delete([f"{run.run}/index.json"])
         sweep(run, keep_versions=1, keep_steps=None, keep_snapshots=1, tagged={3, 6})
         assert versions(run) == [0, 1, 2, 3, 5, 6, 7, 8]
     sweep(run, keep_versions=1, keep_steps=None, keep_snapshots=1, tagged={6})

@@ -12,9 +12,7 @@ from storage.objects.store import Store
 from storage.objects.usage import COUNTER
 from storage.runs.commit_log import Commit, commit, read_commit
 from storage.runs.forks import begin_at, pin
-from storage.runs.orphans import clear, orphans
-from storage.runs.retention import sweep
-from storage.runs.run_index import FORMAT, index_key, read_index
+from storage.runs.retention import INDEX_FORMAT, clear, orphans, read_index, sweep
 from storage.runs.run_store import RunStore
 from tests.storage.audit import small_run
 
@@ -66,7 +64,7 @@ def test_with_an_index_goes_what_goes_without(store: Store) -> None:
                 store.delete([RunStore(store, f"child-of-{run.run}").run_json_key])
                 key = f"{run.run}/children/child-of-{run.run}.json"
                 store.write(key, _aged(store.read(key)))
-        store.delete([index_key(without)])
+        store.delete([f"{without.run}/index.json"])
         assert _names(swept(without)) == _names(swept(with_index))
     left = [_names(store.list(one)) for one in ("with", "without")]
     assert left[0] == left[1]
@@ -80,7 +78,7 @@ def _names(keys: list[str]) -> set[str]:
 
 
 def _aged(data: bytes) -> bytes:
-    from storage.runs.forks import PIN_FORMAT
+    from storage.runs.retention import PIN_FORMAT
 
     body = documents.decode(PIN_FORMAT, "pin", data)
     return documents.encode(PIN_FORMAT, body | {"made_at": 0.0})
@@ -131,8 +129,8 @@ def test_an_index_that_does_not_hold_is_made_anew(
     index = read_index(run, 7)
     assert index is not None and index.versions == [0, 5, 6, 7]
     wrong = {"of another run": {"commit_digest": "xxh3:0"}, "ahead": {"step": 9}}.get(how, {})
-    data = documents.encode(FORMAT, index.model_dump(mode="json") | wrong)
-    run.store.write(index_key(run), data if wrong else data[:-9])
+    data = documents.encode(INDEX_FORMAT, index.model_dump(mode="json") | wrong)
+    run.store.write(f"{run.run}/index.json", data if wrong else data[:-9])
     with caplog.at_level(logging.WARNING):
         assert read_index(run, 7) is None
     assert "It is made anew." in caplog.text

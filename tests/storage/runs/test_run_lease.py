@@ -9,16 +9,17 @@ import time
 import psutil
 import pytest
 
+from storage.objects import documents
 from storage.objects.errors import StoreUnavailable
 from storage.runs import run_lease
 from storage.runs.run_lease import (
+    FORMAT,
     RUN_OUT,
     LeaseHeld,
     LeaseHolder,
     LeaseLost,
     LeaseWatch,
     RunLease,
-    _encode,
     _host,
     acquire_patiently,
 )
@@ -35,6 +36,10 @@ class Clock:
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
+
+
+def lease_document(holder: LeaseHolder) -> bytes:
+    return documents.encode(FORMAT, holder.model_dump(mode="json"))
 
 
 def test_a_second_writer_is_refused_by_name(run: RunStore, clock: Clock) -> None:
@@ -98,10 +103,10 @@ def test_a_dead_process_is_not_waited_for(run: RunStore, clock: Clock) -> None:
         owner="dead", host=_host(), pid=process.pid, started=started, nonce="n", epoch=7,
         ttl=60, expires=clock.now + 60,
     )  # fmt: skip
-    run.store.write(run.lease_key, _encode(holder))
+    run.store.write(run.lease_key, lease_document(holder))
     assert RunLease.acquire(run, "next", ttl=60, clock=clock).epoch == 8
     elsewhere = holder.model_copy(update={"host": "another machine", "epoch": 9})
-    run.store.write(run.lease_key, _encode(elsewhere))
+    run.store.write(run.lease_key, lease_document(elsewhere))
     with pytest.raises(LeaseHeld, match="another machine"):
         RunLease.acquire(run, "next", ttl=60, clock=clock)
 
@@ -112,7 +117,7 @@ def test_a_reused_pid_is_another_process(run: RunStore, clock: Clock) -> None:
         owner="old", host=_host(), pid=alive.pid, started=alive.create_time() - 500, nonce="n",
         epoch=1, ttl=60, expires=clock.now + 60,
     )  # fmt: skip
-    run.store.write(run.lease_key, _encode(holder))
+    run.store.write(run.lease_key, lease_document(holder))
     assert RunLease.acquire(run, "next", ttl=60, clock=clock).epoch == 2
 
 

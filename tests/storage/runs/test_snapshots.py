@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from storage.audit.audit_objects import Read, check_snapshot
+from storage.audit.audit import Read, check_snapshot
 from storage.objects.errors import ObjectDamaged, ObjectMissing, StoreError
-from storage.runs.orphans import clear
+from storage.runs.retention import clear
 from storage.runs.run_store import RunStore
 from storage.runs.snapshots import mark, read, snapshots
 
@@ -54,7 +54,7 @@ def test_what_a_killed_flow_left_beyond_the_last_step_is_removed(run: RunStore, 
         run.store.write(f"{trained.state_key(step)}/0.bin", b"state")
         mark(trained, step)
     removed = clear(run, head=4)
-    assert removed == [f"{trained.state_key(5)}/0.bin", f"{trained.state_key(5)}/marker.json"]
+    assert removed == [f"{trained.state_key(5)}/marker.json", f"{trained.state_key(5)}/0.bin"]
     assert snapshots(trained) == [4]
 
 

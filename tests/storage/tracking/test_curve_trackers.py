@@ -68,7 +68,7 @@ Kept = tuple[list[tuple[int, dict[str, float]]], dict[str, Any]]
 
 
 def kept_by_wandb(home: Path) -> Kept:
-    from storage.tracking.wandb_files import records_of
+    from storage.tracking.curve_trackers import records_of
 
     rows, settings = [], {}
     for file in sorted(home.glob("wandb/offline-run-*-tiny-2/run-tiny-2.wandb")):

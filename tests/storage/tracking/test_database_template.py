@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from configs.storage import TrackingConfig
-from storage.tracking.database_template import new_database
+from storage.tracking.connection import new_database
 from storage.tracking.tracker import Tracker
 from tests.storage.tracking.test_tracker import page
 
@@ -73,7 +73,7 @@ def test_without_a_home_it_is_migrated(
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr("storage.tracking.database_template.cache_folder", homeless)
+    monkeypatch.setattr("storage.tracking.connection.cache_folder", homeless)
     migrate = Migration()
     new_database(tmp_path / "one.db", PACKAGE, migrate)
     assert migrate.made == 1

@@ -5,8 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from storage.tracking.scaling_law import Curve, Fit, Floats, NotIdentified, f_quantile, fit
-from storage.tracking.scaling_plot import PlottedRun, scaling_png
+from storage.tracking.scaling_law import (
+    Curve,
+    Fit,
+    Floats,
+    NotIdentified,
+    PlottedRun,
+    f_quantile,
+    fit,
+    scaling_png,
+)
 
 COMPUTE = np.linspace(0.2, 40.0, 80)
 PLANTED = Curve(start=0.1, asymptote=0.7, midpoint=4.0, exponent=1.6)

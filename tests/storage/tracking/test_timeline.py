@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from storage.tracking.timeline import (
+from storage.tracking.plots import (
     MOST_ROWS,
     TimelineCall,
     idle_shares,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from configs.storage import TrackingConfig
 from storage.tracking.machine_samples import MachineSample
-from storage.tracking.traces import LONGEST_TEXT, TracedSample
-from storage.tracking.tracker import Tracker
+from storage.tracking.tracker import LONGEST_TEXT, TracedSample, Tracker
 from tests.storage.tracking.test_tracker import client, page
 
 

@@ -20,16 +20,15 @@ from configs.storage import TrackingConfig
 from storage.objects.documents import JsonValue
 from storage.tracking.connection import TrackingAddress, TrackingError
 from storage.tracking.plots import progress_png
-from storage.tracking.registered_versions import (
+from storage.tracking.registry import (
     DAY,
     GOING_TAG,
     REMOVED_TAG,
+    Registry,
     that_stay,
     unsaid,
 )
-from storage.tracking.registry import Registry
-from storage.tracking.tracked_run import TrackedData, TrackedRun
-from storage.tracking.tracker import Tracker, flatten
+from storage.tracking.tracker import TrackedData, TrackedRun, Tracker, flatten
 
 SETTINGS: dict[str, JsonValue] = {
     "seed": 3,

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from storage.audit.transcripts import tokenizer_of
+from storage.audit.samples import tokenizer_of
 from storage.batches.writing import write_batch
 from storage.evaluations.results import EvaluationResult, note, write_result
 from storage.objects.store import Store

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from configs.judge import JudgeReward
-from configs.rewards import FunctionReward, MathReward, RewardsConfig
+from configs.rewards import FunctionReward, JudgeReward, MathReward, RewardsConfig
 from tasks.commands.rescore import reward_of
 
 JUDGE = JudgeReward(name="referee", url="http://host/v1", model="m", rubric="rubric.md")

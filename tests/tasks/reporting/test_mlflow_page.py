@@ -10,7 +10,7 @@ import pytest
 
 from configs.storage import StoreConfig, TrackingConfig
 from storage.tracking.connection import TrackingError
-from storage.tracking.registered_versions import RegisteredVersion
+from storage.tracking.registry import RegisteredVersion
 from tasks.reporting import mlflow_page
 from tasks.reporting.mlflow_page import RunTracker, Write
 from tasks.run.events import EnginesReady, Listeners, RunClosed, SnapshotStored, StepCommitted

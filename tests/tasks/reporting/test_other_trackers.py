@@ -21,7 +21,7 @@ from storage.objects.store import Store
 from storage.runs.commit_log import Commit
 from storage.runs.live import End, write_end
 from storage.runs.run_store import RunStore
-from storage.tracking.tracked_run import TrackedData, TrackedRun
+from storage.tracking.tracker import TrackedData, TrackedRun
 from tasks.reporting import mlflow_page, other_trackers, tracker_process
 from tasks.reporting.other_trackers import OtherTracker
 from tasks.run import preflight

@@ -19,7 +19,7 @@ from engines.models.adapters import stream_whole
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef, open_manifest_at
 from storage.tracking.connection import TrackingError
-from storage.tracking.tracked_run import TrackedEvaluation
+from storage.tracking.tracker import TrackedEvaluation
 from tasks.reporting.registered_files import MLMODEL, TOKENIZER, Page, version_at
 from tests.contract.conftest import s3, s3_server, s3_store  # noqa: F401
 from tests.storage.tracking.test_tracker import client, page

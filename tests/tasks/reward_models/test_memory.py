@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from configs.model import RandomModel
-from configs.reward_model import RewardModelReward
+from configs.rewards import RewardModelReward
 from engines.models.checkpoints import materialize
 from engines.reward_models.model import RewardModel
 from tasks.reward_models.memory import reward_model_bytes

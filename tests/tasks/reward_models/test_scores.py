@@ -14,7 +14,7 @@ import pytest
 
 from configs.grpo import GRPOConfig
 from configs.recipe import load_recipe
-from configs.reward_model import Pairwise
+from configs.rewards import Pairwise
 from engines.data.contract import Scorer
 from engines.data.data_engine import DataEngine, DataSpec
 from engines.models.checkpoints import load_tokenizer, materialize

@@ -23,8 +23,7 @@ from storage.runs.seen_rows import seen_before, write_rows, write_seen
 from storage.runs.snapshots import mark
 from storage.runs.weights_writing import publish
 from storage.tracking.registry import Registry
-from storage.tracking.tracked_run import TrackedData, TrackedRun
-from storage.tracking.tracker import Tracker
+from storage.tracking.tracker import TrackedData, TrackedRun, Tracker
 from tasks.run.beginning import NothingNew, beginning, check_state_fits, first_cursor, fresh_rows
 from tasks.run.opening import differing, may_change, open_run
 

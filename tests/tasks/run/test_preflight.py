@@ -19,9 +19,8 @@ from typing import NoReturn
 import pytest
 from transformers import AutoConfig
 
-from configs.grpo import GRPOConfig
+from configs.grpo import GRPOConfig, warnings_of
 from configs.model import PretrainedModel, RandomModel
-from configs.new_run import warnings_of
 from configs.recipe import load_recipe
 from engines.models.checkpoints import materialize
 from engines.models.facts import ModelShape, model_facts

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prefect.futures import PrefectConcurrentFuture
 
-from configs.cluster.cluster import PoolConfig
+from configs.cluster import PoolConfig
 from configs.grpo import GRPOConfig
 from configs.recipe import load_recipe
 from tasks.run.run import _shards_of

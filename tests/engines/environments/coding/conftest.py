@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from configs.coding import CodingSource, WorkspaceConfig
-from configs.sandbox import ProcessSandbox
+from configs.rewards import ProcessSandbox
 from engines.environments.coding.workspace import Workspace
 from engines.sandboxes.opening import open_sandbox
 from engines.sandboxes.protocol import SandboxFailed

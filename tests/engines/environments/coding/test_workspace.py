@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.sandbox import ProcessSandbox
+from configs.rewards import ProcessSandbox
 from engines.environments.coding.judging import Unusable
 from engines.sandboxes.protocol import SandboxFailed
 from storage.objects.documents import Row

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.runs.working_tree import working_tree
+from configs.environment import working_tree
 
 
 def git(folder: Path, *words: str) -> str:
