@@ -120,7 +120,7 @@ FAULTS = {
         action="kill",
     ),
     "engine": Fault(
-        id="engine", target="engines.rollout.hf_engine:HFEngine.generate", nth=15, action="kill"
+        id="engine", target="engines.rollout.engine:RolloutEngine.generate", nth=15, action="kill"
     ),
 }
 
