@@ -236,17 +236,18 @@ def test_greedy_baselines_and_the_evaluation_are_episodes_too(
 
 
 @pytest.mark.slow
-def test_an_agent_that_asks_the_model_trains_it_alike(launch: Launch) -> None:
+def test_an_agent_that_asks_the_model_trains_it_alike(
+    launch: Launch, prefect_api: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """The example's agent plays the game of its environment: the same turns, the same weights, where
     each turn is drawn as the answer to a request."""
-    whole = launch(*WORDS, "name=class", "episodes.past_turns=as_rendered").whole()
+    with starting(tmp_path_factory.mktemp("class"), prefect_api) as start:
+        whole = start(*WORDS, "episodes.past_turns=as_rendered").whole()
     run = launch(
         *WORDS,
         "episodes.environment.kind=agent",
         f"episodes.environment.path={EXAMPLE}.py:ask",
-    )
-    code, out = run.end()
-    assert code == 0, out
+    ).whole()
     assert run.commits()[-1].version_out.digest == whole.commits()[-1].version_out.digest
     assert audit(run.files).problems == []
 
