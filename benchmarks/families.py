@@ -10,7 +10,7 @@ from typing import Any
 
 import transformers
 
-from engines.models.making import character_tokenizer, save
+from engines.models.checkpoints import character_tokenizer, save
 from engines.train.self_test.twin import WORDS, build
 
 Sizes = dict[str, Any]

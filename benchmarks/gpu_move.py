@@ -40,8 +40,8 @@ from engines.train import publication
 from engines.train.adamw import MOMENTS, make_adamw
 from engines.train.model.master_weights import MasterWeights
 from engines.train.publication import Publication, publish_together
-from engines.workers import lanes
-from engines.workers.lanes import fill
+from engines.workers import device_memory
+from engines.workers.device_memory import fill
 from storage.objects.node_cache import SyncBehind
 from storage.objects.store import Store
 from storage.runs import weights
@@ -301,7 +301,7 @@ def before() -> Iterator[None]:
     """One thread publishes, and waits for the disk; one loads."""
     with (
         mock.patch.object(publication, "by_lanes", return_value=False),
-        mock.patch.object(lanes, "by_lanes", return_value=False),
+        mock.patch.object(device_memory, "by_lanes", return_value=False),
         mock.patch.object(weights, "THREADS", 1),
     ):
         yield

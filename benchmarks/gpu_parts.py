@@ -29,7 +29,7 @@ from engines.train.model.compiled import lacking
 from engines.workers.engine import Memory
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
-from tasks.commands.replay_demand import TOLERANCE, share_of_way
+from tasks.commands.replay import TOLERANCE, share_of_way
 
 # --- checks -----------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.gpu_job import CUDA, Found, Job, free, has_vllm, stored
-from engines.workers.messages import Moved
+from engines.workers.engine import Moved
 from storage.runs.weights import WeightsRef
 
 

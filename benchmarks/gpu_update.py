@@ -31,8 +31,8 @@ from benchmarks.gpu_job import CUDA, DEVICE, HEAD_SIZES, SHAPES, TIED, Job, free
 from benchmarks.gpu_job import rows as drawn_rows
 from configs.model import PretrainedModel, RandomModel
 from configs.train import TrainConfig
-from engines.models.checkpoint_names import CheckpointNames, distinct_weights
 from engines.models.checkpoints import load_tokenizer, materialize
+from engines.models.tensor_files import CheckpointNames, distinct_weights
 from engines.train import building, kernels, sharded_model
 from engines.train.activations import checkpoint_layers
 from engines.train.batching.mfu import peak_flops

@@ -33,15 +33,15 @@ from storage.runs.weights import WeightsRef
 from tasks.advantage import advantage
 from tasks.draw import draw
 from tasks.launch.server import prefect_server
-from tasks.parts import spread
 from tasks.reporting.listeners import reporting_on
 from tasks.reporting.terminal import Terminal
 from tasks.results import Sampled
 from tasks.reward import reward
 from tasks.run.life_cycle import close
 from tasks.run.opening import begin, open_run, take_over
-from tasks.run.roles.scoring import SCORER
+from tasks.run.roles import SCORER
 from tasks.run.run import Run
+from tasks.run.stage import spread
 from tasks.update import plan_of
 
 RANKS, BUDGET = 8, 16_384  # of the update that is planned

@@ -25,10 +25,9 @@ from torch import Tensor
 from configs.algorithm.advantages import Advantage
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.algorithms.advantages import ADVANTAGES
-from engines.algorithms.aggregation import Normaliser
+from engines.algorithms.aggregation import Normaliser, Rows
 from engines.algorithms.from_config import objective_of
 from engines.algorithms.inputs import AdvantageBatch, PolicyBatch
-from engines.algorithms.jagged import Rows
 from engines.algorithms.losses import POLICY_LOSSES
 from engines.algorithms.objective import Objective
 from engines.train.logprobs import token_statistics

@@ -193,7 +193,7 @@ class Family:
         from configs.rollout import RolloutConfig
         from engines.models.facts import model_facts
         from engines.rollout.contract import RolloutSpec, engine_class
-        from tasks.run.vllm_checks import check_vllm, check_vllm_on_cpu
+        from tasks.run.preflight import check_vllm, check_vllm_on_cpu
 
         model = PretrainedModel(path=str(self.directory))
         arguments = {"max_num_batched_tokens": 2048} if kind == "vllm" else {}
@@ -342,7 +342,7 @@ def looked_at(directory: Path, with_vllm: bool) -> dict[str, str]:
 
 def attempt(name: str, work: Callable[[], str | dict[str, str]]) -> dict[str, str]:
     """A cell or several; what fails is told in its place."""
-    from tasks.run.findings import PreflightError
+    from tasks.run.features import PreflightError
 
     try:
         found = work()

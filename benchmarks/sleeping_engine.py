@@ -103,7 +103,7 @@ class SleepingEngine(HFEngine):
 
 def run(words: Sequence[str]) -> int:
     """GRPO in this process with such engines, by the words of its command line; the exit code."""
-    import tasks.run.roles.sampling as made
+    import tasks.run.roles as made
     from configs.grpo import GRPOConfig
     from tasks.launch.command_line import main
 

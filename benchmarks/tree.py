@@ -41,9 +41,7 @@ from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
-from tasks.run.roles.sampling import rollout_spec
-from tasks.run.roles.scoring import data_spec
-from tasks.run.roles.training import train_spec
+from tasks.run.roles import data_spec, rollout_spec, train_spec
 from tasks.trees.roles import tree_spec
 from tasks.trees.tree import sampling_of
 

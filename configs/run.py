@@ -232,11 +232,6 @@ class RunConfig(Settings):
         return self.episodes is not None and self.episodes.sees == "frames"
 
     @property
-    def plays_requests(self) -> bool:
-        """Whether episodes, of one task at least, are answers to requests."""
-        return any(episodes.of_requests for episodes in self.played.values())
-
-    @property
     def plays_apart(self) -> bool:
         """Whether each episode goes on by itself."""
         return self.episodes is not None and self.episodes.drive == "apart"
@@ -334,12 +329,6 @@ class RunConfig(Settings):
         """The longest that an engine samples, prompt and completion together, in tokens."""
         longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
         return max(longest, *self.longest_of_suites.values(), 0)
-
-    @property
-    def most_paths(self) -> int:
-        """Paths of a sample that trains: more than one only where episodes may branch."""
-        forests = [episodes.max_turns for episodes in self.played.values() if episodes.are_forests]
-        return max(forests, default=1)
 
     @property
     def longest_response(self) -> int:

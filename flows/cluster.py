@@ -61,7 +61,7 @@ def main(words: Sequence[str] = ()) -> int:
 def _submit(arguments: argparse.Namespace) -> int:
     """Check the settings, then put the flow's job into the queue."""
     from tasks.run.preflight import check
-    from tasks.run.recorded_flow import load_flow, path_of, settings_class
+    from tasks.run.run_record import load_flow, path_of, settings_class
 
     flow = load_flow(arguments.flow)
     words = list(arguments.words)

@@ -55,7 +55,7 @@ def main() -> int:
     from prefect.settings import PREFECT_API_URL
 
     from tasks.launch import registration
-    from tasks.launch.deployment_file import deployments
+    from tasks.launch.registration import deployments
     from tasks.launch.server import ServerError
 
     try:

@@ -21,7 +21,7 @@ from tasks.evaluation.back_fill import BackFilled, back_fill, subjects_of
 from tasks.reporting.listeners import evaluation_listeners
 from tasks.reporting.terminal import Terminal
 from tasks.run.flow_options import TaskThreads
-from tasks.run.flow_run_names import evaluation_name
+from tasks.run.flow_run import evaluation_name
 
 
 @flow(

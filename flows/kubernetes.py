@@ -28,7 +28,7 @@ def main(words: Sequence[str] = ()) -> int:
     arguments = _parser().parse_intermixed_args(list(words) or sys.argv[1:])
     from tasks.launch import kubernetes
     from tasks.run.opening import new_name
-    from tasks.run.recorded_flow import load_flow, path_of, settings_class
+    from tasks.run.run_record import load_flow, path_of, settings_class
 
     try:
         flow = load_flow(arguments.flow)

@@ -32,7 +32,7 @@ def settings_of(flow: str) -> type[GRPOConfig]:
     """The class of a flow's settings; of any but the first Prefect is imported."""
     if flow == FIRST:
         return GRPOConfig
-    from tasks.run.recorded_flow import load_flow, settings_class
+    from tasks.run.run_record import load_flow, settings_class
 
     return settings_class(load_flow(flow))
 

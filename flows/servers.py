@@ -53,8 +53,7 @@ def main(words: Sequence[str] = ()) -> int:
     folder = Path(asked.folder).absolute()
     # Late: --help answers at once.
     from tasks.launch.systemd_unit import unit, writable
-    from tasks.launch.team_addresses import check_places, place
-    from tasks.launch.team_servers import serve
+    from tasks.launch.team_servers import check_places, place, serve
 
     try:
         prefect = place("prefect", asked.host, asked.prefect_port, asked.prefect_url)

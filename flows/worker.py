@@ -30,7 +30,7 @@ def main(words: Sequence[str] = ()) -> int:
     given = list(words) or sys.argv[1:]
     asked = _parser().parse_intermixed_args(given)
     from tasks.launch.own_workers import check, hold  # late: --help answers at once
-    from tasks.run.recorded_flow import load_flow, settings_class
+    from tasks.run.run_record import load_flow, settings_class
 
     rest = list(asked.words)
     recipe = rest.pop(0) if rest and "=" not in rest[0] else DEMO

@@ -12,9 +12,9 @@ from tasks.episodes import complete
 from tasks.results import Prompts, Sampled, Scored
 from tasks.reward import scored
 from tasks.rollout import shards_of
-from tasks.run.retries import OPTIONS
 from tasks.run.run import Run
 from tasks.run.shard_driver import ShardRange
+from tasks.run.stage import OPTIONS
 from tasks.sampling import SamplingStage
 
 

@@ -30,17 +30,16 @@ from tasks.results import (
     nodes_of,
 )
 from tasks.reward import samples_of
-from tasks.run.code_changes import code_metrics
-from tasks.run.decay import decay_steps
+from tasks.run.clock import BOUND
 from tasks.run.events import Note, StepCommitted
 from tasks.run.features import judged
 from tasks.run.features import tidy as tidied
 from tasks.run.flow_options import result_of
-from tasks.run.meaning_changes import meaning_metrics
+from tasks.run.meaning_changes import code_metrics, meaning_metrics
 from tasks.run.metrics import logged_metrics, step_metrics
-from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
-from tasks.run.staleness_gate import BOUND
+from tasks.run.run_record import decay_steps
+from tasks.run.stage import OPTIONS, attempted
 from tasks.weight_sync import weight_sync
 
 

@@ -16,13 +16,11 @@ from storage.batches.writing import write_batch
 from storage.objects.documents import key_of
 from storage.prompts.cursor import Cursor, Exhausted
 from storage.prompts.cursor import draw as draw_rows
-from tasks.parts import Part, slices, spread
 from tasks.results import Carried, Prompts
 from tasks.run.features import ToDraw
-from tasks.run.retries import OPTIONS
-from tasks.run.role_table import prompters
+from tasks.run.roles import prompters
 from tasks.run.run import Run
-from tasks.run.stage import Stage
+from tasks.run.stage import OPTIONS, Part, Stage, slices, spread
 
 PART_ROWS = 256  # of the data set, whose prompts one call makes
 MOST_PARTS = 64

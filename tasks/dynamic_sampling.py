@@ -35,10 +35,9 @@ from tasks.results import Carried, Prompts, Scored
 from tasks.reward import samples_of
 from tasks.run.events import RoundBegan
 from tasks.run.flow_options import result_of
-from tasks.run.retries import OPTIONS
-from tasks.run.roles.scoring import SCORER
+from tasks.run.roles import SCORER
 from tasks.run.run import Run
-from tasks.run.stage import Stage
+from tasks.run.stage import OPTIONS, Stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,9 +19,9 @@ from storage.batches.refs import BatchRef
 from storage.objects.documents import key_of
 from storage.runs.weights import WeightsRef
 from tasks.results import Sampled, Unsampled
-from tasks.run.roles.environments import ENVIRONMENT
+from tasks.run.contract import StageView
+from tasks.run.roles import ENVIRONMENT
 from tasks.run.stage import Stage
-from tasks.run.stage_view import StageView
 from tasks.sampling import SamplingStage, sampled
 
 # Plays episodes: what they are, and the results of their turns by the keys they are stored under.

@@ -9,9 +9,9 @@ from engines.train.spec import LogprobColumn
 from storage.batches.refs import BatchRef
 from storage.objects.documents import key_of
 from tasks.results import WholeShards, samples_of_shards
-from tasks.run.retries import OPTIONS, attempted
-from tasks.run.roles.training import ACTOR, REF
+from tasks.run.roles import ACTOR, REF
 from tasks.run.run import Run
+from tasks.run.stage import OPTIONS, attempted
 
 
 @task(name="logprob", task_run_name="logprob", **OPTIONS)

@@ -7,8 +7,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from engines.rewards.failing_samples import LoggedMetric
-from engines.rewards.runner import RewardCode
+from engines.rewards.runner import LoggedMetric, RewardCode
 from engines.rollout.contract import ShardStats
 from engines.train.spec import MadeOn
 from storage.batches.refs import BatchRef

@@ -15,7 +15,7 @@ from storage.objects.store import Store
 from storage.runs.run_store import RunStore
 from tasks.commands.command import find_run
 from tasks.results import RunSummary
-from tasks.run.recorded_flow import flow_of, load_flow, settings_class, stored_settings
+from tasks.run.run_record import flow_of, load_flow, settings_class, stored_settings
 
 
 def go_on(asked: ResumeConfig) -> RunSummary | State[None]:

@@ -18,13 +18,12 @@ from storage.batches.writing import write_batch
 from storage.objects.documents import key_of
 from storage.prompts.cursor import Cursor
 from tasks.results import FailureCause, Scored, WholeShards, samples_of_shards
+from tasks.run.contract import StageView
 from tasks.run.events import ShardsScored
 from tasks.run.features import ScoredFirst, features_of
-from tasks.run.retries import OPTIONS
-from tasks.run.roles.scoring import SCORER
+from tasks.run.roles import SCORER
 from tasks.run.run import Run
-from tasks.run.stage import Stage
-from tasks.run.stage_view import StageView
+from tasks.run.stage import OPTIONS, Stage
 
 
 @task(name="reward", task_run_name="reward {number}/{count}", **OPTIONS)

@@ -16,10 +16,10 @@ from tasks.results import Synced
 from tasks.run.events import EnginesReady
 from tasks.run.flow_options import result_of
 from tasks.run.flow_run import flow_run_id
-from tasks.run.retries import OPTIONS, attempted
-from tasks.run.roles.sampling import OPPONENT
+from tasks.run.roles import OPPONENT
 from tasks.run.run import Run
 from tasks.run.run_log import folder_of
+from tasks.run.stage import OPTIONS, attempted
 from tasks.weight_sync import publish_and_sync
 
 

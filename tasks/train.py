@@ -24,31 +24,28 @@ from storage.runs.commit_log import Commit, head
 from storage.runs.live import goes_on_as, is_done
 from storage.runs.run_store import RunStore
 from tasks.commit import snapshot
-from tasks.evaluation.evaluate import evaluation
-from tasks.evaluation.schedule import Evaluations, evaluations
+from tasks.evaluation.evaluate import Evaluations, evaluation, evaluations
+from tasks.reporting.artifacts import skipped
 from tasks.reporting.listeners import reporting_on
-from tasks.reporting.skipped import skipped
 from tasks.reporting.terminal import Terminal
 from tasks.results import RunSummary, Updated
-from tasks.run.continue_from import NothingNew
+from tasks.run.beginning import NothingNew
+from tasks.run.clock import StepGivenUp
 from tasks.run.events import Note, SnapshotStored, StepBegan
-from tasks.run.findings import curves_of_one_machine, slow_here
 from tasks.run.flow_options import forget_results, result_of
 from tasks.run.flow_run import (
     attempt,
     begun_before,
     deployment_name,
     filled_in,
+    name_before,
     part_from_earlier_attempts,
 )
-from tasks.run.flow_run_names import name_before
 from tasks.run.life_cycle import BranchEnded, begun_anew, finish, shown, started
-from tasks.run.opening import open_run
-from tasks.run.preflight import check
-from tasks.run.recorded_flow import path_of
-from tasks.run.resuming import told_kept
+from tasks.run.opening import open_run, told_kept
+from tasks.run.preflight import check, curves_of_one_machine, slow_here
 from tasks.run.run import Run
-from tasks.run.staleness_gate import StepGivenUp
+from tasks.run.run_record import path_of
 from tasks.start import start_engines
 
 

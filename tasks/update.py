@@ -20,14 +20,12 @@ from engines.workers.pool import Assignment
 from storage.batches.forest import LENGTHS, PARENTS
 from storage.batches.refs import BatchRef
 from storage.objects.documents import key_of
-from tasks.parts import Part, discard, spread
 from tasks.results import TrainBatch, Updated
 from tasks.run.attempts import Attempt
-from tasks.run.retries import OPTIONS, attempted
-from tasks.run.roles.role import EngineRole
-from tasks.run.roles.scoring import PLANNER
-from tasks.run.roles.training import ACTOR
+from tasks.run.contract import EngineRole
+from tasks.run.roles import ACTOR, PLANNER
 from tasks.run.run import Run
+from tasks.run.stage import OPTIONS, Part, attempted, discard, spread
 
 T = TypeVar("T", bound=Trainer)
 

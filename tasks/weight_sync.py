@@ -15,11 +15,10 @@ from storage.runs.forks import shared_weights
 from storage.runs.weights import WeightsRef
 from tasks.results import Synced, Updated
 from tasks.run.events import Note, WeightsPublished
-from tasks.run.forking import parent_config
-from tasks.run.retries import OPTIONS, attempted
-from tasks.run.roles.sampling import ROLLOUT
-from tasks.run.roles.training import ACTOR
+from tasks.run.roles import ACTOR, ROLLOUT
 from tasks.run.run import Run
+from tasks.run.run_record import parent_config
+from tasks.run.stage import OPTIONS, attempted
 
 
 @task(name="weight_sync", task_run_name="weight_sync", **OPTIONS)

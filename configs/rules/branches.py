@@ -33,13 +33,12 @@ def _most(config: RunConfig) -> int:
 
 BRANCHES: tuple[Rule[RunConfig], ...] = (
     *where(
-        lambda config: config.most_paths > 1,
+        lambda config: config.episodes is not None and config.episodes.are_forests,
         Rule[RunConfig](
             needs=lambda config: not _along_one_path(config)[0],
             says=lambda config: (
                 f"{_along_one_path(config)[0]} goes from each token to the next one, and episodes "
-                f"may branch, where several come next. Set {_along_one_path(config)[1]}, or for an "
-                "agent episodes.branches = false."
+                f"may branch, where several come next. Set {_along_one_path(config)[1]}."
             ),
             new_runs_only=True,
         ),
@@ -47,7 +46,7 @@ BRANCHES: tuple[Rule[RunConfig], ...] = (
     *where(
         lambda config: config.episodes is not None and config.episodes.max_tokens is not None,
         Rule[RunConfig](
-            needs=lambda config: config.most_paths > 1,
+            needs=lambda config: config.episodes is not None and config.episodes.are_forests,
             says=lambda config: (
                 f"episodes.max_tokens = {_most(config)} is of all branches of an episode, and these "
                 "episodes have one. Set it to null; rollout.max_new_tokens is their limit."

@@ -86,8 +86,8 @@ def generalized_jsd(logprobs: Tensor, teacher_logprobs: Tensor, beta: float = 0.
     Returns:
         [T], nats, with gradient.
     """
-    both = torch.stack([teacher_logprobs + math.log(beta), logprobs + math.log1p(-beta)])
-    mixture = both.logsumexp(0)
+    parts = torch.stack([teacher_logprobs + math.log(beta), logprobs + math.log1p(-beta)])
+    mixture = parts.logsumexp(0)
     return beta * forward_kl(mixture, teacher_logprobs) + (1 - beta) * forward_kl(mixture, logprobs)
 
 

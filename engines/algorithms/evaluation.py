@@ -30,7 +30,7 @@ class PairedTest:
     p_value: float  # two-sided
 
 
-def pass_at_k(samples: NDArray[np.int64], right: NDArray[np.int64], k: int) -> float:
+def pass_at_k(samples: NDArray[np.int64], correct: NDArray[np.int64], k: int) -> float:
     """Probability that at least one of k samples of a prompt is right; mean over prompts.
 
     mean over prompts of 1 - C(n - c, k) / C(n, k), unbiased (arXiv:2107.03374, eq. 1); the mean over
@@ -38,7 +38,7 @@ def pass_at_k(samples: NDArray[np.int64], right: NDArray[np.int64], k: int) -> f
 
     Args:
         samples: [P] n of each prompt, at least k.
-        right: [P] c of them are right.
+        correct: [P] c of them are right.
         k: samples of which one has to be right.
 
     n = 5, c = 2, k = 2: 1 - C(3, 2) / C(5, 2) = 1 - 3 / 10 = 0.7.
@@ -46,7 +46,7 @@ def pass_at_k(samples: NDArray[np.int64], right: NDArray[np.int64], k: int) -> f
     assert len(samples) and samples.min() >= k >= 1
     missed = np.ones(len(samples))
     for i in range(k):  # C(n - c, k) / C(n, k) as a product of k factors
-        missed *= np.maximum(samples - right - i, 0) / (samples - i)
+        missed *= np.maximum(samples - correct - i, 0) / (samples - i)
     return float((1 - missed).mean())
 
 
@@ -101,11 +101,11 @@ def paired_test(
     )
 
 
-def _p_value(sizes: NDArray[np.float64], seen: float, seed: int) -> float:
+def _p_value(sizes: NDArray[np.float64], statistic: float, seed: int) -> float:
     """sizes: [m] of the differences that are none."""
     if not len(sizes):
         return 1.0
-    far = abs(seen) * (1 - 1e-12) - 1e-12  # sums that are equal but for rounding are as far
+    far = abs(statistic) * (1 - 1e-12) - 1e-12  # sums that are equal but for rounding are as far
     if len(sizes) <= EXACT:
         codes = np.arange(1 << len(sizes))[:, None] >> np.arange(len(sizes))
         sums = ((codes & 1) * 2 - 1) @ sizes
@@ -120,7 +120,7 @@ def _p_value(sizes: NDArray[np.float64], seen: float, seed: int) -> float:
 
 def _portions(columns: int) -> Iterator[int]:
     """Draws to be made at a time, DRAWS in all, of so many numbers each."""
-    size, left = max(1, AT_ONCE // columns), DRAWS
-    while left > 0:
-        yield min(size, left)
-        left -= size
+    size, remaining = max(1, AT_ONCE // columns), DRAWS
+    while remaining > 0:
+        yield min(size, remaining)
+        remaining -= size

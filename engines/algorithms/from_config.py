@@ -74,8 +74,8 @@ def loss_of(algorithm: AlgorithmConfig) -> PolicyLoss:
     """
     if not isinstance(algorithm.loss, UserFunction):
         return POLICY_LOSSES[algorithm.loss.kind]
-    found = imported(algorithm.loss.path)
-    return found if isinstance(found, PolicyLoss) else PolicyLoss(loss=found)
+    loss = imported(algorithm.loss.path)
+    return loss if isinstance(loss, PolicyLoss) else PolicyLoss(loss=loss)
 
 
 def corrections_of(algorithm: AlgorithmConfig) -> tuple[Step, ...]:
@@ -103,10 +103,10 @@ def estimator_of(algorithm: AlgorithmConfig) -> tuple[Estimator, Scope]:
         return no_advantages, Scope.GROUP
     if not isinstance(choice, UserFunction):
         return ADVANTAGES[choice.kind], scope_of(choice.kind, choice.arguments())
-    found = imported(choice.path)
-    if isinstance(found, AdvantageEstimator):
-        return found.estimator, Scope.GROUP if found.per_group else Scope.BATCH
-    return found, Scope.BATCH
+    function = imported(choice.path)
+    if isinstance(function, AdvantageEstimator):
+        return function.estimator, Scope.GROUP if function.per_group else Scope.BATCH
+    return function, Scope.BATCH
 
 
 def fields_of(algorithm: AlgorithmConfig) -> frozenset[str]:
@@ -114,8 +114,8 @@ def fields_of(algorithm: AlgorithmConfig) -> frozenset[str]:
     choice = algorithm.advantage
     penalty = {"logprobs", "ref_logprobs"} if reward_kl_of(algorithm) is not None else set()
     taught = {"logprobs", "teacher_logprobs"} if _reverse_kl_of(algorithm) is not None else set()
-    own = ALL_FIELDS if isinstance(choice, UserFunction) else NEEDS.get(choice.kind, frozenset())
-    return own | penalty | taught
+    fields = ALL_FIELDS if isinstance(choice, UserFunction) else NEEDS.get(choice.kind, frozenset())
+    return fields | penalty | taught
 
 
 def with_teacher(task: Advantages, batch: AdvantageBatch, algorithm: AlgorithmConfig) -> Advantages:

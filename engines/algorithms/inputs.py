@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engines.algorithms.aggregation import MetricSums, largest_of, mean_over
-from engines.algorithms.jagged import Kept, Rows
+from engines.algorithms.aggregation import Kept, MetricSums, Rows, largest_of, mean_over
 
 LOG_RATIO_BOUND = 20.0  # nats; beyond it a ratio is constant, so that exp cannot overflow
 
@@ -63,10 +62,10 @@ class Paths:
 
     def of_tokens(self, tokens: Rows) -> Tensor:
         """The segment of each of the T tokens of the samples, -1 past the last one; int64 [T]."""
-        found = torch.full_like(tokens.ids, -1)
+        places = torch.full_like(tokens.ids, -1)
         inside = Rows.of_lengths(self.lengths)
-        found[self.starts(tokens)[inside.ids] + inside.within()] = inside.ids
-        return found
+        places[self.starts(tokens)[inside.ids] + inside.within()] = inside.ids
+        return places
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,15 +126,15 @@ class AdvantageBatch:
         """Reward of each token [T]: `rewards` stands on the last token with mask 1."""
         if self.token_rewards is not None:
             return self.token_rewards.where(self.mask, 0.0)
-        kept = self.rows.kept(self.mask)
-        return kept.put(self.dense_kept(kept))
+        tokens = self.rows.kept(self.mask)
+        return tokens.put(self.dense_kept(tokens))
 
-    def dense_kept(self, kept: Kept) -> Tensor:
-        """As dense, of the tokens with mask 1 only: [kept]; kept: rows.kept(mask)."""
+    def dense_kept(self, tokens: Kept) -> Tensor:
+        """As dense, of the tokens with mask 1 only: [kept]; tokens: rows.kept(mask)."""
         if self.token_rewards is not None:
-            return kept.take(self.token_rewards)
-        dense = self.rewards.new_zeros(kept.rows.ids.numel())
-        filled, last = kept.rows.ends()
+            return tokens.take(self.token_rewards)
+        dense = self.rewards.new_zeros(tokens.rows.ids.numel())
+        filled, last = tokens.rows.ends()
         dense[last] = self.rewards[filled]
         return dense
 

@@ -21,8 +21,7 @@ from engines.algorithms.distillation import DistillationTerm
 from engines.algorithms.inputs import PolicyBatch
 from engines.algorithms.kl import KLPenalty
 from engines.algorithms.losses import PolicyLoss
-from engines.algorithms.rollout_correction import Mismatch, Step, correct
-from engines.algorithms.rollout_correction_sums import correction_sums, gap_sums
+from engines.algorithms.rollout_correction import Mismatch, Step, correct, correction_sums, gap_sums
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,8 +90,13 @@ class Objective:
         """
         batch = self._against(batch)
         batch, metrics = self._corrected(batch)
-        trained = self._trained(batch).sum().float()
-        metrics += MetricSums(sums={"trained_tokens": trained})
+        trained = batch.mask  # tokens that have a part in the loss
+        weighs_all = (
+            self.kl is not None or self.entropy_coefficient or self.distillation is not None
+        )
+        if not (weighs_all or batch.weights is None or self.method.own_weights):
+            trained = trained & (batch.under_mask(batch.weights) != 0)
+        metrics += MetricSums(sums={"trained_tokens": trained.sum().float()})
         loss, policy_metrics = self._policy_term(batch, normaliser)
         metrics += policy_metrics
         if self.kl is not None:
@@ -112,15 +116,6 @@ class Objective:
                 low = entropy.clamp(max=self.entropy_floor) if self.entropy_floor else entropy
                 loss = loss - self.entropy_coefficient * self._aggregated(low, batch, normaliser)
         return loss, metrics + MetricSums(sums={"loss": loss.detach() / normaliser.ranks})
-
-    def _trained(self, batch: PolicyBatch) -> Tensor:
-        """Tokens that have a part in the loss of a corrected batch: bool [T]."""
-        weighs_all = (
-            self.kl is not None or self.entropy_coefficient or self.distillation is not None
-        )
-        if weighs_all or batch.weights is None or self.method.own_weights:
-            return batch.mask
-        return batch.mask & (batch.under_mask(batch.weights) != 0)
 
     def _against(self, batch: PolicyBatch) -> PolicyBatch:
         """The batch with the log-probs that stand below the ratio as its old_logprobs."""
@@ -240,5 +235,5 @@ def loglinear(logprobs: Tensor, rollout_logprobs: Tensor, staleness: Tensor) -> 
     """
     policy, behaviour = logprobs.detach(), rollout_logprobs.detach()
     stale = staleness.to(policy.dtype).clamp(min=0)
-    found = behaviour + stale / (stale + 1) * (policy - behaviour)
-    return torch.where(behaviour.isnan(), policy, found)
+    proximal = behaviour + stale / (stale + 1) * (policy - behaviour)
+    return torch.where(behaviour.isnan(), policy, proximal)

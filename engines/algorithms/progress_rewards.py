@@ -71,20 +71,22 @@ def progress_rewards(
     nearest = np.full(len(points), -1, np.int64)
     clusters: list[SuccessCluster] = []
     for task in np.unique(tasks).tolist():
-        won, lost = (np.flatnonzero((tasks == task) & one) for one in (success, ~success))
+        won, lost = (np.flatnonzero((tasks == task) & outcome) for outcome in (success, ~success))
         if not len(won):
             continue
-        own = [
+        of_task = [
             SuccessCluster(task=task, members=won[members], centre=points[won[members]].mean(0))
             for members in success_clusters(points[won], eps, min_samples)
         ]
         if len(lost):
-            each = np.stack([np.linalg.norm(points[lost] - one.centre, axis=1) for one in own])
+            each = np.stack(
+                [np.linalg.norm(points[lost] - cluster.centre, axis=1) for cluster in of_task]
+            )
             distances[lost] = each.min(0)
             nearest[lost] = len(clusters) + each.argmin(0)
             scaled = scaled_distances(distances[lost])
             rewards[lost] = ceiling * logistic(steepness * (middle - scaled))
-        clusters += own
+        clusters += of_task
     return ProgressRewards(
         rewards=rewards, distances=distances, nearest=nearest, clusters=tuple(clusters)
     )
@@ -103,8 +105,8 @@ def success_clusters(
 
     scaled = StandardScaler().fit_transform(points)
     labels = DBSCAN(eps=eps, min_samples=min_samples).fit(scaled).labels_
-    found = [np.flatnonzero(labels == label) for label in range(int(labels.max(initial=-1)) + 1)]
-    return found or [np.arange(len(points))]
+    members = [np.flatnonzero(labels == label) for label in range(int(labels.max(initial=-1)) + 1)]
+    return members or [np.arange(len(points))]
 
 
 def scaled_distances(distances: NDArray[np.float64]) -> NDArray[np.float64]:

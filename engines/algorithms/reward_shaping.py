@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.algorithms.aggregation import MetricSums, mean_over
-from engines.algorithms.groups import Groups
-from engines.algorithms.jagged import Rows, divide
+from engines.algorithms.aggregation import MetricSums, Rows, divide, mean_over
+from engines.algorithms.group_advantages import Groups
 
 
 def overlong_penalty(

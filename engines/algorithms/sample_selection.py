@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.algorithms.groups import Groups
+from engines.algorithms.group_advantages import Groups
 
 
 def informative_groups(rewards: Tensor, groups: Tensor, *, keep_lone: bool) -> Tensor:
@@ -64,9 +64,9 @@ def top_p_groups(rewards: Tensor, groups: Tensor, *, share: float) -> Tensor:
     group = Groups.of(groups)
     deviation, order = group.deviation(rewards).sort(descending=True, stable=True)
     before = deviation.cumsum(0) - deviation
-    kept = (before < share * deviation.sum() * (1 - 1e-12)) & (deviation > 0)
-    chosen = kept.new_zeros(kept.numel())
-    chosen[order] = kept
+    selected = (before < share * deviation.sum() * (1 - 1e-12)) & (deviation > 0)
+    chosen = selected.new_zeros(selected.numel())
+    chosen[order] = selected
     return chosen[group.member]
 
 
@@ -131,10 +131,10 @@ def select(
     left_out_by = torch.full_like(groups, -1)
     metrics: dict[str, float] = {}
     for number, rule in enumerate(rules):
-        left = keep.nonzero().squeeze(-1)
-        seen = given if rule.before_shaping and given is not None else rewards
-        keep[left] = rule.function(seen[left], groups[left], **rule.params)
-        left_out_by[left] = torch.where(keep[left], -1, number)
+        places = keep.nonzero().squeeze(-1)
+        values = given if rule.before_shaping and given is not None else rewards
+        keep[places] = rule.function(values[places], groups[places], **rule.params)
+        left_out_by[places] = torch.where(keep[places], -1, number)
         name = f"{rule.name}_left_out"
-        metrics[name] = metrics.get(name, 0.0) + float(left.numel() - int(keep.sum()))
+        metrics[name] = metrics.get(name, 0.0) + float(places.numel() - int(keep.sum()))
     return Selected(keep=keep, left_out_by=left_out_by, metrics=metrics)

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engines.algorithms.group_advantages import grpo
-from engines.algorithms.groups import Groups, whitened_rows
+from engines.algorithms.aggregation import Rows, cumulative_sums, discounted_sums, divide
+from engines.algorithms.group_advantages import Groups, grpo, whitened_rows
 from engines.algorithms.inputs import AdvantageBatch, Advantages
-from engines.algorithms.jagged import Rows, cumulative_sums, discounted_sums, divide
 
 
 def gae(batch: AdvantageBatch, *, gamma: float, lam: float, whiten: bool) -> Advantages:
@@ -37,15 +36,15 @@ def gae(batch: AdvantageBatch, *, gamma: float, lam: float, whiten: bool) -> Adv
         whiten: scale A to mean 0 and variance 1 over the tokens.
     """
     assert batch.values is not None, "gae needs the critic's values"
-    kept = batch.rows.kept(batch.mask)
-    values = kept.take(batch.values)
-    delta = batch.dense_kept(kept) - values
-    delta[:-1] += gamma * _inside(values[1:], kept.rows)
-    advantages = discounted_sums(delta, kept.rows, gamma * lam)
+    tokens = batch.rows.kept(batch.mask)
+    values = tokens.take(batch.values)
+    delta = batch.dense_kept(tokens) - values
+    delta[:-1] += gamma * _inside(values[1:], tokens.rows)
+    advantages = discounted_sums(delta, tokens.rows, gamma * lam)
     returns = advantages + values
     if whiten:
-        advantages = whitened_rows(advantages, kept.rows, batch.moments)
-    return Advantages(advantages=kept.put(advantages), returns=kept.put(returns))
+        advantages = whitened_rows(advantages, tokens.rows, batch.moments)
+    return Advantages(advantages=tokens.put(advantages), returns=tokens.put(returns))
 
 
 def reinforce_plus_plus(batch: AdvantageBatch, *, gamma: float) -> Advantages:
@@ -57,10 +56,10 @@ def reinforce_plus_plus(batch: AdvantageBatch, *, gamma: float) -> Advantages:
         batch: N samples.
         gamma: discount per token.
     """
-    kept = batch.rows.kept(batch.mask)
-    returns = discounted_sums(batch.dense_kept(kept), kept.rows, gamma)
-    advantages = whitened_rows(returns, kept.rows, batch.moments)
-    return Advantages(advantages=kept.put(advantages), returns=kept.put(returns))
+    tokens = batch.rows.kept(batch.mask)
+    returns = discounted_sums(batch.dense_kept(tokens), tokens.rows, gamma)
+    advantages = whitened_rows(returns, tokens.rows, batch.moments)
+    return Advantages(advantages=tokens.put(advantages), returns=tokens.put(returns))
 
 
 def reinforce(batch: AdvantageBatch, *, gamma: float) -> Advantages:
@@ -70,8 +69,8 @@ def reinforce(batch: AdvantageBatch, *, gamma: float) -> Advantages:
         batch: N samples.
         gamma: discount per token.
     """
-    kept = batch.rows.kept(batch.mask)
-    returns = kept.put(discounted_sums(batch.dense_kept(kept), kept.rows, gamma))
+    tokens = batch.rows.kept(batch.mask)
+    returns = tokens.put(discounted_sums(batch.dense_kept(tokens), tokens.rows, gamma))
     return Advantages(advantages=returns, returns=returns)
 
 
@@ -114,7 +113,7 @@ def gigpo(
         among: whose turns are compared: "group", of the prompt's samples; "batch", of all.
     """
     episode = _within_groups(normalize, epsilon)(batch, lone="reward").advantages
-    kept = batch.rows.kept(batch.mask)
+    tokens = batch.rows.kept(batch.mask)
     turns = turns_of(batch, gamma)
     per_turn = batch.turn_advantages
     if per_turn is None:
@@ -123,7 +122,7 @@ def gigpo(
             state = torch.unique(turns.states, return_inverse=True)[1]
             same = Groups.of(batch.groups).member[turns.row] * (state.numel() + 1) + state
         per_turn = among_turns(turns.returns, same, normalize, epsilon)
-    total = episode + step_weight * kept.put(turns.rows.spread(per_turn))
+    total = episode + step_weight * tokens.put(turns.rows.spread(per_turn))
     return Advantages(advantages=total, returns=total)
 
 
@@ -150,8 +149,8 @@ def turns_of(batch: AdvantageBatch, gamma: float) -> Turns:
         gamma: discount per turn.
     """
     assert batch.steps is not None and batch.states is not None, "gigpo needs steps and states"
-    kept = batch.rows.kept(batch.mask)
-    rows, steps = kept.rows, kept.take(batch.steps)
+    tokens = batch.rows.kept(batch.mask)
+    rows, steps = tokens.rows, tokens.take(batch.steps)
     begins = torch.ones_like(steps, dtype=torch.bool)
     begins[1:] = (steps[1:] != steps[:-1]) | (rows.ids[1:] != rows.ids[:-1])
     first = begins.nonzero().squeeze(-1)
@@ -160,8 +159,8 @@ def turns_of(batch: AdvantageBatch, gamma: float) -> Turns:
     samples = Rows.of_lengths(torch.bincount(row, minlength=rows.count))
     return Turns(
         rows=turns,
-        returns=discounted_sums(turns.sum(batch.dense_kept(kept)), samples, gamma),
-        states=kept.take(batch.states)[first],
+        returns=discounted_sums(turns.sum(batch.dense_kept(tokens)), samples, gamma),
+        states=tokens.take(batch.states)[first],
         row=row,
         samples=samples,
     )
@@ -176,9 +175,9 @@ def among_turns(returns: Tensor, states: Tensor, normalize: bool, epsilon: float
         normalize: divide by the state's standard deviation (divisor n - 1).
         epsilon: added to it.
     """
-    one = torch.ones_like(states)  # a token stands for each turn
+    ones = torch.ones_like(states)  # a token stands for each turn
     turns = AdvantageBatch(
-        rows=Rows.of_lengths(one), mask=one.bool(), rewards=returns, groups=states
+        rows=Rows.of_lengths(ones), mask=ones.bool(), rewards=returns, groups=states
     )
     return _within_groups(normalize, epsilon)(turns, lone="zero").advantages
 
@@ -239,19 +238,19 @@ def multi_turn_optimal_token_baseline(
     """
     returns = rewards_to_go(batch)
     groups = Groups.of(batch.groups, batch.rows.tokens(batch.mask) > 0)
-    kept = batch.rows.kept(batch.mask)
+    tokens = batch.rows.kept(batch.mask)
     weights = batch.correction_weights
     packed = dataclasses.replace(
         batch,
-        rows=kept.rows,
-        mask=kept.take(batch.mask),
-        logprobs=None if batch.logprobs is None else kept.take(batch.logprobs),
-        sum_pi_squared=None if batch.sum_pi_squared is None else kept.take(batch.sum_pi_squared),
-        correction_weights=None if weights is None else kept.take(weights),
+        rows=tokens.rows,
+        mask=tokens.take(batch.mask),
+        logprobs=None if batch.logprobs is None else tokens.take(batch.logprobs),
+        sum_pi_squared=None if batch.sum_pi_squared is None else tokens.take(batch.sum_pi_squared),
+        correction_weights=None if weights is None else tokens.take(weights),
     )
-    own = kept.take(returns)
-    baseline = _baseline(packed, groups, own, zero_tail, epsilon)
-    return Advantages(advantages=kept.put(own - baseline), returns=returns)
+    values = tokens.take(returns)
+    baseline = _baseline(packed, groups, values, zero_tail, epsilon)
+    return Advantages(advantages=tokens.put(values - baseline), returns=returns)
 
 
 def _baseline(

@@ -26,9 +26,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engines.algorithms.groups import Groups, whitened_rows
+from engines.algorithms.aggregation import divide
+from engines.algorithms.group_advantages import Groups, whitened_rows
 from engines.algorithms.inputs import AdvantageBatch, Advantages, Paths
-from engines.algorithms.jagged import divide
 
 
 def tree(
@@ -66,8 +66,8 @@ def tree(
     centred = _against_mean(subtrees, rewards[rows])
     first = len(rewards)  # the groups themselves come first
     alone = subtrees.alone() & (torch.arange(len(ids), device=ids.device) < first)
-    own = rewards.double()[rows] if lone == "reward" else torch.zeros_like(centred)
-    centred = torch.where(alone, own, centred)
+    fallback = rewards.double()[rows] if lone == "reward" else torch.zeros_like(centred)
+    centred = torch.where(alone, fallback, centred)
     counts = subtrees.sizes[subtrees.member] > 1
     if drop_equal_subgroups:
         counts = counts & ~subtrees.uniform(rewards[rows])[subtrees.member]
@@ -107,9 +107,9 @@ def tree_segment(
     modified = _weighted_mean(len(rewards), rows, centred, subtrees.sizes[subtrees.member])
     nodes = _Nodes(batch, paths, present)
     values = nodes.values(modified)
-    left = paths.rows.lengths[paths.rows.ids] - paths.rows.within()  # K - k + 1
+    remaining = paths.rows.lengths[paths.rows.ids] - paths.rows.within()  # K - k + 1
     before = nodes.before(values)
-    added = values[nodes.member] - discount ** left.double() * before
+    added = values[nodes.member] - discount ** remaining.double() * before
     return _by_segment(batch, paths, added, present, whiten, prefix_weight)
 
 
@@ -135,8 +135,8 @@ def tree_sibling(
     siblings = Groups.of(nodes.siblings, nodes.counted)
     centred = _against_mean(siblings, values)
     spread = siblings.mean(centred.square())[siblings.member].sqrt()
-    own = values if lone == "reward" else torch.zeros_like(values)
-    scaled = torch.where(siblings.alone(), own, divide(centred, spread))
+    fallback = values if lone == "reward" else torch.zeros_like(values)
+    scaled = torch.where(siblings.alone(), fallback, divide(centred, spread))
     added = scaled[nodes.member] - nodes.before(scaled)
     return _by_segment(batch, paths, added, present, whiten, prefix_weight)
 
@@ -165,8 +165,8 @@ def _weighted_mean(count: int, rows: Tensor, values: Tensor, weights: Tensor) ->
     """Mean by row, float64 [count], of values [E] with weights [E]; one with weight 0 is not read."""
     total = weights.new_zeros(count).index_add_(0, rows, weights)
     share = divide(weights, total[rows])
-    kept = torch.where(weights > 0, share * values, 0.0)
-    return kept.new_zeros(count).index_add_(0, rows, kept)
+    parts = torch.where(weights > 0, share * values, 0.0)
+    return parts.new_zeros(count).index_add_(0, rows, parts)
 
 
 class _Nodes:
@@ -187,8 +187,8 @@ class _Nodes:
         group = keys.new_zeros(count).index_copy_(0, self.member, groups[self._rows])
         # Nodes of one parent share a number; those of the prompt, their group's.
         self.siblings = torch.where(self._parent >= 0, self._parent, count + group)
-        seen = keys.new_zeros(count).index_add_(0, self.member, present[self._rows].long())
-        self.counted = seen > 0  # bool [M]; whether a sample with a reward goes through it
+        sizes = keys.new_zeros(count).index_add_(0, self.member, present[self._rows].long())
+        self.counted = sizes > 0  # bool [M]; whether a sample with a reward goes through it
 
     def values(self, leaves: Tensor) -> Tensor:
         """V of each node, float64 [M], from that of each sample [N]; 0 where no reward is."""
@@ -221,11 +221,11 @@ def _by_segment(
     prefix_weight: str,
 ) -> Advantages:
     """Advantages from a number for each segment [S]."""
-    kept = torch.where(present[paths.rows.ids], added, 0.0)
+    parts = torch.where(present[paths.rows.ids], added, 0.0)
     segment = paths.of_tokens(batch.rows)
     inside = batch.mask & (segment >= 0)
     per_token = batch.rewards.new_zeros(segment.numel())
-    per_token[inside] = kept.to(batch.rewards.dtype)[segment[inside]]
+    per_token[inside] = parts.to(batch.rewards.dtype)[segment[inside]]
     return _finished(batch, paths, per_token, whiten, prefix_weight)
 
 
@@ -234,8 +234,8 @@ def _finished(
 ) -> Advantages:
     """Whitened over all tokens, and shared ones in one completion only, where that is asked for."""
     if whiten:
-        kept = batch.rows.kept(batch.mask)
-        advantages = kept.put(whitened_rows(kept.take(advantages), kept.rows, batch.moments))
+        tokens = batch.rows.kept(batch.mask)
+        advantages = tokens.put(whitened_rows(tokens.take(advantages), tokens.rows, batch.moments))
     if prefix_weight == "per_leaf":
         return Advantages(advantages=advantages, returns=advantages)
     advantages, mask = _once(batch, paths, advantages)
@@ -259,5 +259,5 @@ def _once(batch: AdvantageBatch, paths: Paths, advantages: Tensor) -> tuple[Tens
     first = first.scatter_reduce_(0, tokens.member, at, "amin")
     mask = batch.mask & (first[tokens.member] == place)
     alone = tokens.sizes[tokens.member] == 1
-    found = torch.where(alone, advantages.double(), mean).to(advantages.dtype)
-    return torch.where(mask, found, 0.0), mask
+    advantage = torch.where(alone, advantages.double(), mean).to(advantages.dtype)
+    return torch.where(mask, advantage, 0.0), mask

@@ -21,14 +21,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from urllib.parse import urlsplit
 
 import psutil
 
+from configs.cluster import PoolConfig
+from engines.processes.dask_settings import Certificates
 from engines.processes.parent_death import adopt_orphans, die_with_parent
+from engines.processes.process_setup import C_LIBRARIES
 from engines.processes.process_tree import descendants, kill_all
 from engines.workers.placement import this_node
 
@@ -38,6 +41,7 @@ QUICK = 60.0  # seconds: a worker that ends sooner has not got to work
 QUICK_DEATHS = 3  # of a worker, in a row, after which the job is given up
 ANSWER_TIMEOUT = 5.0  # seconds for the scheduler's port to open
 GRACE = 10.0  # seconds for the workers to end by themselves when the job is cancelled
+DEATH_TIMEOUT = 60  # seconds that a worker looks for the scheduler
 KILL_TIMEOUT = 5.0  # seconds for which killing goes on while processes appear
 
 
@@ -99,51 +103,74 @@ def answers(scheduler: str) -> bool:
     return True
 
 
-def tend(workers: Sequence[JobWorker], scheduler: str, told: Sequence[int]) -> int:
+def tend(workers: Sequence[JobWorker], scheduler: str, signals: Sequence[int]) -> int:
     """Start workers again that end, as long as the scheduler is there; returns the exit code.
 
-    `told`: signals to end that came in.
+    `signals`: those to end that came in.
     """
-    while not told:
+    while not signals:
         time.sleep(LOOK_EVERY)
-        ended = [one for one in workers if one.ended()]
-        kill_orphans({one.process.pid for one in workers if one not in ended})
+        ended = ended_of(workers)
         if not ended:
             continue
         if answers(scheduler):
-            if not _started_again(ended, told):
+            if not _started_again(ended, signals):
                 return 1
         elif len(ended) == len(workers):
             return 0
     # Slurm tells every process of a job that it is cancelled.
-    until = time.monotonic() + GRACE
-    while not all(one.ended() for one in workers) and time.monotonic() < until:
-        time.sleep(0.1)
+    await_ends(workers)
     return 0
 
 
-def _started_again(ended: Sequence[JobWorker], told: Sequence[int]) -> bool:
-    """Start workers again; False where one of them never gets to work, so that the job is over."""
-    for one in ended:
-        if one.count_death() >= QUICK_DEATHS:
-            one.note(f"it did so at once {QUICK_DEATHS} times, so the whole job ends.")
-            return False
-    time.sleep(PAUSE)
-    for one in ended:
-        if not told:
-            one.note("it is started again.")
-            one.start()
-    return True
+def ended_of(workers: Sequence[JobWorker]) -> list[JobWorker]:
+    """Those that have ended; what they have left behind is killed."""
+    ended = [worker for worker in workers if worker.ended()]
+    kill_orphans({worker.process.pid for worker in workers if worker not in ended})
+    return ended
 
 
-def kill_orphans(known: set[int]) -> None:
-    """End what workers that died have left behind: on its devices, too."""
-    orphans = [child for child in psutil.Process().children() if child.pid not in known]
-    below = [one for orphan in orphans for one in descendants(orphan.pid)]
+def kill_orphans(alive: set[int]) -> None:
+    """End what workers that died have left behind, on devices too; `alive`: pids of the others."""
+    orphans = [child for child in psutil.Process().children() if child.pid not in alive]
+    below = [process for orphan in orphans for process in descendants(orphan.pid)]
     kill_all([*orphans, *below])
     for orphan in orphans:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(orphan.pid, os.WNOHANG)
+
+
+def await_ends(workers: Sequence[JobWorker]) -> None:
+    """Give workers that are told to end time for it."""
+    until = time.monotonic() + GRACE
+    while not all(worker.ended() for worker in workers) and time.monotonic() < until:
+        time.sleep(0.1)
+
+
+def _started_again(ended: Sequence[JobWorker], signals: Sequence[int]) -> bool:
+    """Start workers again; False where one of them never gets to work, so that the job is over."""
+    for worker in ended:
+        if worker.count_death() >= QUICK_DEATHS:
+            worker.note(f"it did so at once {QUICK_DEATHS} times, so the whole job ends.")
+            return False
+    time.sleep(PAUSE)
+    for worker in ended:
+        if not signals:
+            worker.note("it is started again.")
+            worker.start()
+    return True
+
+
+def heard_signals(*numbers: int) -> list[int]:
+    """Take signals from now on instead of ending by them; they are added to what this returns."""
+    heard: list[int] = []
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+
+    for number in numbers:
+        signal.signal(number, hear)
+    return heard
 
 
 def end_all() -> None:
@@ -153,19 +180,36 @@ def end_all() -> None:
         time.sleep(0.02)
 
 
+def worker_options(pool: str, slots: int, certificates: Certificates | None) -> list[str]:
+    """Options of engines.clusters.worker for a pool's workers, in a job or not."""
+    words = ["--death-timeout", str(DEATH_TIMEOUT)]
+    words += ["--nthreads", str(slots + 1), "--resources", f"{pool}={slots}"]
+    if certificates is not None:
+        words += ["--protocol", "tls", "--tls-ca-file", certificates.ca]
+        words += ["--tls-cert", certificates.cert, "--tls-key", certificates.key]
+    return words
+
+
+def worker_variables(config: PoolConfig, env: Mapping[str, str]) -> dict[str, str]:
+    """Those of a pool's workers, in a job or not; `env`: what the pool's engines and settings add."""
+    threads = str(config.threads)
+    return {
+        **C_LIBRARIES,
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        **env,
+        **({} if config.gpus else {"CUDA_VISIBLE_DEVICES": ""}),
+    }
+
+
 def main() -> int:
     """Serve until the job ends or the scheduler is gone."""
     logs, count, each, scheduler, name_option, first, *options = sys.argv[1:]
     assert name_option == "--name"
     pool, _, number = first.rpartition("-")
-    told: list[int] = []
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        told.append(signum)
-
-    signal.signal(signal.SIGTERM, stop)
+    signals = heard_signals(signal.SIGTERM)
     adopt_orphans()
-    own = shares(this_node().gpus, int(count), int(each))
+    devices = shares(this_node().gpus, int(count), int(each))
     names = [f"{pool}-{int(number) + n}" for n in range(int(count))]
     try:
         workers = [
@@ -175,9 +219,9 @@ def main() -> int:
                 {"CUDA_VISIBLE_DEVICES": gpus},
                 Path(logs) / f"{name}.log",
             )
-            for name, gpus in zip(names, own, strict=True)
+            for name, gpus in zip(names, devices, strict=True)
         ]
-        return tend(workers, scheduler, told)
+        return tend(workers, scheduler, signals)
     finally:
         end_all()
 

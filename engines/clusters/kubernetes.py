@@ -27,16 +27,16 @@ from configs.environment import own_pod
 from engines.clusters.opening import Environments, StartedCluster
 from engines.clusters.pods import (
     Resource,
-    both,
     gibibytes,
     grace_seconds,
+    joined,
     merge_patch,
     metadata,
     pod_spec,
 )
-from engines.processes.certificates import Certificates
+from engines.processes.dask_settings import Certificates
 from engines.processes.process_setup import C_LIBRARIES
-from engines.workers.cluster import Cluster
+from engines.workers.cluster import RemoteWorkers
 
 API = "kubernetes.dask.org/v1"
 PORT = 8786  # of the scheduler
@@ -73,8 +73,12 @@ def start(
     return StartedCluster(address=scheduler_address(config, name), remote=pods)
 
 
-class Pods:
-    """What was created in Kubernetes; the RemoteWorkers of a cluster there."""
+class Pods(RemoteWorkers):
+    """What was created in Kubernetes.
+
+    A pod that is evicted is replaced by its deployment, the operator keeps the groups at their size,
+    and pods have the certificates from a secret.
+    """
 
     def __init__(self) -> None:
         self._created: list[Any] = []  # kr8s' objects
@@ -88,39 +92,25 @@ class Pods:
         cls = new_class(
             kind=kind, version=resource["apiVersion"], namespaced=True, plural=KINDS[kind]
         )
-        made = cls(resource, namespace=resource["metadata"]["namespace"])
+        item = cls(resource, namespace=resource["metadata"]["namespace"])
         try:
-            made.create()
+            item.create()
         except (kr8s.ServerError, kr8s.NotFoundError) as error:
             raise ValueError(
-                f"Kubernetes refused {kind} {made.name}: {error}. Is what defines it installed "
+                f"Kubernetes refused {kind} {item.name}: {error}. Is what defines it installed "
                 "(Dask's operator; scheduler-plugins for a PodGroup), and may this service account "
                 "create it (refrain kubernetes render)?"
             ) from error
-        self._created.append(made)
-
-    def leaving(self) -> frozenset[str]:
-        """None: a pod that is evicted is replaced by its deployment."""
-        return frozenset()
-
-    def failure(self) -> str | None:
-        """None: pods may still come."""
-        return None
-
-    def certificate_files(self) -> None:
-        """None: pods have them from a secret."""
-
-    def watch(self, cluster: Cluster) -> None:
-        """Nothing: the operator keeps the groups at their size."""
+        self._created.append(item)
 
     def close(self) -> None:
         """Remove what was created, workers first."""
         import kr8s
 
         while self._created:
-            made = self._created.pop()
+            item = self._created.pop()
             try:
-                made.delete(propagation_policy="Background")
+                item.delete(propagation_policy="Background")
             except kr8s.NotFoundError:  # its owner is gone already
                 continue
 
@@ -194,12 +184,12 @@ def dask_cluster(config: ClusterConfig, name: str, owner: Mapping[str, str] | No
 
 def worker_group(config: ClusterConfig, name: str, pool: str, env: Mapping[str, str]) -> Resource:
     """The DaskWorkerGroup of a pool."""
-    wanted = config.pools[pool]
-    own = both(config.kubernetes, config.kubernetes.pools.get(pool, KubernetesPool()))
+    workers = config.pools[pool]
+    pods = joined(config.kubernetes, config.kubernetes.pools.get(pool, KubernetesPool()))
     variables = {
         **C_LIBRARIES,
-        "OMP_NUM_THREADS": str(wanted.threads),
-        "MKL_NUM_THREADS": str(wanted.threads),
+        "OMP_NUM_THREADS": str(workers.threads),
+        "MKL_NUM_THREADS": str(workers.threads),
         **env,
     }
     container = {
@@ -207,23 +197,23 @@ def worker_group(config: ClusterConfig, name: str, pool: str, env: Mapping[str, 
         "image": config.kubernetes.image,
         "args": [
             "python", "-P", "-m", "engines.clusters.worker", scheduler_address(config, name),
-            "--name", "$(DASK_WORKER_NAME)", "--nthreads", str(wanted.slots + 1),
-            "--resources", f"{pool}={wanted.slots}", "--death-timeout", str(DEATH_TIMEOUT),
+            "--name", "$(DASK_WORKER_NAME)", "--nthreads", str(workers.slots + 1),
+            "--resources", f"{pool}={workers.slots}", "--death-timeout", str(DEATH_TIMEOUT),
             "--local-directory", "/tmp", "--preload", PROBE[-1], *_tls_options(config),
         ],
         "env": [{"name": key, "value": value} for key, value in variables.items()],
-        "resources": _resources(config, wanted),
+        "resources": _resources(config, workers),
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}, *tls_mounts(config)],
         **_probes(config),
     }  # fmt: skip
-    if (patience := grace_seconds(own) - ENDING_SECONDS) > 0:
+    if (patience := grace_seconds(pods) - ENDING_SECONDS) > 0:
         words = [*PROBE, "idle", str(patience)]
         container["lifecycle"] = {"preStop": {"exec": {"command": words}}}
     if config.kubernetes.secret is not None:
         container["envFrom"] = [{"secretRef": {"name": config.kubernetes.secret}}]
     shm = {
         "name": "shm",  # the default of 64 MiB is too small for engines of several processes
-        "emptyDir": {"medium": "Memory", "sizeLimit": gibibytes(own.shared_memory_gib)},
+        "emptyDir": {"medium": "Memory", "sizeLimit": gibibytes(pods.shared_memory_gib)},
     }
     group = f"{name}-{pool}"
     return {
@@ -237,11 +227,11 @@ def worker_group(config: ClusterConfig, name: str, pool: str, env: Mapping[str, 
         "spec": {
             "cluster": name,
             "worker": {
-                "replicas": wanted.workers,
-                **_metadata(merge_patch(metadata(own), _gang_metadata(config, name))),
+                "replicas": workers.workers,
+                **_metadata(merge_patch(metadata(pods), _gang_metadata(config, name))),
                 "spec": _pod(
                     config,
-                    own,
+                    pods,
                     container,
                     [shm, *tls_volumes(config)],
                     {"dask.org/workergroup-name": group},
@@ -285,20 +275,20 @@ def _workers(config: ClusterConfig) -> int:
 
 def _owned(config: ClusterConfig, name: str, owner: Mapping[str, str] | None) -> Resource:
     """Metadata of a resource that goes with the pod `owner`, if there is one."""
-    found: Resource = {
+    fields: Resource = {
         "name": name,
         "namespace": config.kubernetes.namespace,
         "labels": {"app.kubernetes.io/name": "refrain"},
     }
     if owner is not None:
-        found["ownerReferences"] = [
+        fields["ownerReferences"] = [
             {"apiVersion": "v1", "kind": "Pod", "name": owner["name"], "uid": owner["uid"]}
         ]
-    return found
+    return fields
 
 
-def _metadata(found: Resource) -> Resource:
-    return {"metadata": found} if found else {}
+def _metadata(fields: Resource) -> Resource:
+    return {"metadata": fields} if fields else {}
 
 
 def _probes(config: ClusterConfig) -> Resource:
@@ -337,11 +327,11 @@ def _pod(
     return functools.reduce(merge_patch, patches, more | pod)
 
 
-def _resources(config: ClusterConfig, wanted: PoolConfig) -> Resource:
-    limits = {config.kubernetes.gpu_resource: str(wanted.gpus)} if wanted.gpus else {}
-    requests = {"cpu": str(wanted.threads), **limits}
-    if wanted.memory_gib is not None:
-        memory = f"{round(wanted.memory_gib * 1024)}Mi"
+def _resources(config: ClusterConfig, workers: PoolConfig) -> Resource:
+    limits = {config.kubernetes.gpu_resource: str(workers.gpus)} if workers.gpus else {}
+    requests = {"cpu": str(workers.threads), **limits}
+    if workers.memory_gib is not None:
+        memory = f"{round(workers.memory_gib * 1024)}Mi"
         limits["memory"] = requests["memory"] = memory
     return {"requests": requests, "limits": limits}
 

@@ -15,17 +15,20 @@ from configs.cluster import ClusterConfig
 from configs.imports import imported
 from engines.failures import ClusterLost
 from engines.processes.bounded import bounded
-from engines.processes.certificates import Certificates, certificates_for
-from engines.processes.node import NodePlan, WorkerPlan
-from engines.processes.node_process import NodeProcess
+from engines.processes.dask_settings import Certificates, certificates_for
+from engines.processes.node import NodePlan, NodeProcess, WorkerPlan
 from engines.processes.process_setup import check_shared_memory
-from engines.workers.cluster import ASK_TIMEOUT, Cluster, RemoteWorkers
-from engines.workers.host import HOST, EngineHost
-from engines.workers.membership import TellsOfWorkers, allowed_failures
-from engines.workers.on_worker import examine
-from engines.workers.outages import Say
+from engines.workers.cluster import (
+    ASK_TIMEOUT,
+    Cluster,
+    ComesBack,
+    RemoteWorkers,
+    Say,
+    TellsOfWorkers,
+    allowed_failures,
+)
+from engines.workers.host import HOST, EngineHost, examine
 from engines.workers.placement import check_placed, place_local, this_node
-from engines.workers.reconnecting import ComesBack
 
 if TYPE_CHECKING:
     from tornado.ioloop import IOLoop, PeriodicCallback
@@ -72,8 +75,8 @@ def open_cluster(
     cluster.start_timeout.
     """
     env = {
-        pool: {**(worker_env or {}).get(pool, {}), **wanted.env}
-        for pool, wanted in config.pools.items()
+        pool: {**(worker_env or {}).get(pool, {}), **workers.env}
+        for pool, workers in config.pools.items()
     }
     certificates = certificates_for(config.encryption)
     plugin = EngineHost()
@@ -94,8 +97,8 @@ def open_cluster(
         cluster.ask(cluster.client.register_plugin, plugin, name=HOST)
         if config.kind == "address":  # of others nobody but their nanny starts them again
             cluster.ask(cluster.client.register_plugin, ComesBack(), name=ComesBack.name)
-        for pool, wanted in config.pools.items():
-            cluster.wait(pool, wanted.workers, config.start_timeout, cancel)
+        for pool, workers in config.pools.items():
+            cluster.wait(pool, workers.workers, config.start_timeout, cancel)
         if config.kind != "local":
             check_members(cluster)
     except BaseException:
@@ -109,7 +112,7 @@ def check_cluster(config: ClusterConfig) -> str:
 
     Starts nothing.
     """
-    wanted = ", ".join(
+    plan = ", ".join(
         f"{pool} {pools.workers} x ({pools.threads} threads, {pools.gpus} GPUs)"
         for pool, pools in config.pools.items()
     )
@@ -117,11 +120,11 @@ def check_cluster(config: ClusterConfig) -> str:
         check_shared_memory()
         place_local(config.pools)
         here = this_node()
-        wanted += f" on this machine's {here.cores} cores and {len(here.gpus)} GPUs"
+        plan += f" on this machine's {here.cores} cores and {len(here.gpus)} GPUs"
     certificates_for(config.encryption)
     if config.kind in ("slurm", "ssh"):
         imported(f"{KINDS[config.kind]}:check")(config)
-    return f"{config.kind}: {wanted}"
+    return f"{config.kind}: {plan}"
 
 
 def _start_local(
@@ -244,21 +247,21 @@ def check_members(cluster: Cluster) -> None:
     """Refuse workers that others started otherwise than the plan needs them."""
     members = cluster.members()
     answers = cluster.ask(
-        cluster.client.run, examine, workers=[one.address for one in members.values()]
+        cluster.client.run, examine, workers=[member.address for member in members.values()]
     )
-    for one in members.values():
-        info = answers[one.address]
+    for member in members.values():
+        info = answers[member.address]
+        where = f"Worker {member.name} at {member.address}"
         if not info.nanny:
             raise ValueError(
-                f"Worker {one.name} at {one.address} has no nanny, so nobody would start it again. "
-                "Start it without --no-nanny."
+                f"{where} has no nanny, so nobody would start it again. Start it without --no-nanny."
             )
         if info.daemonic:
             raise ValueError(
-                f"Worker {one.name} at {one.address} may not start processes, which vLLM does. "
+                f"{where} may not start processes, which vLLM does. "
                 "Start it with DASK_DISTRIBUTED__WORKER__DAEMON=False."
             )
     check_placed(
         cluster.config.pools,
-        {one.name: (one.pool, answers[one.address].node) for one in members.values()},
+        {member.name: (member.pool, answers[member.address].node) for member in members.values()},
     )

@@ -9,23 +9,24 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 
 from configs.cluster import ClusterConfig, PoolConfig
-from engines.clusters.job_scripts import worker_options, worker_variables
 from engines.clusters.job_workers import (
-    GRACE,
     LOOK_EVERY,
     JobWorker,
     answers,
+    await_ends,
     end_all,
-    kill_orphans,
+    ended_of,
+    heard_signals,
     shares,
+    worker_options,
+    worker_variables,
 )
-from engines.processes.certificates import certificates_for
-from engines.processes.node_process import python_path
+from engines.processes.dask_settings import certificates_for
+from engines.processes.node import python_path
 from engines.processes.parent_death import adopt_orphans
 from engines.workers.placement import NodeResources, this_node
 
@@ -42,17 +43,17 @@ def check_machine(config: ClusterConfig, pool: str, count: int) -> None:
     certificates_for(config.encryption)
 
 
-def check_fits(pool: str, wanted: PoolConfig, count: int, node: NodeResources) -> None:
+def check_fits(pool: str, config: PoolConfig, count: int, node: NodeResources) -> None:
     """ValueError, in one sentence, where so many workers of a pool do not fit this machine."""
-    if len(node.gpus) < count * wanted.gpus:
+    if len(node.gpus) < count * config.gpus:
         raise ValueError(
-            f"{count} workers with cluster.pools.{pool}.gpus = {wanted.gpus} need "
-            f"{count * wanted.gpus} GPUs, and {node.name} lets this process use {len(node.gpus)}. "
+            f"{count} workers with cluster.pools.{pool}.gpus = {config.gpus} need "
+            f"{count * config.gpus} GPUs, and {node.name} lets this process use {len(node.gpus)}. "
             "Give a smaller number by --workers, or see to CUDA_VISIBLE_DEVICES."
         )
-    if wanted.threads > node.cores:
+    if config.threads > node.cores:
         raise ValueError(
-            f"cluster.pools.{pool}.threads = {wanted.threads}, but {node.name} has {node.cores} "
+            f"cluster.pools.{pool}.threads = {config.threads}, but {node.name} has {node.cores} "
             f"cores. Set it to at most {node.cores}."
         )
 
@@ -63,52 +64,45 @@ def serve(config: ClusterConfig, pool: str, names: Sequence[str], logs: Path, te
     `config`: of the runs that join, with the scheduler's address; `logs`: folder of a file for each.
     """
     assert config.address is not None
-    wanted, node = config.pools[pool], this_node()
+    pool_config, node = config.pools[pool], this_node()
     certificates = certificates_for(config.encryption)
-    options = [config.address, *worker_options(pool, wanted.slots, certificates)]
-    variables = worker_variables(wanted, wanted.env) | {"PYTHONPATH": python_path()}
+    options = [config.address, *worker_options(pool, pool_config.slots, certificates)]
+    variables = worker_variables(pool_config, pool_config.env) | {"PYTHONPATH": python_path()}
     logs.mkdir(parents=True, exist_ok=True, mode=0o700)
-    told: list[int] = []
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        told.append(signum)
-
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, stop)
+    signals = heard_signals(signal.SIGTERM, signal.SIGINT)
     adopt_orphans()
     try:
-        gpus = shares(node.gpus, len(names), wanted.gpus)
+        gpus = shares(node.gpus, len(names), pool_config.gpus)
         workers = [
             JobWorker(
                 name,
                 options,
-                variables | {"CUDA_VISIBLE_DEVICES": own},
+                variables | {"CUDA_VISIBLE_DEVICES": devices},
                 logs / f"{name}.log",
             )
-            for name, own in zip(names, gpus, strict=True)
+            for name, devices in zip(names, gpus, strict=True)
         ]
-        keep(workers, config.address, told, tell)
+        keep(workers, config.address, signals, tell)
         _let_end(workers)
     finally:
         end_all()
 
 
-def keep(workers: Sequence[JobWorker], scheduler: str, told: Sequence[int], tell: Tell) -> None:
+def keep(workers: Sequence[JobWorker], scheduler: str, signals: Sequence[int], tell: Tell) -> None:
     """Start workers again that end, once the scheduler is there, until a signal to end comes in."""
     due: dict[str, float] = {}  # of each worker that has ended: when it is started again
     away, ask = False, 0.0
-    while not told:
+    while not signals:
         time.sleep(LOOK_EVERY)
-        ended = [one for one in workers if one.ended()]
-        kill_orphans({one.process.pid for one in workers if one not in ended})
-        for one in ended:
-            if one.name not in due:
-                wait = min(FIRST_WAIT * 2 ** one.count_death(), LONGEST_WAIT)
-                due[one.name] = time.monotonic() + wait
+        ended = ended_of(workers)
+        for worker in ended:
+            if worker.name not in due:
+                wait = min(FIRST_WAIT * 2 ** worker.count_death(), LONGEST_WAIT)
+                due[worker.name] = time.monotonic() + wait
                 what = f"it is started again in {wait:g} s."
-                one.note(what)
-                tell(f"Worker {one.name} ended (status {one.process.returncode}): {what}")
-        ready = [one for one in ended if time.monotonic() >= due[one.name]]
+                worker.note(what)
+                tell(f"Worker {worker.name} ended (status {worker.process.returncode}): {what}")
+        ready = [worker for worker in ended if time.monotonic() >= due[worker.name]]
         if not ready or time.monotonic() < ask:
             continue
         ask = time.monotonic() + ASK_EVERY
@@ -117,16 +111,14 @@ def keep(workers: Sequence[JobWorker], scheduler: str, told: Sequence[int], tell
             away = not there
             state = "answers again" if there else "does not answer, and workers wait for it"
             tell(f"The scheduler at {scheduler} {state}.")
-        for one in ready if there else ():
-            del due[one.name]
-            one.start()
+        for worker in ready if there else ():
+            del due[worker.name]
+            worker.start()
 
 
-def _let_end(workers: Iterable[JobWorker]) -> None:
+def _let_end(workers: Sequence[JobWorker]) -> None:
     """Have workers say goodbye to the scheduler."""
-    for one in workers:
-        if not one.ended():
-            os.kill(one.process.pid, signal.SIGTERM)
-    until = time.monotonic() + GRACE
-    while not all(one.ended() for one in workers) and time.monotonic() < until:
-        time.sleep(0.1)
+    for worker in workers:
+        if not worker.ended():
+            os.kill(worker.process.pid, signal.SIGTERM)
+    await_ends(workers)

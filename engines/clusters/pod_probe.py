@@ -48,8 +48,8 @@ def page(name: str) -> str:
 
 def calls() -> float:
     """Calls that the worker carries out now."""
-    found = EXECUTING.search(page("metrics"))
-    return float(found[1]) if found else 0.0
+    match = EXECUTING.search(page("metrics"))
+    return float(match[1]) if match else 0.0
 
 
 def wait_until_idle(seconds: float) -> bool:

@@ -16,23 +16,22 @@ GRACE_SECONDS = 120
 TMP = "/tmp"
 
 
-def both(common: KubernetesPods, own: Pods) -> Pods:
+def joined(common: KubernetesPods, pool: Pods) -> Pods:
     """A pool's settings, with those of all pods added, patches not: the pool's own go before them."""
     merged: dict[str, Any] = {}
-    all_pods, pool = dict(common), dict(own)
     for name in KubernetesPods.model_fields:
-        ours, theirs = all_pods[name], pool[name]
+        base, more = dict(common)[name], dict(pool)[name]
         if name == "patch":  # one after the other, since each may remove things
-            merged[name] = theirs
-        elif isinstance(theirs, dict):
-            merged[name] = {**ours, **theirs}
-        elif isinstance(theirs, list):
-            merged[name] = [*ours, *theirs]
+            merged[name] = more
+        elif isinstance(more, dict):
+            merged[name] = {**base, **more}
+        elif isinstance(more, list):
+            merged[name] = [*base, *more]
         elif name == "host_network":
-            merged[name] = ours or theirs
+            merged[name] = base or more
         else:
-            merged[name] = ours if theirs is None else theirs
-    return own.model_copy(update=merged)
+            merged[name] = base if more is None else more
+    return pool.model_copy(update=merged)
 
 
 def pod_spec(
@@ -44,7 +43,7 @@ def pod_spec(
     """The spec of a pod with one container, without patches.
 
     Args:
-        pods: What it shall have, complete (`both`).
+        pods: What it shall have, complete (`joined`).
         container: Name, image, args and whatever else is the program's own.
         volumes: Of the program.
         same_pods: Labels of the pods among which topology_spread counts, where it names none.
@@ -68,8 +67,8 @@ def pod_spec(
         "tolerations": list(pods.tolerations),
         "affinity": dict(pods.affinity),
         "topologySpreadConstraints": [
-            {"labelSelector": {"matchLabels": dict(same_pods or {})}, **one}
-            for one in pods.topology_spread
+            {"labelSelector": {"matchLabels": dict(same_pods or {})}, **constraint}
+            for constraint in pods.topology_spread
         ],
         "priorityClassName": pods.priority_class,
         "imagePullSecrets": [{"name": name} for name in pods.image_pull_secrets],
@@ -91,8 +90,8 @@ def grace_seconds(pods: KubernetesPods) -> int:
 
 def metadata(pods: KubernetesPods) -> Resource:
     """Labels and annotations of the pods, where there are any."""
-    found = {"labels": dict(pods.labels), "annotations": dict(pods.annotations)}
-    return {name: value for name, value in found.items() if value}
+    parts = {"labels": dict(pods.labels), "annotations": dict(pods.annotations)}
+    return {name: value for name, value in parts.items() if value}
 
 
 def _container(pods: KubernetesPods, program: Resource) -> Resource:
@@ -114,16 +113,16 @@ def _container(pods: KubernetesPods, program: Resource) -> Resource:
         },
     }
     env = list(program.get("env", []))
-    if read_only and "HOME" not in {one["name"] for one in env}:
+    if read_only and "HOME" not in {variable["name"] for variable in env}:
         env.append({"name": "HOME", "value": TMP})  # caches of libraries are below it
     container["env"] = env
     more = dict(pods.resources)
     if pods.ephemeral_storage_gib is not None:
         more["ephemeral-storage"] = gibibytes(pods.ephemeral_storage_gib)
     if more:
-        given = program.get("resources", {})
+        resources = program.get("resources", {})
         container["resources"] = {
-            part: {**given.get(part, {}), **more} for part in ("requests", "limits")
+            part: {**resources.get(part, {}), **more} for part in ("requests", "limits")
         }
     return container
 
@@ -157,7 +156,10 @@ def merge_patch(target: Any, patch: Any) -> Any:
         elif isinstance(value, list) and key in LIST_KEYS:
             merged[key] = _merge_list(key, before or [], value)
         elif isinstance(value, list) and key in ADDED_LISTS:
-            merged[key] = [*(before or []), *(one for one in value if one not in (before or []))]
+            merged[key] = [
+                *(before or []),
+                *(entry for entry in value if entry not in (before or [])),
+            ]
         else:
             merged[key] = merge_patch(before, value)
     return merged
@@ -169,10 +171,10 @@ def _merge_list(field: str, target: list[Any], patch: list[Any]) -> list[Any]:
         return [merge_patch(None, entry) for entry in patch]  # of a stored run; no new one has it
     merged = {entry[key]: entry for entry in target}
     for entry in patch:
-        name, rest = entry[key], [value for other, value in entry.items() if other != key]
+        name, values = entry[key], [value for label, value in entry.items() if label != key]
         if field == "containers" and name in PROGRAMS and name not in merged:
             continue
-        if field != "containers" and rest and all(value is None for value in rest):
+        if field != "containers" and values and all(value is None for value in values):
             merged.pop(name, None)
         else:
             merged[name] = merge_patch(merged.get(name), entry)

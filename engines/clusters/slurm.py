@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import shlex
 import shutil
 import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -18,15 +21,14 @@ from collections.abc import Set
 from pathlib import Path
 
 from configs.cluster import ClusterConfig
-from engines.clusters.job_scripts import Wanted, job_scripts
+from engines.clusters.job_workers import worker_options, worker_variables
 from engines.clusters.opening import Environments, StartedCluster, listening_address
 from engines.clusters.slurm_jobs import BusySlurm, Task, listed, slurm_says
 from engines.failures import ClusterLost
-from engines.processes.certificates import Certificates
-from engines.processes.node import NodePlan
-from engines.processes.node_process import NodeProcess, python_path
+from engines.processes.dask_settings import Certificates
+from engines.processes.node import NodePlan, NodeProcess, python_path
 from engines.workers.calls import status_of
-from engines.workers.cluster import Cluster
+from engines.workers.cluster import Cluster, RemoteWorkers
 
 log = logging.getLogger(__name__)
 
@@ -36,13 +38,95 @@ END_TIMEOUT = 20.0  # seconds for cancelled jobs to leave the queue
 QUICK_DEATHS = 3  # times that all jobs of a pool may end in a row before one of them joined
 
 
+def job_scripts(
+    config: ClusterConfig,
+    prefix: str,
+    env: Environments,
+    scheduler: str,
+    certificates: Certificates | None,
+) -> dict[str, str]:
+    """Pool -> the batch script of its array PREFIX-POOL, which becomes the worker, or its workers.
+
+    Args:
+        env: variables of the workers, by pool. scheduler: its address. certificates: as paths.
+    """
+    paths = {"PYTHONPATH": python_path()} if config.slurm.python is None else {}
+    scripts = {}
+    for pool, workers in config.pools.items():
+        variables = paths | worker_variables(workers, env.get(pool, {}))
+        lines = [
+            "#!/usr/bin/env bash",
+            "",
+            *(f"#SBATCH {directive}" for directive in directives(config, prefix, pool)),
+            *filter(None, config.slurm.prologue),
+            *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
+            " ".join(worker_command(config, prefix, pool, scheduler, certificates)),
+            "",
+        ]
+        scripts[pool] = "\n".join(lines)
+    return scripts
+
+
+def directives(config: ClusterConfig, prefix: str, pool: str) -> list[str]:
+    """What a job of a pool asks Slurm for, the settings' own directives last."""
+    workers, slurm = config.pools[pool], config.slurm
+    settings, per_job = slurm.pools.get(pool), slurm.workers_per_job(pool)
+    partition = (settings and settings.partition) or slurm.partition
+    limit = (settings and settings.time_limit) or slurm.time_limit
+    # One task, and so one node, whatever starts processes in it.
+    words = [f"-J {prefix}-{pool}"]
+    words += [] if partition is None else [f"-p {partition}"]
+    words += [] if slurm.account is None else [f"-A {slurm.account}"]
+    words += ["-n 1", f"--cpus-per-task={workers.threads * per_job}"]
+    words += [f"--mem={in_whole_units(workers.memory_gib * per_job)}"] if workers.memory_gib else []
+    words += [] if limit is None else [f"-t {-(-limit // 60)}"]  # minutes
+    words += [*slurm.directives, *(settings.directives if settings else [])]
+    if workers.gpus:
+        words.append(slurm.gpu_option.format(gpus=workers.gpus * per_job))
+    return words
+
+
+def in_whole_units(gib: float) -> str:
+    """GiB, or MiB where it is less than one, rounded up: Slurm takes no fractions."""
+    return f"{math.ceil(gib)}G" if gib >= 1 else f"{math.ceil(gib * 1024)}M"
+
+
+def worker_command(
+    config: ClusterConfig,
+    prefix: str,
+    pool: str,
+    scheduler: str,
+    certificates: Certificates | None,
+) -> list[str]:
+    """The words, quoted for the shell, that start a job's worker, or its workers."""
+    workers, per_job = config.pools[pool], config.slurm.workers_per_job(pool)
+    first, module = "$SLURM_ARRAY_TASK_ID", ["engines.clusters.worker"]
+    if per_job > 1:
+        first = f"$((SLURM_ARRAY_TASK_ID * {per_job}))"
+        logs = str(log_folder(config, prefix))
+        module = [
+            "engines.clusters.job_workers",
+            shlex.quote(logs),
+            str(per_job),
+            str(workers.gpus),
+        ]
+    words = ["exec", config.slurm.python or sys.executable, "-P", "-m", *module, scheduler]
+    words += ["--name", f"{pool}-{first}", "--local-directory", '"${TMPDIR:-/tmp}"']
+    return [*words, *map(shlex.quote, worker_options(pool, workers.slots, certificates))]
+
+
+def log_folder(config: ClusterConfig, prefix: str) -> Path:
+    """Of the scripts and the workers' logs."""
+    return Path(config.slurm.folder).absolute() / prefix
+
+
 def start(
     config: ClusterConfig, env: Environments, certificates: Certificates | None
 ) -> StartedCluster:
     """The scheduler in a node process here, and a job array for each pool."""
     _check_programs()
     prefix = config.slurm.name or f"refrain-{uuid.uuid4().hex[:8]}"
-    folder = Path(config.slurm.folder).absolute() / prefix
+    folder = log_folder(config, prefix)
     folder.mkdir(parents=True, exist_ok=True)
     node = NodeProcess(
         NodePlan(
@@ -78,35 +162,15 @@ def check(config: ClusterConfig) -> None:
     """ValueError with what Slurm has against a pool's jobs."""
     _check_programs()
     address = "tcp://127.0.0.1:1"  # Slurm does not look at it
-    scripts = job_scripts(wanted_scripts(config, "refrain-check", {}, address, None))
-    for pool, text in scripts.items():
+    for pool, text in job_scripts(config, "refrain-check", {}, address, None).items():
         try:
             slurm_says("sbatch", "--test-only", stdin=text)
         except ValueError as error:
             raise ValueError(f"Jobs of cluster.pools.{pool}: {error}") from None
 
 
-def wanted_scripts(
-    config: ClusterConfig,
-    prefix: str,
-    env: Environments,
-    scheduler: str,
-    certificates: Certificates | None,
-) -> Wanted:
-    """What the pools' scripts are made from."""
-    return Wanted(
-        config=config,
-        environment={pool: dict(env.get(pool, {})) for pool in config.pools},
-        scheduler=scheduler,
-        certificates=certificates,
-        job_names={pool: f"{prefix}-{pool}" for pool in config.pools},
-        python_path=python_path(),
-        logs=str(Path(config.slurm.folder).absolute() / prefix),
-    )
-
-
-class JobArrays:
-    """The job arrays of all pools; the RemoteWorkers of a cluster on Slurm.
+class JobArrays(RemoteWorkers):
+    """The job arrays of all pools.
 
     Task N of the array PREFIX-POOL is worker POOL-N; with k workers in a job, workers POOL-(k N) to
     POOL-(k N + k - 1), which are replaced together. A replacement gets a new number.
@@ -119,7 +183,7 @@ class JobArrays:
         self._next = dict.fromkeys(config.pools, 0)  # number of the pool's next job
         self._deaths = dict.fromkeys(config.pools, 0)  # of jobs in a row, before joining
         # Numbers of jobs that were submitted, and have not joined yet.
-        self._known: dict[str, set[int]] = {pool: set() for pool in config.pools}
+        self._expected: dict[str, set[int]] = {pool: set() for pool in config.pools}
         self._leaving: frozenset[str] = frozenset()
         self._idle: dict[str, float] = {}  # id of a replaced job -> since when it has been idle
         self._failure: str | None = None
@@ -133,8 +197,8 @@ class JobArrays:
         """Write each pool's script, and submit the tasks for its workers."""
         if certificates is not None:
             self._certificates = certificates.as_files(self.folder / "tls")
-        wanted = wanted_scripts(self.config, self.prefix, env, scheduler, self._certificates)
-        for pool, text in job_scripts(wanted).items():
+        scripts = job_scripts(self.config, self.prefix, env, scheduler, self._certificates)
+        for pool, text in scripts.items():
             self._script(pool).write_text(text)
             self._submit(pool, self._jobs(pool))
 
@@ -156,7 +220,7 @@ class JobArrays:
     def _submit(self, pool: str, count: int) -> None:
         first = self._next[pool]
         self._next[pool] += count
-        self._known[pool] |= set(range(first, first + count))
+        self._expected[pool] |= set(range(first, first + count))
         alone = self.config.slurm.workers_per_job(pool) == 1
         log_name = f"{pool}-%a.log" if alone else f"{pool}.job-%a.log"  # beside the workers' own
         slurm_says(
@@ -218,10 +282,10 @@ class JobArrays:
     def _tasks(self, ending: bool = False) -> dict[str, list[Task]]:
         """Pool -> its tasks in the queue; pools without any are missing."""
         names = {self._job_name(pool): pool for pool in self.config.pools}
-        found: dict[str, list[Task]] = {}
+        tasks: dict[str, list[Task]] = {}
         for task in listed(list(names), ending):
-            found.setdefault(names[task.job_name], []).append(task)
-        return found
+            tasks.setdefault(names[task.job_name], []).append(task)
+        return tasks
 
     def _tend(self, cluster: Cluster) -> None:
         """Replace jobs that ended or will end soon; cancel those that have been replaced."""
@@ -252,10 +316,10 @@ class JobArrays:
 
     def _count_deaths(self, pool: str, queued: Set[int], members: Set[str]) -> None:
         """Give the pool up when its jobs end one after the other without ever joining."""
-        known = self._known[pool]
-        joined = {number for number in known if self._workers(pool, number) <= members}
-        ended = known - queued - joined
-        self._known[pool] = known - ended - joined
+        expected = self._expected[pool]
+        joined = {number for number in expected if self._workers(pool, number) <= members}
+        ended = expected - queued - joined
+        self._expected[pool] = expected - ended - joined
         if joined:
             self._deaths[pool] = 0
         self._deaths[pool] += len(ended)
@@ -267,8 +331,8 @@ class JobArrays:
 
     def _let_go(self, cluster: Cluster, task: Task, workers: Set[str]) -> None:
         """Cancel a replaced job once its live workers have finished their calls."""
-        live = [one for name, one in cluster.members().items() if name in workers]
-        if any(status_of(cluster, one.address).running for one in live):
+        live = [member for name, member in cluster.members().items() if name in workers]
+        if any(status_of(cluster, member.address).running for member in live):
             self._idle.pop(task.id, None)
             return
         since = self._idle.setdefault(task.id, time.monotonic())

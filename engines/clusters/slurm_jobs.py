@@ -31,15 +31,15 @@ class Task:
 
 def slurm_says(*words: str, stdin: str = "") -> str:
     """Run one of Slurm's commands. BusySlurm, or ValueError with what it complained of."""
-    done = subprocess.run(
+    process = subprocess.run(
         words, input=stdin, capture_output=True, text=True, timeout=TIMEOUT, check=False
     )
-    if done.returncode == 0:
-        return done.stdout
-    said = " ".join(done.stderr.split()) or f"exit status {done.returncode}"
-    if BUSY.search(said):
-        raise BusySlurm(f"{words[0]}: {said}")
-    raise ValueError(f"{words[0]} refused: {said} Check cluster.slurm.")
+    if process.returncode == 0:
+        return process.stdout
+    complaint = " ".join(process.stderr.split()) or f"exit status {process.returncode}"
+    if BUSY.search(complaint):
+        raise BusySlurm(f"{words[0]}: {complaint}")
+    raise ValueError(f"{words[0]} refused: {complaint} Check cluster.slurm.")
 
 
 def listed(names: Sequence[str], ending: bool = False) -> list[Task]:
@@ -49,14 +49,14 @@ def listed(names: Sequence[str], ending: bool = False) -> list[Task]:
     out = slurm_says("squeue", *shown)
     tasks = []
     for line in out.splitlines():
-        number, name, index, state, left, reason = line.strip().split("|", 5)
+        number, name, index, state, remaining, reason = line.strip().split("|", 5)
         tasks.append(
             Task(
                 id=number,
                 job_name=name,
                 number=int(index) if index.isdigit() else None,
                 state=state,
-                left=seconds(left) if state == "RUNNING" else None,
+                left=seconds(remaining) if state == "RUNNING" else None,
                 reason=reason,
             )
         )
@@ -68,5 +68,5 @@ def seconds(text: str) -> float | None:
     match = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text)
     if match is None:
         return None
-    days, hours, minutes, rest = (int(part or 0) for part in match.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + rest)
+    days, hours, minutes, last = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + last)

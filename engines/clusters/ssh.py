@@ -20,11 +20,10 @@ from configs.environment import given
 from engines.clusters.machine import versions
 from engines.clusters.opening import Environments, StartedCluster, listening_address
 from engines.failures import ClusterLost
-from engines.processes.certificates import Certificates
-from engines.processes.node import NodePlan, WorkerPlan
-from engines.processes.node_process import NodeProcess
+from engines.processes.dask_settings import Certificates
+from engines.processes.node import NodePlan, NodeProcess, WorkerPlan
 from engines.processes.process_setup import C_LIBRARIES
-from engines.workers.cluster import Cluster
+from engines.workers.cluster import Cluster, RemoteWorkers
 from engines.workers.placement import NodeResources, place
 
 CONNECT_TIMEOUT = 60.0  # seconds to log in and start Python
@@ -81,8 +80,8 @@ def machines_of(config: ClusterConfig) -> dict[str, NodeResources]:
     """What each machine offers."""
     hosts = config.ssh.hosts
     with ThreadPoolExecutor(len(hosts)) as threads:
-        found = threads.map(lambda host: look_at(config, host), hosts)
-        return dict(zip(hosts, found, strict=True))
+        offers = threads.map(lambda host: look_at(config, host), hosts)
+        return dict(zip(hosts, offers, strict=True))
 
 
 def command(config: ClusterConfig, host: str, module: str) -> list[str]:
@@ -96,7 +95,7 @@ def command(config: ClusterConfig, host: str, module: str) -> list[str]:
 def look_at(config: ClusterConfig, host: str) -> NodeResources:
     """What a machine offers; ValueError when it cannot be used."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command(config, host, "engines.clusters.machine"),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -111,20 +110,22 @@ def look_at(config: ClusterConfig, host: str) -> NodeResources:
             f"cluster.ssh.hosts: {host} did not answer within {CONNECT_TIMEOUT:g} s. "
             f"Try: ssh {host}"
         ) from None
-    if done.returncode != 0:
-        said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    if process.returncode != 0:
+        complaint = (process.stderr.strip().splitlines() or [f"exit status {process.returncode}"])[
+            -1
+        ]
         raise ValueError(
-            f"cluster.ssh.hosts: {host} cannot be used: {said}. It needs a login without a "
+            f"cluster.ssh.hosts: {host} cannot be used: {complaint}. It needs a login without a "
             "password, and Refrain in cluster.ssh.python."
         )
-    found = json.loads(done.stdout.splitlines()[-1])
+    facts = json.loads(process.stdout.splitlines()[-1])
     for name, here in versions().items():
-        if found["versions"][name] != here:
+        if facts["versions"][name] != here:
             raise ValueError(
-                f"cluster.ssh.hosts: {host} has {name} {found['versions'][name]}, this machine "
+                f"cluster.ssh.hosts: {host} has {name} {facts['versions'][name]}, this machine "
                 f"{here}. Install the same version there, or set cluster.ssh.python."
             )
-    return NodeResources(name=host, cores=found["node"]["cores"], gpus=tuple(found["node"]["gpus"]))
+    return NodeResources(name=host, cores=facts["node"]["cores"], gpus=tuple(facts["node"]["gpus"]))
 
 
 def workers_of(
@@ -132,9 +133,9 @@ def workers_of(
 ) -> dict[str, list[WorkerPlan]]:
     """The workers of each machine, checked machine by machine."""
     forwarded = given(config.ssh.forward_environment)
-    found: dict[str, list[WorkerPlan]] = {host: [] for host in machines}
+    plans: dict[str, list[WorkerPlan]] = {host: [] for host in machines}
     for placed in place(config.pools, list(machines.values())):
-        found[placed.node].append(
+        plans[placed.node].append(
             WorkerPlan(
                 name=placed.name,
                 pool=placed.pool,
@@ -142,11 +143,11 @@ def workers_of(
                 env={**forwarded, **placed.env, **env[placed.pool]},
             )
         )
-    return found
+    return plans
 
 
-class RemoteNodes:
-    """The node processes on other machines; the RemoteWorkers of a cluster by SSH."""
+class RemoteNodes(RemoteWorkers):
+    """The node processes on other machines, which have no time limit and may come back."""
 
     def __init__(self, config: ClusterConfig, plans: Mapping[str, NodePlan]) -> None:
         self._config = config
@@ -167,17 +168,6 @@ class RemoteNodes:
             self._nodes[host] = NodeProcess(self._plans[host], CONNECT_TIMEOUT, words)
         except ClusterLost as error:
             raise ClusterLost(f"{host}: {error}. Try: ssh {host}") from None
-
-    def leaving(self) -> frozenset[str]:
-        """None: machines have no time limit."""
-        return frozenset()
-
-    def failure(self) -> str | None:
-        """None: a machine may come back."""
-        return None
-
-    def certificate_files(self) -> None:
-        """None: the machines get them with their plans."""
 
     def watch(self, cluster: Cluster) -> None:
         """Connect again, in a thread, to machines whose connection broke."""

@@ -47,8 +47,8 @@ def main() -> None:
         words.insert(0, os.environ[SCHEDULER])
     host = get_ip(get_address_host(words[0]))
     start_fork_server()
-    ours = ["--host", host, "--dashboard-address", "127.0.0.1:0", "--memory-limit", "0"]
-    dask_worker([*words, *ours, FOLDER, scratch_folder(words)])  # the last of an option counts
+    options = ["--host", host, "--dashboard-address", "127.0.0.1:0", "--memory-limit", "0"]
+    dask_worker([*words, *options, FOLDER, scratch_folder(words)])  # the last of an option counts
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.algorithm.corrections import WeightCorrection
+from engines.algorithms.aggregation import Rows
 from engines.algorithms.from_config import (
     advantages_of,
     corrections_of,
@@ -23,10 +24,8 @@ from engines.algorithms.from_config import (
     with_teacher,
 )
 from engines.algorithms.inputs import AdvantageBatch, Advantages, Paths
-from engines.algorithms.jagged import Rows
 from engines.algorithms.reward_shaping import without_truncated
-from engines.algorithms.rollout_correction import Mismatch, Step, correct
-from engines.algorithms.rollout_correction_metrics import correction_metrics
+from engines.algorithms.rollout_correction import Mismatch, Step, correct, correction_metrics
 from engines.data.column_reading import jagged, numbers, tokens
 from engines.data.results import with_written
 from engines.data.staleness import token_staleness

@@ -22,6 +22,7 @@ from torch import Tensor
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.base import UserFunction
 from engines.algorithms.advantages import Scope, before_whitening, penalised
+from engines.algorithms.aggregation import Rows
 from engines.algorithms.from_config import (
     advantages_of,
     corrections_of,
@@ -29,11 +30,11 @@ from engines.algorithms.from_config import (
     reward_kl_of,
     with_teacher,
 )
-from engines.algorithms.groups import RowMoments
+from engines.algorithms.group_advantages import RowMoments
 from engines.algorithms.inputs import AdvantageBatch, Advantages
-from engines.algorithms.jagged import Rows
-from engines.algorithms.rollout_correction import Step, correct
-from engines.algorithms.rollout_correction_metrics import (
+from engines.algorithms.rollout_correction import (
+    Step,
+    correct,
     correction_rows,
     kept_sums,
     mean_weight_columns,

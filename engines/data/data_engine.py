@@ -41,10 +41,9 @@ from engines.data.results import (
     ScoreResult,
 )
 from engines.data.sample_texts import read_texts
-from engines.rewards.failing_samples import Column, pooled
-from engines.rewards.judge_answers import JudgeAnswers
+from engines.rewards.judge import JudgeAnswers
 from engines.rewards.protocol import EPISODE_COLUMNS
-from engines.rewards.runner import RewardCode, RewardRunner, Scores, code_digest
+from engines.rewards.runner import Column, RewardCode, RewardRunner, Scores, code_digest, pooled
 from storage.batches.columns import EXTRA, SCORE, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engines.algorithms.jagged import Rows
+from engines.algorithms.aggregation import Rows
 from engines.algorithms.reward_shaping import repetition_penalty
 from engines.data.column_reading import jagged
 from storage.batches.refs import BatchRef

@@ -15,9 +15,8 @@ from pydantic import Field
 
 from configs.data import DataConfig
 from configs.model import Model
-from engines.rewards.failing_samples import LoggedMetric
-from engines.rewards.runner import RewardCode
-from engines.workers.store_spec import StoreSpec
+from engines.rewards.runner import LoggedMetric, RewardCode
+from engines.workers.engine import StoreSpec
 from storage.batches.columns import GROUP_SIZE, LIMIT, TASK
 from storage.batches.refs import BatchRef
 from storage.objects.documents import Row
@@ -265,8 +264,5 @@ class AnswerResult:
     failures: tuple[SampleFailure, ...]
     seconds: float  # that all answers together took
     opponents: int = 0  # episodes in which an opponent's turn is next
-    # A row for each request that waits for a turn, of episodes of requests: its prompt_ids are all
-    # that it is after, its group_id is its sample's number. None: none waits.
-    pending: BatchRef | None = None
     # A row for each answer that has one: sample_id, turn (from 0), frame. None: there are none.
     frames: BatchRef | None = None

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engines.algorithms.groups import Groups
+from engines.algorithms.group_advantages import Groups
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.rewards import RewardsConfig
+from engines.algorithms.aggregation import Rows
 from engines.algorithms.from_config import selection_of, shaped_rewards
-from engines.algorithms.jagged import Rows
 from engines.algorithms.reward_shaping import repetition_penalty
 from engines.algorithms.sample_selection import Selected, select
 from engines.data.advantage_columns import Chosen

@@ -11,9 +11,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 
-from engines.elastic.contract import GradientAggregator
+from engines.elastic.contract import Applied, GradientAggregator, LossCounts, Offered, Unit
 from engines.elastic.gradients import Damaged, Summed, metric_sums
-from engines.elastic.spec import Applied, LossCounts, Offered, Unit
 from engines.train.batching.packing import MiniBatch
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.sharded_model import DTYPES
@@ -57,13 +56,17 @@ class Aggregator(FSDPEngine, GradientAggregator):
     def offer_weights(self, under: int, version: int) -> WeightsRef:
         self._joined()
         name = self._spec.train.compute_dtype
-        found, own = self.digest(name), self._files.weights_key(version)
-        manifest = find_manifest(self._store, own)
-        if manifest is not None and manifest.digest == found:
+        digest, published = self.digest(name), self._files.weights_key(version)
+        manifest = find_manifest(self._store, published)
+        if manifest is not None and manifest.digest == digest:
             return WeightsRef(
-                version=version, key=own, digest=found, nbytes=manifest.nbytes, base=manifest.base
+                version=version,
+                key=published,
+                digest=digest,
+                nbytes=manifest.nbytes,
+                base=manifest.base,
             )
-        key = f"{gradients_key(self._files, under)}/weights-{found.partition(':')[2]}"
+        key = f"{gradients_key(self._files, under)}/weights-{digest.partition(':')[2]}"
         return self._versions().leave(version, DTYPES[name], key)
 
     def open_update(self, request: UpdateRequest) -> int:
@@ -113,9 +116,9 @@ class Aggregator(FSDPEngine, GradientAggregator):
         now = self._now()
         offered, began = now.offered, time.perf_counter()
         assert offered is not None
-        found = [self._read(offered, unit) for unit in offered.units]
-        refused = {n: why for n, why in enumerate(found) if isinstance(why, str)}
-        gradients = [one for one in found if isinstance(one, Gradient)]
+        markers = [self._read(offered, unit) for unit in offered.units]
+        refused = {n: why for n, why in enumerate(markers) if isinstance(why, str)}
+        gradients = [marker for marker in markers if isinstance(marker, Gradient)]
         nbytes = 0
         if not refused:
             try:
@@ -137,30 +140,32 @@ class Aggregator(FSDPEngine, GradientAggregator):
         """A unit's marker, or why it is refused."""
         where = f"The gradient of unit {unit.number} in {offered.folder}"
         try:
-            found = read_gradient(self._files, offered.folder, unit.number)
+            gradient = read_gradient(self._files, offered.folder, unit.number)
         except ObjectDamaged as error:
             return str(error)
-        if found is None:
+        if gradient is None:
             return f"{where} is missing."
-        why = offered.of.difference(found.of)
-        if why is None and found.rows != key_of(list(unit.rows)):
+        why = offered.of.difference(gradient.of)
+        if why is None and gradient.rows != key_of(list(unit.rows)):
             why = "it is of other rows"
-        return found if why is None else f"{where} is refused: {why}."
+        return gradient if why is None else f"{where} is refused: {why}."
 
     def _step(self, now: OpenUpdate, offered: Offered, gradients: list[Gradient]) -> int:
         """Make the optimizer step; returns the bytes read. Raises Damaged, with nothing changed."""
         tally = now.updater.tally
-        finite = all(one.metrics.finite for one in gradients)
+        finite = all(gradient.metrics.finite for gradient in gradients)
         optimizer = self._trained()
-        shapes = {name: one.shape for name, one in optimizer.parameters.items()}
+        shapes = {name: parameter.shape for name, parameter in optimizer.parameters.items()}
         with (
             tally.phase("optimizer"),
             Summed(self._files, offered.folder, gradients, self._device, shapes) as summed,
         ):
             report = optimizer.step_by_tensor(summed.first, summed.again, finite)
-        for one in gradients:
-            tally.add(metric_sums(one.metrics), one.metrics)
-            now.made_on.add(MadeOn(device=one.device, torch=one.torch, fixed=one.fixed))
+        for gradient in gradients:
+            tally.add(metric_sums(gradient.metrics), gradient.metrics)
+            now.made_on.add(
+                MadeOn(device=gradient.device, torch=gradient.torch, fixed=gradient.fixed)
+            )
         tally.reports.append(report)
         now.made, now.offered = now.made + 1, None
         return summed.nbytes
@@ -174,7 +179,7 @@ class Aggregator(FSDPEngine, GradientAggregator):
 def _together(parts: set[MadeOn]) -> MadeOn:
     """What an update was made on; where that is several kinds of device, all of them."""
     return MadeOn(
-        device=", ".join(sorted({one.device for one in parts})),
-        torch=", ".join(sorted({one.torch for one in parts})),
-        fixed=all(one.fixed for one in parts),
+        device=", ".join(sorted({part.device for part in parts})),
+        torch=", ".join(sorted({part.torch for part in parts})),
+        fixed=all(part.fixed for part in parts),
     )

@@ -13,7 +13,6 @@ from __future__ import annotations
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -62,7 +61,7 @@ def write_gradient(
     file = f"{unit:05d}-{uuid.uuid4().hex[:8]}.safetensors"
     cast = ((name, tensor.to(dtype)) for name, tensor in gradients.items())
     part = write_shard(files.store, folder, file, outlines, cast)
-    mine = Gradient(
+    gradient = Gradient(
         of=of,
         unit=unit,
         rows=rows,
@@ -77,14 +76,14 @@ def write_gradient(
     )
     try:
         check_open(files.store, folder, of)  # it may have taken minutes
-        record = files.finish(unit_key(folder, unit), mine.model_dump(mode="json"))
+        record = files.finish(unit_key(folder, unit), gradient.model_dump(mode="json"))
     except BaseException:
         files.store.delete([f"{folder}/{file}"])
         raise
     standing = Gradient.model_validate(record)
     if standing.file != file:
         files.store.delete([f"{folder}/{file}"])
-    return standing, standing.digest == mine.digest
+    return standing, standing.digest == gradient.digest
 
 
 def unit_metrics(tally: Tally, finite: bool) -> UnitMetrics:
@@ -159,12 +158,7 @@ class Summed:
     def __enter__(self) -> Summed:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._scratch.close()
 
     def first(self, name: str) -> Tensor | None:
@@ -203,12 +197,12 @@ class Summed:
             if entry is None:
                 continue
             key = f"{self._folder}/{gradient.file}"
-            wanted = self._shapes.setdefault(name, entry.shape)
-            if entry.shape != wanted:  # of another one, torch may make copies without a word
+            shape = self._shapes.setdefault(name, entry.shape)
+            if entry.shape != shape:  # of another one, torch may make copies without a word
                 raise Damaged(
                     gradient.unit,
                     f"The tensor {name!r} of object {key} has the shape {list(entry.shape)}, not "
-                    f"{list(wanted)}.",
+                    f"{list(shape)}.",
                 )
             try:
                 view = self._store.read_ranges([(key, entry.start, entry.stop)])[0]

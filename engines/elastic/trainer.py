@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from engines.elastic.contract import GradientAggregator, GradientWorker
+from engines.elastic.contract import GradientAggregator, GradientWorker, Offered, UnitDone
 from engines.elastic.leases import Round, Unit, UnitLeases
-from engines.elastic.spec import Offered, UnitDone
 from engines.train.batching.balancing import contiguous_cuts
+from engines.train.opening import Opening
 from engines.train.trainer import Trainer, TrainerSettings
 from engines.workers.cluster import raise_if_set
-from engines.workers.engine import Call
+from engines.workers.engine import Call, CallId, EngineSpec
 from engines.workers.gang import Gang
-from engines.workers.messages import CallId
 from engines.workers.pool import EnginePool
 from storage.batches.refs import BatchRef
 from storage.objects.errors import ObjectMissing
@@ -59,7 +58,7 @@ class UnitCounts:
 
     def metrics(self) -> dict[str, float]:
         """By name."""
-        told: dict[str, float] = {
+        metrics: dict[str, float] = {
             "units": self.units,
             "computed": self.computed,
             "taken_over": self.taken_over,
@@ -68,18 +67,19 @@ class UnitCounts:
             "gradient_bytes": self.nbytes,
             "sum_seconds": self.sum_seconds,
         }
-        return {f"elastic/{name}": float(value) for name, value in told.items()}
+        return {f"elastic/{name}": float(value) for name, value in metrics.items()}
 
-    def add(self, done: Sequence[UnitDone], went: Round[UnitDone]) -> None:
+    def add(self, units: Sequence[UnitDone], round: Round[UnitDone]) -> None:
         """Count units that were done, in how many tries."""
         self.tries += [
-            dataclasses.replace(one, unit=one.unit + self.units) for one in list(went.tries)
+            dataclasses.replace(attempt, unit=attempt.unit + self.units)
+            for attempt in list(round.tries)
         ]
-        self.units += len(done)
-        self.computed += sum(one.computed for one in done)
-        self.taken_over += went.taken_over
-        self.repeated += went.failures.total()
-        self.unequal += sum(not one.equal for one in done)
+        self.units += len(units)
+        self.computed += sum(unit.computed for unit in units)
+        self.taken_over += round.taken_over
+        self.repeated += round.failures.total()
+        self.unequal += sum(not unit.equal for unit in units)
 
 
 class ElasticTrainer(Trainer):
@@ -139,11 +139,11 @@ class ElasticTrainer(Trainer):
                 for number, part in enumerate(parts)
             ]
             try:
-                done, _ = self._leases.done(calls)
+                results, _ = self._leases.done(calls)
             except ObjectMissing as error:  # the weights, which another flow's commit removed
                 logger.warning("Log-probs are computed again: %s", error)
                 continue
-            return BatchRef.concat([part.batch for part in done if part.batch is not None])
+            return BatchRef.concat([part.batch for part in results if part.batch is not None])
         raise GradientsRefused(_given_up("log-probs", version))
 
     def _cuts(self, batch: BatchRef) -> list[int]:
@@ -157,44 +157,44 @@ class ElasticTrainer(Trainer):
     def _update(self, request: UpdateRequest) -> UpdateResult:
         # Whatever breaks in here, the aggregator is formed anew: no half-applied update stays.
         self._version = None
-        told, step = UnitCounts(), request.step
+        counts, step = UnitCounts(), request.step
         steps = self._ask(GradientAggregator.open_update, step, request=request)
         for _ in range(steps):
-            self._optimizer_step(request, told)
+            self._optimizer_step(request, counts)
         result = self._ask(GradientAggregator.close_update, step)
         self._version = step
-        metrics = {**result.metrics, **told.metrics()} if steps else result.metrics
-        return dataclasses.replace(result, metrics=metrics, units=tuple(told.tries))
+        metrics = {**result.metrics, **counts.metrics()} if steps else result.metrics
+        return dataclasses.replace(result, metrics=metrics, units=tuple(counts.tries))
 
-    def _optimizer_step(self, request: UpdateRequest, told: UnitCounts) -> None:
+    def _optimizer_step(self, request: UpdateRequest, counts: UnitCounts) -> None:
         """Have the gradients of one optimizer step computed, until the aggregator has made it."""
         step = request.step
         for _ in range(MOST_OFFERS):
             under = self._under(step)
             offered = self._ask(GradientAggregator.offer, step, under=under)
             try:
-                self._compute(request, offered, told)
+                self._compute(request, offered, counts)
             except (ObjectMissing, GradientsRefused) as error:  # another flow has taken them away
                 logger.warning("Gradients are offered again: %s", error)
                 continue
             applied = self._ask(GradientAggregator.apply, step)
-            told.sum_seconds += applied.seconds
+            counts.sum_seconds += applied.seconds
             if not applied.refused:
-                told.nbytes += applied.nbytes
+                counts.nbytes += applied.nbytes
                 if under != step:  # it is committed: nobody else would remove them
                     self._remove(offered, under)
                 return
-            told.repeated += len(applied.refused)
+            counts.repeated += len(applied.refused)
             for why in applied.refused.values():
                 logger.warning("A gradient is computed again. %s", why)
         raise GradientsRefused(_given_up("gradients", step))
 
-    def _compute(self, request: UpdateRequest, offered: Offered, told: UnitCounts) -> None:
+    def _compute(self, request: UpdateRequest, offered: Offered, counts: UnitCounts) -> None:
         """Have every unit's gradient left in the store."""
         # What a worker needs of both, which go to one for each unit.
         offered_alone = dataclasses.replace(offered, units=())
         without_plan = dataclasses.replace(request, plan=None)
-        done, went = self._leases.done(
+        results, went = self._leases.done(
             [
                 self._unit(
                     GradientWorker.gradient,
@@ -207,7 +207,7 @@ class ElasticTrainer(Trainer):
                 for unit in offered.units
             ]
         )
-        told.add(done, went)
+        counts.add(results, went)
 
     def _remove(self, offered: Offered, under: int) -> None:
         """Remove gradients that have served, and the weights that were left for them."""
@@ -267,4 +267,27 @@ def _given_up(what: str, step: int) -> str:
         f"The {what} of step {step} were damaged or removed {MOST_OFFERS} times while they were "
         "computed. Look at the store, and at whether another flow writes to this run, which can be "
         "resumed."
+    )
+
+
+def elastic_trainer(opening: Opening) -> ElasticTrainer:
+    """On the pools of a cluster; nothing is built yet."""
+    config, spec, roles = opening.config, opening.spec, opening.config.cluster.roles
+    aggregator = EngineSpec.of("engines.elastic.aggregator:Aggregator", spec, GradientAggregator)
+    worker = EngineSpec.of("engines.elastic.worker:GradientEngine", spec, GradientWorker)
+    return ElasticTrainer(
+        opening.gang(aggregator, roles.pool_of("aggregator"), world=1),
+        opening.files,
+        EnginePool(
+            opening.cluster,
+            roles.actor,
+            f"{opening.name}-gradients",
+            worker,
+            deadline=config.train_of(spec.role).deadline,
+            start_timeout=config.cluster.start_timeout,
+            cancel=opening.settings.cancel,
+        ),
+        opening.settings,
+        unit_tokens=config.train.unit_tokens,
+        lease=config.train.unit_lease,
     )

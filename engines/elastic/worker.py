@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engines.algorithms.aggregation import Normaliser
-from engines.elastic.contract import GradientWorker
+from engines.elastic.contract import GradientWorker, LossCounts, Offered, Unit, UnitDone
 from engines.elastic.gradients import unit_metrics, write_gradient
-from engines.elastic.spec import LossCounts, Offered, Unit, UnitDone
 from engines.train.batching.packing import plan_update, read_lengths
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model.fsdp import own_part
@@ -51,14 +50,16 @@ class GradientEngine(FSDPEngine, GradientWorker):
                 self._micro_batches(request.batch, unit.rows),
                 normaliser_of(offered.counts, request.max_new_tokens),
             )
-            found = {n: own_part(p.grad)[0] for n, p in parameters.items() if p.grad is not None}
+            gradients = {
+                n: own_part(p.grad)[0] for n, p in parameters.items() if p.grad is not None
+            }
             standing, equal = write_gradient(
                 self._files,
                 offered.folder,
                 offered.of,
                 unit.number,
                 key_of(list(unit.rows)),
-                found,
+                gradients,
                 DTYPES[self._spec.train.gradient_dtype],
                 made_on(self._spec.train, self._device),
                 unit_metrics(tally, finite),

@@ -18,8 +18,7 @@ from configs.encoder import EncoderConfig, FramesSettings, ProjectionEncoder
 from engines.data.frames import FIRST
 from engines.encoders.contract import EpisodeEncoder
 from engines.encoders.encoder import Encoder, Frames, Projection, looked_at
-from engines.workers.engine import Memory
-from engines.workers.store_spec import StoreSpec
+from engines.workers.engine import Memory, StoreSpec
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch

@@ -15,7 +15,7 @@ from configs.srpo import ProgressConfig
 from engines.algorithms.progress_rewards import ProgressRewards, progress_rewards
 from engines.data.results import SampleFailure
 from engines.encoders.contract import ProgressResult, ProgressScorer
-from engines.workers.store_spec import StoreSpec
+from engines.workers.engine import StoreSpec
 from storage.batches.columns import EXTRA, SCORE, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch

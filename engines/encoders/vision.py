@@ -17,7 +17,7 @@ from configs.encoder import NEEDS_IMAGES, VisionEncoder
 from engines.data.frames import check_images
 from engines.encoders.encoder import Frames
 from engines.models import checkpoints
-from engines.models.file_digests import WEIGHTS, digest_of
+from engines.models.tensor_files import WEIGHTS, digest_of
 from engines.processes.user_code import installed
 from engines.start_progress import report
 from storage.objects.documents import key_of

@@ -41,7 +41,6 @@ class Given:
     results: tuple[Any, ...] = ()  # of each tool call, text
     frame: Any = None  # an array of numpy, or what makes one; None: none is kept
     used: int | None = None  # as in Outcome
-    longest: int = OBSERVATION_BYTES  # that its observation may be
 
 
 class EnvironmentAdapter(Protocol):
@@ -87,9 +86,9 @@ def checked(given: Given) -> Outcome:
     results = tuple(_text(result) for result in given.results)
     observation = "\n".join(results) if results else _text(given.observation)
     size = len(observation.encode())
-    if size > given.longest:
+    if size > OBSERVATION_BYTES:
         raise NotAllowed(
-            f"the environment gave an observation of {size} bytes; at most {given.longest} are "
+            f"the environment gave an observation of {size} bytes; at most {OBSERVATION_BYTES} are "
             "allowed"
         )
     return Outcome(

@@ -15,8 +15,8 @@ from configs.episodes import (
     WorkspaceEnvironment,
 )
 from engines.environments.protocol import Call, EnvironmentReady, EnvironmentStart, Reply, unpacked
-from engines.processes.child_messages import packed
 from engines.processes.child_process import ChildProcess, Program
+from engines.processes.user_code import packed
 
 GIB = 2**30
 

@@ -1,7 +1,7 @@
 """What a process of environments and its owner say to each other.
 
 One process holds many sessions; a session is one environment that plays one episode. All messages
-are packed (engines/processes/child_messages.py), the first too. Only the standard library is
+are packed (engines/processes/user_code.py), the first too. Only the standard library is
 imported: the process may run under another interpreter than its owner, from Python 3.10 on.
 """
 
@@ -12,11 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from engines.processes import child_messages
-from engines.processes.child_messages import Broken, Packed, by_name
+from engines.processes import user_code
+from engines.processes.user_code import Broken, Packed, by_name
 
 ToolCall: TypeAlias = "Mapping[str, Any]"  # {"name": str, "arguments": dict}
-# Of a turn: "written", its token ids.
+# Of a turn: "given", token ids that the model read since its last turn (the prompt at first),
+# "written", those of the turn, "logprobs" of them, and "cut", whether the turn ended at
+# episodes.max_turn_tokens.
 Tokens: TypeAlias = "Mapping[str, Any]"
 # An image or a state: "dtype" (uint8 or float32), "shape", and "data", its bytes row by row.
 Frame: TypeAlias = "Mapping[str, Any]"
@@ -49,8 +51,8 @@ class EnvironmentReady:
     digest: str  # sha256 of its code, as far as that can be read
     packages: Mapping[str, str]  # versions of its packages that are installed
     tools: Sequence[Mapping[str, Any]]  # JSON schemas; empty where it takes text
-    # Whether it asks by itself, several turns at once too: its observations are JSON, {"requests":
-    # those that wait, by name}, and it is given `Turns`.
+    # Whether its observations are JSON: {"messages": chat messages, "tools": JSON schemas}, or
+    # {"ids": token ids}. Then it is told the tokens of each turn.
     chats: bool = False
     in_part: bool = False  # whether it says how much of the last turn it acted on
     tokens: bool = False  # whether it is told the tokens of each turn, without `chats`
@@ -73,19 +75,6 @@ class Act:
     text: str
     calls: Sequence[ToolCall] | None  # for an environment with tools; None: no calls
     tokens: Tokens | None = None  # for one that is told them
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turns:
-    """Turns of the model for an environment that asks by itself; answered as Act is.
-
-    Each has the name of the request that it answers and `refused`, or its text, calls, prompt_ids
-    (token ids of all before it), ids, logprobs, and whether it was cut at a limit of tokens. Those
-    that were given before are left out.
-    """
-
-    session: str
-    turns: Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,10 +152,10 @@ class PlayersTurn:
 
 
 Message: TypeAlias = (
-    "EnvironmentStart | EnvironmentReady | Broken | OpenSession | Act | Turns | Finish | Close | "
-    "Closed | NoSession | Outcome"
+    "EnvironmentStart | EnvironmentReady | Broken | OpenSession | Act | Finish | Close | Closed | "
+    "NoSession | Outcome"
 )
-Call: TypeAlias = "OpenSession | Act | Turns | Finish | Close"
+Call: TypeAlias = "OpenSession | Act | Finish | Close"
 Reply: TypeAlias = "Outcome | Closed | NoSession"
 
 _MESSAGES = by_name(
@@ -175,7 +164,6 @@ _MESSAGES = by_name(
     Broken,
     OpenSession,
     Act,
-    Turns,
     Finish,
     Close,
     Closed,
@@ -186,4 +174,4 @@ _MESSAGES = by_name(
 
 def unpacked(message: Packed) -> Message:
     """The message that `packed` took apart."""
-    return child_messages.unpacked(message, _MESSAGES)
+    return user_code.unpacked(message, _MESSAGES)

@@ -54,11 +54,11 @@ def factor_names(weight: str, experts: Sequence[StackedWeight] = ()) -> tuple[st
     experts: the adapted weights of experts. PEFT wraps their module once for each, in the order of
     the model, so that the last one's factors have the module's name.
     """
-    names = [one.name for one in experts]
+    names = [expert.name for expert in experts]
     module = _PREFIX + weight.removesuffix(".weight")
     if weight in names:
         within = weight.rpartition(".")[0]
-        outer = sum(one.rpartition(".")[0] == within for one in names[names.index(weight) + 1 :])
+        outer = sum(name.rpartition(".")[0] == within for name in names[names.index(weight) + 1 :])
         module = _PREFIX + within + ".base_layer" * outer
     return module + _FACTORS[0], module + _FACTORS[1]
 
@@ -71,16 +71,18 @@ def is_factor(name: str) -> bool:
 def adapted_weights(manifest: Manifest) -> list[str]:
     """Names of the base's weights for which a version has factors, in its order."""
     experts = () if manifest.adapter is None else manifest.adapter.experts
-    stacked = {name: one.name for one in experts for name in factor_names(one.name, experts)}
-    found: dict[str, None] = {}
+    stacked = {
+        name: expert.name for expert in experts for name in factor_names(expert.name, experts)
+    }
+    names: dict[str, None] = {}
     for name in manifest.tensors:
         if name in stacked:
-            found[stacked[name]] = None
+            names[stacked[name]] = None
             continue
         for factor in _FACTORS:
             if name.startswith(_PREFIX) and name.endswith(factor):
-                found[name.removeprefix(_PREFIX).removesuffix(factor) + ".weight"] = None
-    return list(found)
+                names[name.removeprefix(_PREFIX).removesuffix(factor) + ".weight"] = None
+    return list(names)
 
 
 def factor_shapes(
@@ -113,7 +115,7 @@ def merge(
     a, b = (factors.get(factor) for factor in factor_names(name, adapter.experts))
     if a is None or b is None:
         return tensor
-    stacked = next((one for one in adapter.experts if one.name == name), None)
+    stacked = next((expert for expert in adapter.experts if expert.name == name), None)
     # Else the product may be of any size.
     if (tuple(a.shape), tuple(b.shape)) != factor_shapes(tensor.shape, adapter.rank, stacked):
         raise WeightMismatch(
@@ -143,18 +145,18 @@ def whole_entries(
         return manifest.tensors
     assert manifest.base is not None  # as every manifest of an adapter has
     entries, rank = whole_entries(store, manifest.base), manifest.adapter.rank
-    held = {name: entry.shape for name, entry in manifest.tensors.items()}
-    stacked = {one.name: one for one in manifest.adapter.experts}
-    wanted: dict[str, tuple[int, ...]] = {}
+    shapes = {name: entry.shape for name, entry in manifest.tensors.items()}
+    stacked = {expert.name: expert for expert in manifest.adapter.experts}
+    expected: dict[str, tuple[int, ...]] = {}
     for name in adapted_weights(manifest):
         shape = entries[name].shape if name in entries else ()
         names = factor_names(name, manifest.adapter.experts)
-        wanted |= zip(names, factor_shapes(shape, rank, stacked.get(name)), strict=True)
-    for name in [*held, *wanted]:
-        if held.get(name) != wanted.get(name):
+        expected |= zip(names, factor_shapes(shape, rank, stacked.get(name)), strict=True)
+    for name in [*shapes, *expected]:
+        if shapes.get(name) != expected.get(name):
             raise WeightMismatch(
-                f"Tensor {name} of {weights.key} has shape {held.get(name)}, and on the base "
-                f"{manifest.base.key} an adapter of rank {rank} has {wanted.get(name)} there."
+                f"Tensor {name} of {weights.key} has shape {shapes.get(name)}, and on the base "
+                f"{manifest.base.key} an adapter of rank {rank} has {expected.get(name)} there."
             )
     return entries
 
@@ -221,7 +223,7 @@ def peft_config(
     as_parameters = layers & _TAKEN_FOR_EXPERTS if mixture else set()
     parameters = {f"{layer}.weight" for layer in as_parameters}
     if lora.target_parameters == "all-experts":
-        parameters |= {re.sub(r"^.*\.\d+\.", "", one.name) for one in experts}
+        parameters |= {re.sub(r"^.*\.\d+\.", "", expert.name) for expert in experts}
     else:
         parameters |= set(lora.target_parameters)
     facts = {

@@ -1,27 +1,29 @@
 """From a model's settings (hub id, directory, GGUF file, random) to a checkpoint directory.
 
 `check_model` answers before anything starts and imports neither torch nor transformers; what a
-model's files say of it is in model_facts.py. `materialize` gives a directory in transformers'
-format, made once and then found again; `load_tokenizer`, `load_for_training`, `build_empty` and
-`build_untied` read such a directory.
+model's files say of it is in facts.py. `materialize` gives a directory in transformers' format,
+made once and then found again: a random Llama of characters, packed weights as plain ones.
+`load_tokenizer`, `load_for_training`, `build_empty` and `build_untied` read such a directory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import re
 import shutil
+import string
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from configs.model import Model, PretrainedModel, RandomModel
-from engines.models.making import convert_gguf, draw, quiet, unpack_mxfp4
 from engines.start_progress import reporting_growth
 from storage.runs.weights import MANIFEST
 
@@ -49,6 +51,154 @@ SCORE_BIASES = ("e_score_correction_bias", "expert_bias")
 
 ModelConfig = PretrainedModel | RandomModel
 Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+def draw(config: RandomModel, target: Path) -> None:
+    """A Llama with weights drawn from `config.seed` and the character tokenizer.
+
+    With config.vision a policy in the form of OpenVLA.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    vision = config.vision
+    characters = character_tokenizer(0 if vision is None else vision.actions)
+    llama = LlamaConfig(
+        vocab_size=len(characters),
+        hidden_size=config.hidden_size,
+        intermediate_size=2 * config.hidden_size,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.heads,
+        max_position_embeddings=config.max_positions,
+        tie_word_embeddings=vision is None,
+        bos_token_id=characters.bos_token_id,
+        eos_token_id=characters.eos_token_id,
+        pad_token_id=characters.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        if vision is None:
+            model: PreTrainedModel = LlamaForCausalLM(llama)
+        else:
+            from engines.models.vla.openvla import OpenVLA, tiny_config
+
+            model = OpenVLA(tiny_config(text=llama, **vision.model_dump()))
+    save(model, target)
+    characters.save_pretrained(target)
+
+
+def character_tokenizer(actions: int = 0) -> PreTrainedTokenizerBase:
+    """A token for each printable character, <pad>, <bos>, <eos>, <unk>; a plain chat template.
+
+    actions: so many action tokens come last, <0> after the others.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    special = ("<pad>", "<bos>", "<eos>", "<unk>")
+    printable = [character for character in string.printable if character not in "\r\x0b\x0c"]
+    acting = [f"<{number}>" for number in reversed(range(actions))]
+    vocabulary = {token: number for number, token in enumerate((*special, *printable, *acting))}
+    backend = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    characters = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+    )
+    characters.chat_template = (
+        "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    return characters
+
+
+def convert_gguf(source: Path, target: Path) -> None:
+    """Save `source` as an ordinary float32 checkpoint."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    AutoTokenizer.from_pretrained(
+        source.parent, gguf_file=source.name, trust_remote_code=False
+    ).save_pretrained(target)
+    # transformers' progress bar there heeds no setting (not reported).
+    with contextlib.redirect_stderr(io.StringIO()):
+        model = AutoModelForCausalLM.from_pretrained(
+            source.parent,
+            gguf_file=source.name,
+            trust_remote_code=False,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+        )
+    save(model, target)
+
+
+def unpack_mxfp4(source: Path, target: Path) -> None:
+    """Save a checkpoint whose experts are in mxfp4 as an ordinary bfloat16 one.
+
+    Source: OCP Microscaling Formats 1.0: blocks of 32 4-bit numbers with a power of two each.
+    """
+    import torch
+    from huggingface_hub import save_torch_state_dict
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.quantization_config import Mxfp4Config
+
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        source,
+        use_safetensors=True,
+        trust_remote_code=False,
+        dtype=torch.bfloat16,
+        quantization_config=Mxfp4Config(dequantize=True),
+        output_loading_info=True,
+    )
+    model, info = loaded
+    for name in sorted(info["missing_keys"]):
+        raise ValueError(f"{source} has no tensor {name}. Set model.path to a complete checkpoint.")
+    # save_pretrained of transformers 5.19 leaves the experts out of such a model (not reported).
+    save_torch_state_dict(dict(model.state_dict()), target)
+    for file in source.iterdir():
+        if file.is_file() and not file.name.endswith((".safetensors", ".safetensors.index.json")):
+            shutil.copy(file, target)
+    config = json.loads((source / "config.json").read_text())
+    del config["quantization_config"]
+    (target / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}, indent=1))
+
+
+def save(model: PreTrainedModel, target: Path) -> None:
+    # Else transformers 5.19 writes nothing in a process that is not rank 0 of a group (not reported).
+    model.should_save_on_this_rank = bool  # type: ignore[assignment]
+    model.save_pretrained(target)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' and the hub's progress bars and chatter."""
+    from huggingface_hub.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    hub_bars = not are_progress_bars_disabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+        if hub_bars:
+            enable_progress_bars()
 
 
 def check_model(config: ModelConfig) -> None:
@@ -169,18 +319,18 @@ def _place_by(name: str, facts: dict[str, object], cache: Path) -> Path:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(file.read_text())
+        values: dict[str, Any] = json.loads(file.read_text())
     except ValueError as error:
         raise ValueError(
             f"{file} cannot be read: {error}. Set model.path to a complete transformers checkpoint."
         ) from error
-    return found
+    return values
 
 
 def quantisation(config: Mapping[str, Any]) -> str | None:
     """How config.json says that weights are packed, as transformers finds it; None: they are not."""
-    found = config.get("quantization_config") or config.get("compression_config")
-    return str(found.get("quant_method", "a method not named")) if found else None
+    packing = config.get("quantization_config") or config.get("compression_config")
+    return str(packing.get("quant_method", "a method not named")) if packing else None
 
 
 def companion_files(directory: Path) -> dict[str, bytes]:
@@ -188,10 +338,10 @@ def companion_files(directory: Path) -> dict[str, bytes]:
 
     Not what says where weights are: a policy version's folder may be a model's, with its manifest.
     """
-    found = {path for pattern in _COMPANIONS for path in directory.glob(pattern)}
+    paths = {path for pattern in _COMPANIONS for path in directory.glob(pattern)}
     return {
         path.name: path.read_bytes()
-        for path in sorted(found)
+        for path in sorted(paths)
         if not path.name.endswith(".index.json") and path.name != MANIFEST
     }
 
@@ -205,14 +355,14 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 def end_token_ids(directory: Path) -> tuple[int, ...]:
     """Tokens that end a completion: those of config.json and generation_config.json."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         path = directory / name
         if path.exists():
             ends = json.loads(path.read_text()).get("eos_token_id")
             if ends is not None:
-                found.update(ends if isinstance(ends, list) else [ends])
-    return tuple(sorted(found))
+                ids.update(ends if isinstance(ends, list) else [ends])
+    return tuple(sorted(ids))
 
 
 def load_for_training(directory: Path, dtype: Dtype = "float32") -> PreTrainedModel:
@@ -242,8 +392,6 @@ def load_vision_model(directory: Path, dtype: Dtype = "float32") -> PreTrainedMo
 
 def _loaded(auto_class: Any, directory: Path, dtype: Dtype, body: bool = False) -> PreTrainedModel:
     """body: without a head, so that neither a pooler is needed nor are tensors of heads refused."""
-    from engines.models.tensor_files import unfit
-
     with quiet():
         loaded: Any = auto_class.from_pretrained(
             directory,
@@ -266,6 +414,14 @@ def _loaded(auto_class: Any, directory: Path, dtype: Dtype, body: bool = False) 
         if names:
             raise ValueError(unfit(directory, min(names), what))
     return model
+
+
+def unfit(directory: Path, name: str, what: str) -> str:
+    """The sentence about a tensor that keeps a model directory from being loaded."""
+    return (
+        f"{directory}: the tensor {name} {what}. Set model.path to a checkpoint whose config.json "
+        "belongs to its weights."
+    )
 
 
 def build_empty(directory: Path) -> PreTrainedModel:
@@ -308,24 +464,25 @@ def _build(config: PretrainedConfig, dtype: Dtype, device: str) -> PreTrainedMod
     import torch
 
     with quiet(), torch.device(device):
-        made: PreTrainedModel = _causal_models().from_config(
+        model: PreTrainedModel = _causal_models().from_config(
             config,
             trust_remote_code=False,
             dtype=_torch_dtype(dtype),
             attn_implementation=attention_of(_class_of(_causal_models(), config)),
         )
-        return made
+        return model
 
 
 def _class_of(auto_class: Any, config: PretrainedConfig | Path) -> type[PreTrainedModel]:
     """transformers' class for a config, or for a directory's."""
-    known = _config(config) if isinstance(config, Path) else config
-    if type(known) not in auto_class._model_mapping:
+    if isinstance(config, Path):
+        config = _config(config)
+    if type(config) not in auto_class._model_mapping:
         raise ValueError(
-            f"transformers has no {auto_class.__name__} of model_type = {known.model_type}. Set "
+            f"transformers has no {auto_class.__name__} of model_type = {config.model_type}. Set "
             "model.path to a model of text."
         )
-    model_class: type[PreTrainedModel] = auto_class._model_mapping[type(known)]
+    model_class: type[PreTrainedModel] = auto_class._model_mapping[type(config)]
     return model_class
 
 
@@ -338,8 +495,8 @@ def _config(directory: Path) -> PretrainedConfig:
     _causal_models()
     from transformers import AutoConfig
 
-    found: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    return found
+    config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    return config
 
 
 def _causal_models() -> Any:
@@ -404,7 +561,7 @@ def _check_directory(path: str, directory: Path) -> None:
         )
     if any(directory.glob("*.safetensors")):
         return
-    pickles = sorted(one.name for pattern in _PICKLES for one in directory.glob(pattern))
+    pickles = sorted(file.name for pattern in _PICKLES for file in directory.glob(pattern))
     if pickles:
         raise ValueError(
             f"model.path = {path} holds weights as {pickles[0]} only, a pickle, which may run code "
@@ -425,14 +582,14 @@ def _made_once(final: Path, make: Callable[[Path], None]) -> Path:
     with open(final.with_name(final.name + ".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not final.exists():
-            made = final.with_name(f".{final.name}-{uuid.uuid4().hex[:12]}")
-            made.mkdir()
+            target = final.with_name(f".{final.name}-{uuid.uuid4().hex[:12]}")
+            target.mkdir()
             try:
                 with quiet():
-                    make(made)
-                os.replace(made, final)
+                    make(target)
+                os.replace(target, final)
             finally:
-                shutil.rmtree(made, ignore_errors=True)
+                shutil.rmtree(target, ignore_errors=True)
     return final
 
 

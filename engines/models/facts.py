@@ -386,13 +386,13 @@ def _gguf_header(path: Path) -> tuple[dict[str, Any], set[str]]:
             magic, version, tensors, count = struct.unpack_from("<4sIQQ", data, 0)
             if magic != b"GGUF" or version not in (2, 3):
                 raise ValueError(f"it begins with {magic!r}, version {version}")
-            found, names, at = {}, set(), 24
+            values, names, at = {}, set(), 24
             for _ in range(count):
                 key, at = _gguf_value(data, at, _STRING)
                 (kind,) = struct.unpack_from("<I", data, at)
                 value, at = _gguf_value(data, at + 4, kind)
                 if kind != _ARRAY:
-                    found[key] = value
+                    values[key] = value
             for _ in range(tensors):
                 name, at = _gguf_value(data, at, _STRING)
                 names.add(name)
@@ -403,7 +403,7 @@ def _gguf_header(path: Path) -> tuple[dict[str, Any], set[str]]:
                 f"model.path = {path} is no GGUF file that can be read: {error}. Set model.path to "
                 "another one."
             ) from None
-    return found, names
+    return values, names
 
 
 def _gguf_value(data: mmap.mmap, at: int, kind: int) -> tuple[Any, int]:

@@ -45,8 +45,8 @@ def merged(before: RoutedExperts, now: RoutedExperts) -> RoutedExperts:
     if len(before) > len(now):
         now = extended(now, len(before))
     joined = now.copy()
-    known = (before != _unknown(before)).all((1, 2))
-    joined[: len(before)][known] = before[known]
+    told = (before != _unknown(before)).all((1, 2))
+    joined[: len(before)][told] = before[told]
     return joined
 
 

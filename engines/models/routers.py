@@ -44,10 +44,12 @@ def find_routers(model: PreTrainedModel) -> tuple[Router, ...]:
     if not top_k:
         return ()
     recorders = [
-        one
+        recorder
         for part in model.modules()
         if isinstance(part, PreTrainedModel)
-        if isinstance(one := (part._can_record_outputs or {}).get("router_logits"), OutputRecorder)
+        if isinstance(
+            recorder := (part._can_record_outputs or {}).get("router_logits"), OutputRecorder
+        )
     ]  # several at once, which JetMoE has, are of no form that is known
     return tuple(
         Router(
@@ -71,25 +73,25 @@ def _layer(name: str) -> int:
 def _bias(model: PreTrainedModel, router: str) -> str:
     """The name of the bias in a router, or in the block around it, that no gradient changes."""
     block = f"{router.rpartition('.')[0]}."
-    trained = {name for name, one in model.named_parameters() if one.requires_grad}
-    known = (name for name in model.state_dict() if name not in trained)
-    return next((name for name in known if name.startswith(block) and is_score_bias(name)), "")
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    fixed = (name for name in model.state_dict() if name not in trained)
+    return next((name for name in fixed if name.startswith(block) and is_score_bias(name)), "")
 
 
 def _index(name: str, module: nn.Module, recorders: Sequence[OutputRecorder]) -> int | None:
-    for one in recorders:
-        place = one.layer_name is None or f".{one.layer_name}" in f".{name}"
-        if place and isinstance(module, one.target_class):
-            return one.index
+    for recorder in recorders:
+        place = recorder.layer_name is None or f".{recorder.layer_name}" in f".{name}"
+        if place and isinstance(module, recorder.target_class):
+            return recorder.index
     return None
 
 
 def _score(config: PretrainedConfig, module: nn.Module) -> str:
     """The function that makes scores of a router's logits; empty: it is not known."""
     names = ("scoring_func", "expert_selection_fn")
-    said = next((x for name in names if (x := getattr(config, name, None)) is not None), None)
-    if said is not None:
-        return said if said in ("softmax", "sigmoid") else ""
+    function = next((x for name in names if (x := getattr(config, name, None)) is not None), None)
+    if function is not None:
+        return function if function in ("softmax", "sigmoid") else ""
     return "sigmoid" if "sigmoid" in inspect.getsource(type(module)) else "softmax"
 
 
@@ -109,9 +111,13 @@ def _twin(router: Router, device: str, dtype: torch.dtype) -> nn.Module:
 
 
 def _of_one_token(router: nn.Module, hidden: int) -> Returned | None:
-    weight = next(one for one in router.parameters() if one.dim() == 2)
-    _, *others = inspect.signature(router.forward).parameters.values()
-    biases = [weight.new_zeros(len(weight)) for one in others if one.default is one.empty]
+    weight = next(parameter for parameter in router.parameters() if parameter.dim() == 2)
+    _, *arguments = inspect.signature(router.forward).parameters.values()
+    biases = [
+        weight.new_zeros(len(weight))
+        for argument in arguments
+        if argument.default is argument.empty
+    ]
     for shape in ((1, hidden), (1, 1, hidden)):  # some take tokens, some sequences of them
         try:
             returned: Returned = router(weight.new_ones(shape), *biases)
@@ -132,8 +138,8 @@ def number_of_experts(router: Router, hidden: int) -> int | None:
         return None
     logits = returned if isinstance(returned, Tensor) else returned[router.index]
     experts = int(logits.shape[-1])
-    seen = choice.widths.count(experts) == 1
-    return experts if seen and _weighs_any(router, hidden, experts) else None
+    chooses = choice.widths.count(experts) == 1
+    return experts if chooses and _weighs_any(router, hidden, experts) else None
 
 
 @torch.no_grad()
@@ -144,15 +150,17 @@ def _weighs_any(router: Router, hidden: int, experts: int) -> bool:
     """
     twin = _twin(router, "cpu", torch.float32)
     noise = torch.Generator().manual_seed(0)
-    for one in (*twin.parameters(), *twin.buffers()):
-        one.copy_(torch.randn(one.shape, generator=noise) / hidden**0.5)
+    for tensor in (*twin.parameters(), *twin.buffers()):
+        tensor.copy_(torch.randn(tensor.shape, generator=noise) / hidden**0.5)
     for first in range(0, experts, router.top_k):
         told = (first + torch.arange(router.top_k)).remainder(experts)[None]
         with _Choice(router, told, None, experts):
             returned = _of_one_token(twin, hidden)
         parts = (returned,) if isinstance(returned, Tensor) else returned or ()
-        gates = [one for one in parts if one.is_floating_point() and one.shape[-1] == router.top_k]
-        if any(bool((one == 0).any()) for one in gates):
+        gates = [
+            part for part in parts if part.is_floating_point() and part.shape[-1] == router.top_k
+        ]
+        if any(bool((gate == 0).any()) for gate in gates):
             return False
     return True
 

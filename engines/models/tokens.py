@@ -47,7 +47,7 @@ def model_tokens(directory: Path) -> ModelTokens | None:
 
     words = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
     added = json.loads(file.read_text()).get("added_tokens", [])
-    special = {one["content"]: int(one["id"]) for one in added if one.get("special")}
+    special = {token["content"]: int(token["id"]) for token in added if token.get("special")}
     settings = _read(directory / "tokenizer_config.json")
     for name in NAMED:
         token = settings.get(name)
@@ -82,14 +82,14 @@ def tokens_of_student(student: Path, teacher: Path, name: str) -> int | None:
 
     Raises ValueError where their tokenizers are not the same, or not there.
     """
-    own, theirs = model_tokens(student), model_tokens(teacher)
-    if own is None or theirs is None:
+    student_tokens, teacher_tokens = model_tokens(student), model_tokens(teacher)
+    if student_tokens is None or teacher_tokens is None:
         raise ValueError(
             "A teacher or its student has no tokenizer.json, by which their tokens are compared. "
             "Set teachers and model to checkpoints that have one."
         )
-    check_same_tokens(own, theirs, name)
-    return own.rows
+    check_same_tokens(student_tokens, teacher_tokens, name)
+    return student_tokens.rows
 
 
 def _difference(student: ModelTokens, teacher: ModelTokens) -> str:
@@ -98,16 +98,21 @@ def _difference(student: ModelTokens, teacher: ModelTokens) -> str:
         ("the token", student.words, teacher.words),
         ("among special tokens", student.special, teacher.special),
     )
-    for kind, ours, theirs in pairs:
-        sides = {word: (theirs.get(word), ours.get(word)) for word in {**ours, **theirs}}
+    for kind, student_ids, teacher_ids in pairs:
+        sides = {
+            word: (teacher_ids.get(word), student_ids.get(word))
+            for word in {**student_ids, **teacher_ids}
+        }
         odd = {word: ids for word, ids in sides.items() if ids[0] != ids[1]}
         if odd:
             first = min(odd, key=lambda word: min((i, word) for i in odd[word] if i is not None))
-            told = ["is none" if one is None else f"has the id {one}" for one in odd[first]]
-            return f"{kind} {first!r} {told[0]} of the teacher's and {told[1]} of the student's"
+            teachers, students = (
+                "is none" if number is None else f"has the id {number}" for number in odd[first]
+            )
+            return f"{kind} {first!r} {teachers} of the teacher's and {students} of the student's"
     raise AssertionError("the digests differ")
 
 
 def _read(file: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    return found
+    values: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return values

@@ -105,7 +105,7 @@ class TracedShape:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> TracedShape:
+    def from_json(cls, values: Mapping[str, Any]) -> TracedShape:
         """What `to_json` made; TypeError or KeyError for anything else."""
         stack = tuple(
             TracedLayer(
@@ -113,20 +113,20 @@ class TracedShape:
                 experts=layer["experts"],
                 **{name: _kept(layer[name]) for name in ("input", "products", "attention", "kept")},
             )
-            for layer in said["stack"]
+            for layer in values["stack"]
         )
         sizes = {
-            kind: tuple((str(name), int(size)) for name, size in said[kind])
+            kind: tuple((str(name), int(size)) for name, size in values[kind])
             for kind in ("linear", "experts")
         }
-        return cls(**{**said, "stack": stack, "outside": _kept(said["outside"]), **sizes})
+        return cls(**{**values, "stack": stack, "outside": _kept(values["outside"]), **sizes})
 
 
 Shape: TypeAlias = ModelShape | TracedShape
 
 
-def _kept(said: Mapping[str, Mapping[str, float]]) -> Kept:
-    return Kept(**{name: Amount(**amount) for name, amount in said.items()})
+def _kept(values: Mapping[str, Mapping[str, float]]) -> Kept:
+    return Kept(**{name: Amount(**amount) for name, amount in values.items()})
 
 
 def adapted_sizes(shape: ModelShape, lora: LoraConfig) -> list[int]:

@@ -25,7 +25,7 @@ from threading import Event, Lock, Timer
 from typing import Any, Generic, TypeVar
 
 from engines.failures import InfrastructureError
-from engines.processes.child_messages import Broken, Packed, packed
+from engines.processes.user_code import Broken, Packed, packed
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +91,8 @@ class Program:
 
     def variables(self) -> dict[str, str]:
         """The environment of the process; another interpreter is not told where to import from."""
-        ours = {} if self.python is None else {"PYTHONPATH", "PYTHONHOME"}
-        return {k: v for k, v in os.environ.items() if k not in ours} | dict(self.environ)
+        paths = {} if self.python is None else {"PYTHONPATH", "PYTHONHOME"}
+        return {k: v for k, v in os.environ.items() if k not in paths} | dict(self.environ)
 
 
 class ChildProcess(Generic[ReadyT, CallT, ReplyT]):
@@ -265,10 +265,10 @@ class ChildProcess(Generic[ReadyT, CallT, ReplyT]):
     def _stacks(self) -> str:
         """What the process wrote of its stacks before it ended; empty where it wrote nothing."""
         self._dump.seek(0)
-        found = self._dump.read().decode(errors="replace").strip()
+        stacks = self._dump.read().decode(errors="replace").strip()
         self._dump.seek(0)
         self._dump.truncate()
-        return found
+        return stacks
 
     def _end(self, grace: float = 0.0) -> str:
         """Kill and reap the process; how it ended, for people.
@@ -290,16 +290,16 @@ class ChildProcess(Generic[ReadyT, CallT, ReplyT]):
 
 
 def _spawn(program: Program, title: str, dump: int) -> tuple[subprocess.Popen[bytes], Connection]:
-    ours, theirs = socket.socketpair()
-    with theirs:
+    owner, child = socket.socketpair()
+    with child:
         process = subprocess.Popen(
-            program.command(f"{theirs.fileno()}, {os.getpid()}, {dump}", title),
-            pass_fds=[theirs.fileno(), dump],
+            program.command(f"{child.fileno()}, {os.getpid()}, {dump}", title),
+            pass_fds=[child.fileno(), dump],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             env=program.variables(),
         )
-    return process, Connection(ours.detach())
+    return process, Connection(owner.detach())
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:

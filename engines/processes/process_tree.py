@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
 from collections.abc import Iterable
+from pathlib import Path
 
 import psutil
 
 RESOURCE_TRACKER = "from multiprocessing.resource_tracker import"  # the code that Python runs in it
+PEOPLE = range(1000, 60_000)  # numbers of users that login.defs gives to people
 
 
 def descendants(pid: int) -> list[psutil.Process]:
@@ -62,3 +65,21 @@ def kill_tree(pid: int) -> list[int]:
     except psutil.NoSuchProcess:
         top = []
     return kill_all([*top, *below])
+
+
+def other_people(processes: Path = Path("/proc")) -> list[str]:
+    """Names of the other people with processes here, as far as the kernel shows them; sorted."""
+    users = set()
+    with contextlib.suppress(OSError), os.scandir(processes) as entries:
+        for entry in entries:
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):  # it has ended
+                    users.add(entry.stat(follow_symlinks=False).st_uid)
+    return sorted(map(_name, (users & set(PEOPLE)) - {os.getuid()}))
+
+
+def _name(user: int) -> str:
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return str(user)

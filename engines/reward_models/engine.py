@@ -20,9 +20,8 @@ from engines.data.results import ModelScores
 from engines.data.sample_texts import SampleTexts, read_texts
 from engines.reward_models.contract import RewardModels, RewardModelSpec
 from engines.reward_models.model import RewardModel
-from engines.rewards.failing_samples import LoggedMetric
 from engines.rewards.protocol import Unscored
-from engines.rewards.runner import RewardCode
+from engines.rewards.runner import LoggedMetric, RewardCode
 from engines.workers.engine import Memory
 from storage.batches.columns import EXTRA, SCORE, SampleStatus
 from storage.batches.refs import BatchRef

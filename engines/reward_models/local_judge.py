@@ -21,18 +21,22 @@ from configs.imports import imported_class
 from configs.rewards import LocalJudgeReward
 from engines.data.sample_texts import SampleTexts
 from engines.models import checkpoints
-from engines.models.file_digests import WEIGHTS, WORDS, digest_of
+from engines.models.tensor_files import WEIGHTS, WORDS, digest_of
 from engines.processes.user_code import installed
 from engines.reward_models.contract import RewardModelSpec
 from engines.reward_models.engine import RewardModelEngine, ScoresOfModel
 from engines.reward_models.model import named
-from engines.rewards.failing_samples import LoggedMetric
-from engines.rewards.judge import KEPT_CHARACTERS, JudgeVerdict, Vote, verdict_on
-from engines.rewards.judge_answers import JudgeAnswers
-from engines.rewards.judge_endpoint import EndpointCounts
+from engines.rewards.judge import (
+    KEPT_CHARACTERS,
+    EndpointCounts,
+    JudgeAnswers,
+    JudgeVerdict,
+    Vote,
+    verdict_on,
+)
 from engines.rewards.judge_rubric import read_rubric, score_of
 from engines.rewards.protocol import Unscored
-from engines.rewards.runner import RewardCode
+from engines.rewards.runner import LoggedMetric, RewardCode
 from engines.rollout.contract import (
     EngineDead,
     RolloutRequest,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, cast
 
 from configs.rewards import LocalJudgeReward, RewardModelReward
 from engines.models import checkpoints
-from engines.models.file_digests import WEIGHTS, WORDS, digest_of
+from engines.models.tensor_files import WEIGHTS, WORDS, digest_of
 from engines.processes.user_code import installed
 from engines.rewards.judge_rubric import as_text
 from engines.rewards.protocol import Unscored

@@ -172,12 +172,12 @@ def letter_of(completion: str) -> str | None:
     """
     # A long run would be tried in every part.
     completion = _RUN.sub(r"\1\1", _HTML.sub("", completion.translate(_WIDE)))
-    _, closed, said = completion.rpartition("</think>")
-    if closed and said.strip():  # a thought is no answer
-        completion = said
-    told = [[box.content for box in boxes_of(completion)], _ANSWER_TAG.findall(completion)]
-    for contents in told:
-        letters = [letter for one in contents if (letter := _letter_in(one)) is not None]
+    _, closed, answer = completion.rpartition("</think>")
+    if closed and answer.strip():  # a thought is no answer
+        completion = answer
+    places = [[box.content for box in boxes_of(completion)], _ANSWER_TAG.findall(completion)]
+    for contents in places:
+        letters = [letter for content in contents if (letter := _letter_in(content)) is not None]
         if letters:
             return letters[-1]
     for form in _LETTERS:
@@ -219,8 +219,8 @@ def environment_scorer(reward: EnvironmentReward) -> Scorer:
     """What the episode's environment gave, all turns together; None where it gave nothing."""
 
     def score(completion: str, row: Row) -> float | None:
-        given = row.get("episode_reward")
-        return None if given is None else float(str(given))
+        score_of_episode = row.get("episode_reward")
+        return None if score_of_episode is None else float(str(score_of_episode))
 
     return score
 

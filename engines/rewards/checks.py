@@ -17,13 +17,11 @@ from configs.rewards import (
     RewardsConfig,
     UnitTestsReward,
 )
-from engines.rewards.failing_samples import score_column
 from engines.rewards.judge import check_judge
 from engines.rewards.judge_rubric import read_rubric
-from engines.rewards.process import RewardProcess
 from engines.rewards.protocol import TRL_HIDDEN_COLUMNS, RewardCall, RewardStart
 from engines.rewards.row_tests import tests_of
-from engines.rewards.runner import RewardRunner
+from engines.rewards.runner import RewardProcess, RewardRunner, score_column
 from engines.rewards.unit_tests import NO_JUDGE, UnitTestScorer
 from engines.sandboxes.opening import prove
 from storage.objects.documents import Row
@@ -140,14 +138,14 @@ def rows_without_verdict(rewards: RewardsConfig, source: PromptSource) -> list[s
 
 
 def unread_references(
-    rewards: RewardsConfig, source: PromptSource, asked: int = REFERENCES
+    rewards: RewardsConfig, source: PromptSource, count: int = REFERENCES
 ) -> list[str]:
     """Have the references of the first rows score themselves: a sentence where some do not.
 
     They do so in a process of its own, as samples do. One odd row is no reason to refuse the others.
     """
-    rows = source.rows(range(min(asked, len(source))))
-    found = [
+    rows = source.rows(range(min(count, len(source))))
+    unread = [
         (reward, _unread(reward, rows))
         for reward in rewards.functions
         if isinstance(reward, MathReward | ChoiceReward)
@@ -157,7 +155,7 @@ def unread_references(
         f"{reward.answer_column}) do not score themselves. {_UNREAD[reward.kind]} "
         + "; ".join(f"Row {n}: {_shortened(rows[n], reward)}" for n in odd[:NAMED])
         + (f"; and {len(odd) - NAMED} more." if len(odd) > NAMED else ".")
-        for reward, odd in found
+        for reward, odd in unread
         if odd
     ]
 

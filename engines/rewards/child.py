@@ -1,6 +1,6 @@
 """What runs in a reward process: one function, and calls answered one at a time.
 
-It scores in the main thread, where signal alarms work. The owner (engines/rewards/process.py) kills
+It scores in the main thread, where signal alarms work. The owner (engines/rewards/runner.py) kills
 the process when a call takes too long, so nothing here needs to survive. A process is started anew
 for each sample that hangs: only the standard library is imported here. A function that is named by
 its file finds the modules of its own folder first, whatever their names.
@@ -22,12 +22,13 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from configs.imports import described, imported, is_file
-from engines.processes.child_messages import Broken, packed
 from engines.processes.user_code import (
+    Broken,
     answer_calls,
     begin,
     give_way,
     installed,
+    packed,
     shortened,
     source_digests,
     traceback_of,
@@ -105,21 +106,21 @@ def ready_of(
 
 
 def _refusal(start: RewardStart, error: Exception) -> str:
-    said = str(error) if isinstance(error, ValueError) else _describe(error)
+    reason = str(error) if isinstance(error, ValueError) else _describe(error)
     if start.built_in and isinstance(error, ValueError):  # a sentence about the user's settings
-        return said
-    return f"The reward function {start.name} cannot be loaded: {said}."
+        return reason
+    return f"The reward function {start.name} cannot be loaded: {reason}."
 
 
 def required_columns(function: Callable[..., Any], params: Mapping[str, object]) -> tuple[str, ...]:
     """Names that the function has to be given by the data set."""
-    given = {*TRL_ARGUMENTS, *params}
+    arguments = {*TRL_ARGUMENTS, *params}
     return tuple(
         name
         for name, parameter in inspect.signature(function).parameters.items()
         if parameter.default is parameter.empty
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        and name not in given
+        and name not in arguments
     )
 
 
@@ -148,17 +149,24 @@ class FunctionScorer:
             return _failed_call(_describe(error), traceback_of(error, (os.path.abspath(__file__),)))
         size = len(call.completions)
         if result is None or len(values) != size:
-            got = "None" if result is None else f"{len(values)} values"
+            returned = "None" if result is None else f"{len(values)} values"
             return _failed_call(
-                f"returned {got} for {size} sample{'s' * (size > 1)}", miscounted=True
+                f"returned {returned} for {size} sample{'s' * (size > 1)}", miscounted=True
             )
         return _answered([_checked(value) for value in values], logged)
 
     def _arguments(self, call: RewardCall, logged: Logged) -> dict[str, Any]:
+        names = dict.fromkeys(name for row in call.rows for name in row)
+        columns = [name for name in names if name not in TRL_HIDDEN_COLUMNS]
         arguments = {
-            **_columns(call),
+            # None where a row lacks a column.
+            **{name: [row.get(name) for row in call.rows] for name in columns},
             "prompts": list(call.prompts),
-            "completions": _completions(call),
+            # Text for a prompt that is text, a list with one message for a prompt of messages.
+            "completions": [
+                text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+                for prompt, text in zip(call.prompts, call.completions, strict=True)
+            ],
             "completion_ids": [list(ids) for ids in call.completion_ids],
             "trainer_state": TrainerState(
                 global_step=call.global_step, max_steps=call.max_steps, epoch=call.epoch
@@ -190,9 +198,9 @@ class Logged:
         if number is None:
             shown = shortened(repr(value), 60)
             raise TypeError(f"log_metric({name!r}, …): {shown} is not a number")
-        found = self._metrics.setdefault(name, [])
+        values = self._metrics.setdefault(name, [])
         if math.isfinite(number):
-            found.append(number)
+            values.append(number)
 
     def log_extra(self, column: str, values: Iterable[Any]) -> None:
         """Log values of a column, one per sample: all at once, or in parts."""
@@ -221,7 +229,8 @@ class WholeScorer:
             return _failed_call(_describe(error), traceback_of(error, (os.path.abspath(__file__),)))
         assert len(values) == len(call.completions)
         return _answered(
-            [one.reason if isinstance(one, Unscored) else _checked(one) for one in values], logged
+            [value.reason if isinstance(value, Unscored) else _checked(value) for value in values],
+            logged,
         )
 
 
@@ -236,17 +245,21 @@ class SampleScorer:
     def __call__(self, call: RewardCall) -> Reply:
         samples = (call.completions, call.rows)
         if self._threads is None:
-            found = [self._timed(text, row) for text, row in zip(*samples, strict=True)]
+            results = [self._timed(text, row) for text, row in zip(*samples, strict=True)]
         else:
-            found = list(self._threads.map(self._scored, *samples))
-        columns = dict.fromkeys(name for one in found for name in one.extras)
+            results = list(self._threads.map(self._scored, *samples))
+        columns = dict.fromkeys(name for result in results for name in result.extras)
         return Reply(
-            values=[one.value for one in found],
-            errors={i: one.error for i, one in enumerate(found) if one.error is not None},
+            values=[result.value for result in results],
+            errors={
+                i: result.error for i, result in enumerate(results) if result.error is not None
+            },
             error=None,
             metrics={},
-            extras={name: [one.extras.get(name) for one in found] for name in columns},
-            tracebacks={one.error: one.trace for one in found if one.error and one.trace},
+            extras={name: [result.extras.get(name) for result in results] for name in columns},
+            tracebacks={
+                result.error: result.trace for result in results if result.error and result.trace
+            },
         )
 
     def _timed(self, text: str, row: Row) -> _Sample:
@@ -258,16 +271,16 @@ class SampleScorer:
 
     def _scored(self, text: str, row: Row) -> _Sample:
         try:
-            found = self._scorer(text, row)
+            result = self._scorer(text, row)
         except Exception as error:
             trace = traceback_of(error, (os.path.abspath(__file__),))
             return _Sample(error=_describe(error), trace=trace)
-        if not isinstance(found, SampleScore):
-            found = SampleScore(score=found, extras={})
-        value = _checked(found.score)
+        if not isinstance(result, SampleScore):
+            result = SampleScore(score=result, extras={})
+        value = _checked(result.score)
         if isinstance(value, str):
-            return _Sample(error=value, extras=found.extras)
-        return _Sample(value=value, extras=found.extras)
+            return _Sample(error=value, extras=result.extras)
+        return _Sample(value=value, extras=result.extras)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,24 +293,6 @@ class _Sample:
 
 async def _finish(result: Awaitable[Any]) -> Any:
     return await result
-
-
-def _columns(call: RewardCall) -> dict[str, list[Any]]:
-    """The data set's columns, one list entry per sample; None where a row lacks a column."""
-    names = dict.fromkeys(name for row in call.rows for name in row)
-    return {
-        name: [row.get(name) for row in call.rows]
-        for name in names
-        if name not in TRL_HIDDEN_COLUMNS
-    }
-
-
-def _completions(call: RewardCall) -> list[Any]:
-    """Text for a prompt that is text, a list with one message for a prompt of messages."""
-    return [
-        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-        for prompt, text in zip(call.prompts, call.completions, strict=True)
-    ]
 
 
 def _checked(value: Any) -> float | str | None:

@@ -107,28 +107,28 @@ class _Collection:
     def tests(self) -> list[Collected]:
         if self._all_skipped():
             return []
-        found: list[Collected] = []
+        tests: list[Collected] = []
         check = self._functions.get("check")
         if check is not None and _required(check) and self._checks(check.body):
             if self._candidate:
-                found.append(Collected(function="check", takes_candidate=True))
+                tests.append(Collected(function="check", takes_candidate=True))
         elif check is not None and self._is_test(check):
-            found.append(Collected(function="check"))
-        if not found:
+            tests.append(Collected(function="check"))
+        if not tests:
             for function in self._functions.values():
                 if function.name.startswith("test") and self._is_test(function):
-                    found += self._cases("", function, function.decorator_list)
+                    tests += self._cases("", function, function.decorator_list)
             for group in self._groups.values():
-                found += self._of_class(group)
-        if not found and self._checks(self._tree.body):
-            found.append(Collected())
-        if not found and check is not None and _required(check):
+                tests += self._of_class(group)
+        if not tests and self._checks(self._tree.body):
+            tests.append(Collected())
+        if not tests and check is not None and _required(check):
             raise ValueError(
                 "the row's tests have check(candidate), and no column names the function"
             )
-        if found:
+        if tests:
             self._refuse_the_unknown()
-        return found
+        return tests
 
     def _of_class(self, group: ast.ClassDef, outer: str = "") -> list[Collected]:
         """Of a class, and as pytest has it of those within it; `outer`: those around it, dotted."""
@@ -138,32 +138,32 @@ class _Collection:
             return []
         if self._never_runs(group):
             return []
-        tests = [m for m in methods.values() if m.name.startswith("test")]
-        if case and not tests:
-            tests = [m for m in methods.values() if m.name == "runTest"]
+        candidates = [m for m in methods.values() if m.name.startswith("test")]
+        if case and not candidates:
+            candidates = [m for m in methods.values() if m.name == "runTest"]
         name = f"{outer}{group.name}"
-        found = [
-            one
-            for method in tests
+        tests = [
+            test
+            for method in candidates
             if self._is_test(method)
-            for one in self._cases(
+            for test in self._cases(
                 name, method, [*method.decorator_list, *group.decorator_list], case
             )
         ]
         inner = [] if case else [node for node in group.body if isinstance(node, ast.ClassDef)]
-        return [*found, *(one for node in inner for one in self._of_class(node, f"{name}."))]
+        return [*tests, *(test for node in inner for test in self._of_class(node, f"{name}."))]
 
     def _methods(
         self, group: ast.ClassDef, below: frozenset[str] = frozenset()
     ) -> dict[str, _Function]:
         """Of a class and those of its bases that the text has."""
-        found: dict[str, _Function] = {}
+        methods: dict[str, _Function] = {}
         if group.name not in below:
             for base in reversed(group.bases):
                 above = self._classes.get(self._last_name(base))
                 if above is not None:
-                    found |= self._methods(above, below | {group.name})
-        return found | {node.name: node for node in group.body if isinstance(node, _Function)}
+                    methods |= self._methods(above, below | {group.name})
+        return methods | {node.name: node for node in group.body if isinstance(node, _Function)}
 
     def _is_test_case(self, group: ast.ClassDef, below: frozenset[str] = frozenset()) -> bool:
         if group.name in below:
@@ -184,7 +184,7 @@ class _Collection:
         return not yields and self._checks(function.body)
 
     def _never_runs(self, node: _Definition) -> bool:
-        return any(self._last_name(one) in _NEVER_RUN for one in node.decorator_list)
+        return any(self._last_name(decorator) in _NEVER_RUN for decorator in node.decorator_list)
 
     def _all_skipped(self) -> bool:
         """Whether the text says that all of its tests are skipped."""
@@ -192,9 +192,9 @@ class _Collection:
             isinstance(node, ast.Assign)
             and any(isinstance(t, ast.Name) and t.id == "pytestmark" for t in node.targets)
             and any(
-                self._last_name(one) in _NEVER_RUN
-                for one in ast.walk(node.value)
-                if isinstance(one, ast.Attribute)
+                self._last_name(part) in _NEVER_RUN
+                for part in ast.walk(node.value)
+                if isinstance(part, ast.Attribute)
             )
             for node in self._tree.body
         )
@@ -211,11 +211,11 @@ class _Collection:
         sizes: list[int | None] = []
         for decorator in decorators:
             if isinstance(decorator, ast.Call) and self._last_name(decorator) == "parametrize":
-                given = {k.arg: k.value for k in decorator.keywords} | dict(
+                arguments = {k.arg: k.value for k in decorator.keywords} | dict(
                     zip(("argnames", "argvalues"), decorator.args, strict=False)
                 )
-                names |= _parameter_names(given.get("argnames"))
-                sizes.append(self._size(given.get("argvalues")))
+                names |= _parameter_names(arguments.get("argnames"))
+                sizes.append(self._size(arguments.get("argvalues")))
         needed = [] if unittest else _required(function, method=bool(group))
         unknown = [name for name in needed if name not in names | self._fixtures.keys()]
         if unknown and (len(unknown) > 1 or unknown[0] in _FIXTURES or not self._candidate):
@@ -252,8 +252,8 @@ class _Collection:
                 name = node.id if isinstance(node, ast.Name) else node.attr
                 if name in self._definitions:
                     if name not in below and any(
-                        self._checks(_body_of(one), below | {name})
-                        for one in self._definitions[name]
+                        self._checks(_body_of(definition), below | {name})
+                        for definition in self._definitions[name]
                     ):
                         return True
                 elif _CHECKS.match(self._imports.get(name, name)):
@@ -274,10 +274,10 @@ class _Collection:
             elif isinstance(node, ast.Name):
                 name = self._imports.get(node.id, node.id)
             elif isinstance(node, ast.ImportFrom) and node.module == "pytest":
-                for one in node.names:
-                    if one.name not in PYTEST:
+                for alias in node.names:
+                    if alias.name not in PYTEST:
                         raise ValueError(
-                            f"the row's tests use pytest.{one.name}, which is not known"
+                            f"the row's tests use pytest.{alias.name}, which is not known"
                         )
             elif isinstance(node, ast.ImportFrom) and node.module in ("mock", "unittest.mock"):
                 mocks = "patch"
@@ -297,8 +297,10 @@ class _Collection:
                         f"the row's tests have the fixture {name} with params or a name of its own, "
                         "which is not known. Use mark.parametrize"
                     )
-            unknown = [one for one in _required(fixture) if one not in self._fixtures]
-            unknown = [one for one in unknown if one not in ("self", "cls")]
+            unknown = [
+                argument for argument in _required(fixture) if argument not in self._fixtures
+            ]
+            unknown = [argument for argument in unknown if argument not in ("self", "cls")]
             if unknown and (unknown[0] in _FIXTURES or not self._candidate):
                 raise ValueError(
                     f"the row's fixture {name} takes {unknown[0]}, which is no fixture of its text"
@@ -316,10 +318,10 @@ class _Collection:
 def _imports(tree: ast.Module) -> dict[str, str]:
     """Name in the text -> last name of what is imported under it."""
     return {
-        one.asname or one.name.partition(".")[0]: one.name.rpartition(".")[2]
+        alias.asname or alias.name.partition(".")[0]: alias.name.rpartition(".")[2]
         for node in ast.walk(tree)
         if isinstance(node, ast.Import | ast.ImportFrom)
-        for one in node.names
+        for alias in node.names
     }
 
 
@@ -351,7 +353,7 @@ def _blocks(node: ast.stmt) -> Iterator[list[ast.stmt]]:
             if isinstance(value[0], ast.stmt):
                 yield value
             elif isinstance(value[0], ast.ExceptHandler | ast.match_case):
-                yield from (one.body for one in value)
+                yield from (handler.body for handler in value)
 
 
 def _run(body: Iterable[ast.stmt]) -> Iterator[ast.AST]:
@@ -361,9 +363,9 @@ def _run(body: Iterable[ast.stmt]) -> Iterator[ast.AST]:
             continue
         yield node
         for _, value in ast.iter_fields(node):
-            for one in value if isinstance(value, list) else [value]:
-                if isinstance(one, ast.expr | ast.withitem):
-                    yield from ast.walk(one)
+            for part in value if isinstance(value, list) else [value]:
+                if isinstance(part, ast.expr | ast.withitem):
+                    yield from ast.walk(part)
         for block in _blocks(node):
             yield from _run(block)
         if isinstance(node, ast.Return | ast.Raise | ast.Break | ast.Continue):
@@ -399,15 +401,17 @@ def _required(function: _Function, method: bool = False) -> list[str]:
         isinstance(d, ast.Name) and d.id == "staticmethod" for d in function.decorator_list
     )
     first = 1 if method and not static else 0
-    names = [one.arg for one in positional[first : len(positional) - len(arguments.defaults)]]
+    names = [
+        argument.arg for argument in positional[first : len(positional) - len(arguments.defaults)]
+    ]
     keywords = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    return names + [one.arg for one, default in keywords if default is None]
+    return names + [argument.arg for argument, default in keywords if default is None]
 
 
 def _parameter_names(names: ast.expr | None) -> set[str]:
     """Of parametrize: a text with commas, or a list of texts."""
     texts = [n.value for n in ast.walk(names) if isinstance(n, ast.Constant)] if names else []
-    return {one.strip() for text in texts for one in str(text).split(",")}
+    return {part.strip() for text in texts for part in str(text).split(",")}
 
 
 def has_statements(tree: ast.Module) -> bool:

@@ -37,9 +37,9 @@ def compare_rewards(old: Numbers, new: Numbers, groups: NDArray[np.int64]) -> Re
         new: [N].
         groups: [N], samples of one prompt share a number.
     """
-    both = np.isfinite(old) & np.isfinite(new)
+    scored = np.isfinite(old) & np.isfinite(new)
     failed = int((~np.isfinite(new)).sum())
-    old, new, groups = old[both], new[both], groups[both]
+    old, new, groups = old[scored], new[scored], groups[scored]
     _, member, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     changes = [
         _group_changes(old[member == g], new[member == g]) for g in np.flatnonzero(sizes > 1)
@@ -55,7 +55,7 @@ def compare_rewards(old: Numbers, new: Numbers, groups: NDArray[np.int64]) -> Re
         groups=len(changes),
         reordered=sum(change[0] for change in changes),
         new_best=sum(change[1] for change in changes),
-        rank_change=_mean(np.array([change for one in changes for change in one[2]])),
+        rank_change=_mean(np.array([change for group in changes for change in group[2]])),
         flipped=float((before * after < 0).sum()) / count,
         silenced=float(((before != 0) & (after == 0)).sum()) / count,
         woken=float(((before == 0) & (after != 0)).sum()) / count,

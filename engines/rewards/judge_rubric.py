@@ -32,7 +32,7 @@ class Rubric:
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns that rows need."""
-        named = (found[2] for found in _PLACE.finditer(self.text) if found[2])
+        named = (place[2] for place in _PLACE.finditer(self.text) if place[2])
         return tuple(dict.fromkeys(name for name in named if name not in _GIVEN))
 
     @property
@@ -47,12 +47,12 @@ class Rubric:
         """
         values: Mapping[str, object] = {**row, "prompt": as_text(prompt), "completion": completion}
 
-        def put(found: re.Match[str]) -> str:
-            if found[1]:
-                return f"{{{found[1]}}}"
-            value = values.get(found[2])
+        def put(place: re.Match[str]) -> str:
+            if place[1]:
+                return f"{{{place[1]}}}"
+            value = values.get(place[2])
             if value is None:
-                raise ValueError(f"the row has no value in the column {found[2]} of the rubric")
+                raise ValueError(f"the row has no value in the column {place[2]} of the rubric")
             return str(value)
 
         return _PLACE.sub(put, self.text)
@@ -69,7 +69,7 @@ def read_rubric(path: str) -> Rubric:
             "rewards.functions[].rubric to a text file that every machine that scores has under the "
             "same path."
         ) from None
-    if not any(found[2] == "completion" for found in _PLACE.finditer(text)):
+    if not any(place[2] == "completion" for place in _PLACE.finditer(text)):
         raise ValueError(
             f"The rubric {path} has no {{completion}}, so the judge would not see what it scores. "
             "Put {completion} where the answer is to stand."
@@ -92,11 +92,11 @@ def score_of(answer: str, pattern: str, scale: tuple[float, float]) -> float | N
     Example: "Fair. Score: 7" on the scale [0, 10] is 0.7, and "Score: 11" is None.
     """
     low, high = scale
-    found = None
+    last = None
     for match in re.finditer(pattern, answer):
-        found = match
+        last = match
     try:
-        score = math.nan if found is None else float(found[1])
+        score = math.nan if last is None else float(last[1])
     except (TypeError, ValueError):  # the group took no part, or is no number
         return None
     return (score - low) / (high - low) if low <= score <= high else None

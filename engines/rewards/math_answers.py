@@ -187,8 +187,8 @@ def reference_of(text: str) -> Reference | None:
         return None
     only_words = _is_prose(text) or re.search(r"[^\W\d_]|\\", _TEXT.sub("", text)) is None
     words = _words_of(text) if only_words else None
-    read = _read(_with_delimiters(text))
-    return Reference(text=text, words=words, read=read, clock=_clock_of(text))
+    value = _read(_with_delimiters(text))
+    return Reference(text=text, words=words, read=value, clock=_clock_of(text))
 
 
 def answers(completion: str, reference: Reference) -> bool:
@@ -200,12 +200,12 @@ def answers(completion: str, reference: Reference) -> bool:
     """
     boxes = _last_boxes(completion)
     if boxes:
-        texts, read = boxes[-1:], [_boxed(boxes[-1])]
+        texts, values = boxes[-1:], [_boxed(boxes[-1])]
         if len(boxes) > 1 and isinstance(reference.read.value, SymPyFiniteSet | Tuple):
-            read.append(_boxed(",".join(boxes)))
+            values.append(_boxed(",".join(boxes)))
     else:
         last_line = _ANSWER_IS.split(completion)[-1].lstrip().split("\n", 1)[0]
-        texts, read = [completion, last_line], [completion]
+        texts, values = [completion, last_line], [completion]
     if any(_same_text(text, reference) for text in texts):
         return True
     if reference.clock is not None:
@@ -213,7 +213,7 @@ def answers(completion: str, reference: Reference) -> bool:
     if boxes and reference.words is not None:
         return False
     try:
-        return any(_same_value(reference.read, _read(text)) for text in read)
+        return any(_same_value(reference.read, _read(text)) for text in values)
     except (*_SYMPY_ERRORS, MemoryError):  # of what the answer is, such as 5000 digits that repeat
         return False
 
@@ -236,10 +236,12 @@ def _same_names(text: str, reference: Reference) -> bool:
     In any order where the reference joins them by a word, as lists of people do.
     """
     fold = reference.words is not None
-    wanted, given = _names_of(reference.text, fold), _names_of(text, fold)
-    if wanted is None or given is None or len({wanted[1], given[1]} - {""}) > 1:
+    names, answer_names = _names_of(reference.text, fold), _names_of(text, fold)
+    if names is None or answer_names is None or len({names[1], answer_names[1]} - {""}) > 1:
         return False
-    return wanted[0] == given[0] or (wanted[1] != "" and sorted(wanted[0]) == sorted(given[0]))
+    return names[0] == answer_names[0] or (
+        names[1] != "" and sorted(names[0]) == sorted(answer_names[0])
+    )
 
 
 def _names_of(text: str, fold: bool) -> tuple[list[str], str] | None:
@@ -247,11 +249,11 @@ def _names_of(text: str, fold: bool) -> tuple[list[str], str] | None:
 
     fold: into small letters.
     """
-    said = _SPACING.sub(" ", _TEXT.sub(r" \1 ", text)).strip(" \n.")
-    names = [" ".join(name.split()) for name in _JOINED.split(said.lower() if fold else said)]
+    words = _SPACING.sub(" ", _TEXT.sub(r" \1 ", text)).strip(" \n.")
+    names = [" ".join(name.split()) for name in _JOINED.split(words.lower() if fold else words)]
     if len(names) < 2 or not all(_NAME.fullmatch(name) for name in names):
         return None
-    return names, next((one[0] for one in re.finditer(r"\b(?:and|or)\b", said)), "")
+    return names, next((match[0] for match in re.finditer(r"\b(?:and|or)\b", words)), "")
 
 
 def _plain(text: str) -> str:
@@ -291,10 +293,10 @@ def _same_time(gold: tuple[str, ...], answer: tuple[str, ...] | None) -> bool:
 
 def _words_of(text: str) -> str | None:
     """What a text says where that is only words, in small letters: evelyn, or c of (C)."""
-    said = _TEXT.sub(r" \1 ", text).strip(" \n$.")
-    if not _ONLY_WORDS.fullmatch(said):
+    words = _TEXT.sub(r" \1 ", text).strip(" \n$.")
+    if not _ONLY_WORDS.fullmatch(words):
         return None
-    return " ".join(said.strip("()").lower().split())
+    return " ".join(words.strip("()").lower().split())
 
 
 def _last_boxes(completion: str) -> list[str]:
@@ -351,18 +353,18 @@ def _read(text: str) -> MathValue:
         text = pattern.sub(spelling, text)
     text = _BASE_IN_WORDS.sub(lambda match: f"_{{{_BASES.get(match[1], match[1])}}}", text)
     parts = parse(text, parsing_timeout=None)
-    said = next((part for part in parts if isinstance(part, str)), "")
+    reading = next((part for part in parts if isinstance(part, str)), "")
     value = next((part for part in parts if isinstance(part, Basic | MatrixBase)), None)
-    if numeral := _NUMERAL.fullmatch(said):  # of which math-verify drops the base
+    if numeral := _NUMERAL.fullmatch(reading):  # of which math-verify drops the base
         digits, base = numeral.groups()
         decimal = base == "10" and digits.lstrip("+-").isdecimal()
         value = Integer(digits) if decimal else Symbol(f"{digits}_{base}")
     power = _UNIT_POWER.search(text)
-    one = "1" if _LENGTH.search(text) else None
+    unit = "1" if _LENGTH.search(text) else None
     return MathValue(
-        value=None if value is None else _canonical(value, said),
-        text=said,
-        unit_power=one if power is None else power[1],
+        value=None if value is None else _canonical(value, reading),
+        text=reading,
+        unit_power=unit if power is None else power[1],
         degrees=_DEGREES.search(text) is not None,
     )
 
@@ -389,18 +391,20 @@ def _canonical(value: Value, text: str) -> Value:
     math-verify takes i as a number, and symbols as complex, where the text around says so.
     """
     symbols = {
-        one: I if one.name == "i" else Symbol(one.name, real=True)
-        for one in value.free_symbols
-        if isinstance(one, Symbol)
+        symbol: I if symbol.name == "i" else Symbol(symbol.name, real=True)
+        for symbol in value.free_symbols
+        if isinstance(symbol, Symbol)
     }
     changed = {old: new for old, new in symbols.items() if old != new}
     try:
         with evaluate(False):  # x \in [0, 1] is kept as an equation, which is false by itself
-            if isinstance(value, And) and all(isinstance(one, _ORDERS) for one in listed(value)):
-                parts = [one.reversed if isinstance(one, Gt | Ge) else one for one in listed(value)]
-                return And(*sorted((one.xreplace(changed) for one in parts), key=str))
+            if isinstance(value, And) and all(isinstance(part, _ORDERS) for part in listed(value)):
+                parts = [
+                    part.reversed if isinstance(part, Gt | Ge) else part for part in listed(value)
+                ]
+                return And(*sorted((part.xreplace(changed) for part in parts), key=str))
             if isinstance(value, FiniteSet) and not _braced(text):
-                parts = [one.xreplace(changed) for one in listed(value)]
+                parts = [part.xreplace(changed) for part in listed(value)]
                 repeated = len(parts) != len(value)  # 5, 5 are two values
                 return Tuple(*sorted(parts, key=str)) if repeated else FiniteSet(*parts)
             return value.xreplace(changed)
@@ -427,19 +431,19 @@ def _same_value(gold: MathValue, answer: MathValue) -> bool:
         return False
     if not _brackets_agree(gold, answer):
         return False
-    wanted, given = _angles(gold, answer)
-    if isinstance(wanted, Tuple | Interval) and isinstance(given, FiniteSet):
-        given = Tuple(*listed(given))  # 3, 4 for the point (3, 4), and in its order
-    values = _solution(wanted)
-    if values is not None and isinstance(given, Tuple | FiniteSet) and _solution(given) is None:
-        wanted = values
-        given = given if isinstance(given, Tuple) else Tuple(*listed(given))
-    if isinstance(wanted, Union | Interval):
-        given = _alternatives(given)
+    target, value = _angles(gold, answer)
+    if isinstance(target, Tuple | Interval) and isinstance(value, FiniteSet):
+        value = Tuple(*listed(value))  # 3, 4 for the point (3, 4), and in its order
+    values = _solution(target)
+    if values is not None and isinstance(value, Tuple | FiniteSet) and _solution(value) is None:
+        target = values
+        value = value if isinstance(value, Tuple) else Tuple(*listed(value))
+    if isinstance(target, Union | Interval):
+        value = _alternatives(value)
     return bool(
         verify(
-            wanted,
-            given,
+            target,
+            value,
             float_rounding=_places(gold.value),
             allow_set_relation_comp=True,
             timeout_seconds=None,
@@ -450,35 +454,37 @@ def _same_value(gold: MathValue, answer: MathValue) -> bool:
 def _angles(gold: MathValue, answer: MathValue) -> tuple[Value, Value]:
     """Both values, of an angle in degrees that in radians where the other is a part of pi."""
     assert gold.value is not None and answer.value is not None
-    found = [gold.value, answer.value]
-    for number, (one, other) in enumerate([(gold, answer), (answer, gold)]):
-        value = found[number]
-        in_radians = not other.degrees and found[1 - number].has(pi)
-        if one.degrees and in_radians and isinstance(value, Expr) and not value.has(pi):
-            found[number] = value * pi / 180
-    return found[0], found[1]
+    pair = [gold.value, answer.value]
+    for number, (side, opposite) in enumerate([(gold, answer), (answer, gold)]):
+        value = pair[number]
+        in_radians = not opposite.degrees and pair[1 - number].has(pi)
+        if side.degrees and in_radians and isinstance(value, Expr) and not value.has(pi):
+            pair[number] = value * pi / 180
+    return pair[0], pair[1]
 
 
 def _solution(value: Value) -> Tuple | None:
     """The values of x = 1, y = 2 in the order in which they are written; None of what is else."""
     parts = listed(value) if isinstance(value, FiniteSet) else []
-    equations = [one for one in parts if isinstance(one, Eq) and isinstance(one.lhs, Symbol)]
-    if len(equations) < len(parts) or len({one.lhs for one in equations}) < max(len(parts), 2):
+    equations = [part for part in parts if isinstance(part, Eq) and isinstance(part.lhs, Symbol)]
+    if len(equations) < len(parts) or len({equation.lhs for equation in equations}) < max(
+        len(parts), 2
+    ):
         return None
-    return Tuple(*(one.rhs for one in equations))
+    return Tuple(*(equation.rhs for equation in equations))
 
 
 def _alternatives(value: Value) -> Value:
     """The union that x < -1, x > 1 means; other values as they are."""
     parts = listed(value) if isinstance(value, FiniteSet) else []
     if len(parts) < 2 or not all(
-        isinstance(one, _ORDERS) and len(one.free_symbols) == 1 for one in parts
+        isinstance(part, _ORDERS) and len(part.free_symbols) == 1 for part in parts
     ):
         return value
-    if len({symbol for one in parts for symbol in one.free_symbols}) > 1:
+    if len({symbol for part in parts for symbol in part.free_symbols}) > 1:
         return value
     try:
-        return Union(*(one.as_set() for one in parts))
+        return Union(*(part.as_set() for part in parts))
     except (*_SYMPY_ERRORS, NotImplementedError):
         return value
 
@@ -488,16 +494,16 @@ def _brackets_agree(gold: MathValue, answer: MathValue) -> bool:
 
     Those of two intervals are compared as part of them.
     """
-    wanted, given = _bracket(gold.text), _bracket(answer.text)
+    target, brackets = _bracket(gold.text), _bracket(answer.text)
     ordered = Tuple | Interval
     if isinstance(gold.value, And) and isinstance(answer.value, FiniteSet):
-        return all(isinstance(one, _ORDERS) for one in listed(answer.value))
+        return all(isinstance(part, _ORDERS) for part in listed(answer.value))
     if isinstance(gold.value, ordered) and isinstance(answer.value, FiniteSet):
-        return not given
+        return not brackets
     if isinstance(gold.value, SymPyFiniteSet) and isinstance(answer.value, ordered):
-        return wanted != "}"
+        return target != "}"
     if isinstance(gold.value, Tuple) and isinstance(answer.value, Tuple):
-        return wanted == given or not (wanted and given)
+        return target == brackets or not (target and brackets)
     return True
 
 
@@ -510,6 +516,6 @@ def _bracket(text: str) -> str:
 
 def _places(value: Value) -> int:
     """Decimal places in which an answer has to agree: more where the reference is small."""
-    sizes = [abs(float(one)) for one in value.atoms(Float)]
+    sizes = [abs(float(number)) for number in value.atoms(Float)]
     smallest = min((size for size in sizes if 0 < size < math.inf), default=1.0)
     return max(_PLACES, _PLACES - 1 - math.floor(math.log10(smallest)))

@@ -1,6 +1,6 @@
 """What a reward process and its owner say to each other, and what TRL's functions expect.
 
-Messages go between two processes of the same program (engines/processes/child_messages.py); nothing
+Messages go between two processes of the same program (engines/processes/user_code.py); nothing
 of this is ever stored. After `Start` they are packed. Only the standard library is imported, so that
 a process starts quickly.
 """
@@ -10,10 +10,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
-from engines.processes import child_messages
-from engines.processes.child_messages import Broken, Packed, by_name
+from engines.processes import user_code
+from engines.processes.user_code import Broken, by_name
 
 if TYPE_CHECKING:
     from storage.objects.documents import JsonValue, Row
@@ -161,11 +162,5 @@ class BatchScorer(ABC):
         """A score, None or the reason of a failure for each sample. What it raises fails them all."""
 
 
-Message: TypeAlias = "RewardReady | Broken | RewardCall | Reply"
-
-_MESSAGES = by_name(RewardReady, Broken, RewardCall, Reply)
-
-
-def unpacked(message: Packed) -> Message:
-    """The message that `packed` took apart."""
-    return child_messages.unpacked(message, _MESSAGES)
+# Takes a message apart that `packed` has made: a RewardReady, Broken, RewardCall or Reply.
+unpacked = partial(user_code.unpacked, kinds=by_name(RewardReady, Broken, RewardCall, Reply))

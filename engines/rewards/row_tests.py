@@ -1,12 +1,14 @@
 """The tests of a row of the data set, in whichever form its column holds them.
 
 Whether a row has tests is decided here, before any program is looked at: a row without tests judges
-no program, and its samples have no reward.
+no program, and its samples have no reward. Examples of doctest (`>>> add(1, 2)` and the line that it
+gives) are one form.
 """
 
 from __future__ import annotations
 
 import ast
+import doctest
 import json
 import re
 import textwrap
@@ -15,11 +17,83 @@ from typing import Any
 
 from configs.rewards import UnitTestsReward
 from engines.rewards.collection import Collected, collected, has_statements, parsed
-from engines.rewards.doctests import DOCTEST, docstrings_with_examples, doctest_code, is_doctest
 from storage.objects.documents import Row
 
 _FENCED = re.compile(r"\s*```\w*[ \t]*\n(.*?)\n?[ \t]*```\s*", re.DOTALL)
 _LITERAL = ("[", "{", "(", '"', "'")  # how JSON, or Python's text of a value, begins
+DOCTEST = "test_examples"  # the function that runs them
+_NUMBERS = ("inf", "nan")  # as repr writes them
+
+
+def is_doctest(text: str) -> bool:
+    """Whether a text is examples, with prose around them perhaps, and so no Python."""
+    if not any(line.lstrip().startswith(">>> ") for line in text.splitlines()):
+        return False
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return True
+    return False
+
+
+def docstrings_with_examples(tree: ast.Module) -> list[str]:
+    """Docstrings of a module, its functions and classes that hold examples."""
+    documented = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    texts = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented)]
+    return [text for text in texts if text and ">>> " in text]
+
+
+def doctest_code(text: str) -> str:
+    """A test that runs the examples of a text, each of which has to give what stands below it.
+
+    ValueError where they cannot be read, where none of them says what it gives, or where one expects
+    what the program prints, which no test sees: it runs in a process of its own.
+    """
+    try:
+        examples = doctest.DocTestParser().get_examples(text)
+    except ValueError as error:
+        raise ValueError(f"the row's examples of doctest cannot be read: {error}") from None
+    checks = [example for example in examples if example.want]
+    if not checks:
+        raise ValueError("the row's examples of doctest do not say what they give")
+    for example in checks:
+        if example.exc_msg is None and not _told_by_the_test(example):
+            raise ValueError(
+                f"the row's example of doctest {example.source.strip()!r:.60} expects printed text, "
+                "which a test does not see: the program runs in a process of its own"
+            )
+    return (
+        "import doctest\n"
+        f"def {DOCTEST}():\n"
+        "    parser, said = doctest.DocTestParser(), []\n"
+        f"    found = parser.get_doctest({text!r}, globals(), 'row', None, 0)\n"
+        "    runner = doctest.DocTestRunner(verbose=False)\n"
+        "    runner.run(found, out=said.append)\n"
+        "    assert not runner.failures and runner.tries, ''.join(said)[-150:]\n"
+    )
+
+
+def _told_by_the_test(example: doctest.Example) -> bool:
+    """Whether the output is of a print in the example itself, or the value of an expression."""
+    called = {
+        node.func.id
+        for node in ast.walk(ast.parse(example.source))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    if "print" in called or any(example.options.values()):  # as ELLIPSIS
+        return True
+    try:
+        value = ast.parse(example.want.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return example.want.lstrip().startswith("<")  # <Point object>
+    classes = {
+        id(part)
+        for node in ast.walk(value)
+        if isinstance(node, ast.Call)
+        for part in ast.walk(node.func)
+    }
+    names = [node for node in ast.walk(value) if isinstance(node, ast.Name)]
+    return all(id(name) in classes or name.id in _NUMBERS for name in names)  # Counter({1: 2})
 
 
 def tests_of(reward: UnitTestsReward, row: Row) -> list[dict[str, Any]]:
@@ -113,11 +187,11 @@ def _function_name(value: object) -> str | None:
     return value if isinstance(value, str) and value.strip() else None
 
 
-def _values_of(given: object) -> list[list[Any]]:
+def _values_of(values: object) -> list[list[Any]]:
     """The arguments of a call, as each way to read its input has them."""
-    if not isinstance(given, str):
-        return [given] if isinstance(given, list) else []
-    lines = [_json(line) for line in given.split("\n") if line.strip()]
+    if not isinstance(values, str):
+        return [values] if isinstance(values, list) else []
+    lines = [_json(line) for line in values.split("\n") if line.strip()]
     # A list by itself is the only argument, or the arguments.
     return [lines, *lines] if len(lines) == 1 and isinstance(lines[0], list) else [lines]
 
@@ -148,25 +222,25 @@ def _of_texts(texts: list[str], before: str, function: str | None) -> list[dict[
             tests.append(_calling(doctest_code(text), before, Collected(function=DOCTEST), None))
             continue
         tree = parsed(text, "tests")
-        found = collected(tree, parsed(before, "setup statements"), function is not None)
-        if not found and (examples := docstrings_with_examples(tree)):
-            one = Collected(function=DOCTEST)
-            tests += [_calling(doctest_code(text), before, one, None) for text in examples]
-        elif not found and has_statements(tree):
+        cases = collected(tree, parsed(before, "setup statements"), function is not None)
+        if not cases and (examples := docstrings_with_examples(tree)):
+            test = Collected(function=DOCTEST)
+            tests += [_calling(doctest_code(text), before, test, None) for text in examples]
+        elif not cases and has_statements(tree):
             before = f"{before}\n{text}"
-        tests += [_calling(text, before, one, function) for one in found]
+        tests += [_calling(text, before, test, function) for test in cases]
     return tests
 
 
-def _calling(code: str, setup: str, one: Collected, function: str | None) -> dict[str, Any]:
+def _calling(code: str, setup: str, test: Collected, function: str | None) -> dict[str, Any]:
     return {
         "kind": "calls",
         "code": code,
         "setup": setup,
-        "function": one.function,
-        "group": one.group,
-        "case": one.case,
-        "argument": function if one.takes_candidate else "",
+        "function": test.function,
+        "group": test.group,
+        "case": test.case,
+        "argument": function if test.takes_candidate else "",
     }
 
 
@@ -206,12 +280,12 @@ def _of_pairs(column: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [_call(name, *pair, wrapped) for pair in zip(inputs, outputs, strict=True)]
 
 
-def _call(name: object, given: object, expected: object, wrapped: bool) -> dict[str, Any]:
+def _call(name: object, arguments: object, expected: object, wrapped: bool) -> dict[str, Any]:
     identifier = isinstance(name, str) and name.removeprefix("Solution().").isidentifier()
-    ways = _values_of(given)
+    ways = _values_of(arguments)
     if not isinstance(name, str) or not identifier or not ways:
         raise ValueError(f"tests of the function {name!r} do not give it a list of arguments")
-    if isinstance(given, str) and isinstance(expected, str):
+    if isinstance(arguments, str) and isinstance(expected, str):
         expected = _json(expected)
     either = " or _found == _expected[0]" if wrapped else ""
     code = (
@@ -232,6 +306,6 @@ def _call(name: object, given: object, expected: object, wrapped: bool) -> dict[
     return _calling(code, "", Collected(function="check", takes_candidate=True), name)
 
 
-def _printing(given: object, expected: object) -> dict[str, Any]:
-    lines = ["\n".join(map(str, v)) if isinstance(v, list) else str(v) for v in (given, expected)]
+def _printing(text: object, expected: object) -> dict[str, Any]:
+    lines = ["\n".join(map(str, v)) if isinstance(v, list) else str(v) for v in (text, expected)]
     return {"kind": "output", "input": lines[0], "output": lines[1].strip() and lines[1]}

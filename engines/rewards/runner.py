@@ -1,17 +1,33 @@
 """Scores of completions by the reward functions of the settings, and what a failed score means.
 
-Every function runs in a process of its own (engines/rewards/process.py). A sample that one of them
-could not score is failed: it has no reward, not the reward 0. The built-in scorers are
-engines/rewards/builtin.py; a user's function is called as TRL calls it.
+Every function runs in a process of its own (RewardProcess). A sample that one of them could not score
+is failed: it has no reward, not the reward 0. The built-in scorers are engines/rewards/builtin.py; a
+user's function is called as TRL calls it.
+
+A batch is scored such that only the samples at fault are failed. The whole batch is one call. When
+that call raises or returns nonsense, the batch is halved, again and again, until the guilty samples
+stand alone: calls are cheap. When it hangs or the process dies, samples are called one by one,
+because each guilty call costs a process: first with an eighth of the deadline each, then those that
+hung or crashed once more with the whole of it, so that a few hanging samples cannot use up the time
+of the many good ones, and a process that was killed by somebody from outside is no sample's fault.
+
+Where a call gave another number of values than it was given samples, and each part of it as many as
+it should, no sample is at fault and the function is: a function that always returns one value would
+else give it to every sample, once each stands alone. All samples of that call are failed.
+
+All this has to fit into ISOLATION_BUDGET deadlines, counted in the time of calls; a lost process
+counts as an eighth of a deadline at least, however quickly it crashed. A sample that could not be
+reached by then is failed and says so. What a function logs counts where its call succeeds, so each
+sample's logs count once.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from types import TracebackType
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
@@ -34,17 +50,17 @@ from configs.rewards import (
     UnitTestsReward,
 )
 from engines.meanings import meaning_of
-from engines.rewards.failing_samples import (
-    Column,
-    LoggedMetric,
-    only_at,
-    pooled,
-    score_column,
-    score_those,
+from engines.processes.child_process import CallTimedOut, ChildProcess, ProcessDied, Program
+from engines.rewards.judge import JudgeAnswers
+from engines.rewards.protocol import (
+    Prompt,
+    Reply,
+    RewardCall,
+    RewardReady,
+    RewardStart,
+    TrainerState,
+    unpacked,
 )
-from engines.rewards.judge_answers import JudgeAnswers
-from engines.rewards.process import RewardProcess
-from engines.rewards.protocol import Prompt, RewardCall, RewardStart, TrainerState
 from storage.objects.documents import JsonValue, Row, key_of
 from storage.prompts.datasets import open_source
 from storage.prompts.source import TASK, PromptSource
@@ -53,6 +69,230 @@ _GRACE = 15.0  # seconds after the deadline that a judge keeps by itself, before
 _SAMPLE_SHARE = 1 / 6  # of a call's deadline: the longest time of one sample in a built-in scorer
 
 NO_FUNCTION = "no reward function applies to this sample: each returned None"
+ISOLATION_BUDGET = 4  # deadlines that finding the guilty samples of one batch may take
+FIRST_LOOK = 1 / 8  # of the deadline: what a sample gets at first when samples are called singly
+PROGRAM = Program(main="engines.rewards.child:main")
+
+
+class RewardProcess(ChildProcess[RewardReady, RewardCall, Reply]):
+    """A process that loads one function, and scores samples by it."""
+
+    def __init__(self, start: RewardStart, start_seconds: float = 180.0) -> None:
+        super().__init__(f"reward function {start.name}", PROGRAM, start, unpacked, start_seconds)
+        self.name = start.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedMetric:
+    """What was given to log_metric under one name: a mean over the samples of all calls.
+
+    TRL takes the mean of all values that were given, which is the same where every call has as many
+    samples and gives as many values. Here the mean of a call's values weighs as much as the call
+    has samples, so that neither shards nor the search for a sample at fault change the figure.
+
+    Example: 0.5 for a call of 6 samples and 1.0 for a call of 2 are total 5.0 of 8, mean 0.625.
+    """
+
+    total: float  # sum over the calls: mean of the call's values times its samples
+    samples: int  # of those calls
+
+    @classmethod
+    def over(cls, values: Sequence[float]) -> LoggedMetric:
+        """A value for each of some samples; at least one."""
+        return cls(total=float(sum(values)), samples=len(values))
+
+    @property
+    def mean(self) -> float:
+        """Mean over the samples."""
+        return self.total / self.samples
+
+    def __add__(self, other: LoggedMetric) -> LoggedMetric:
+        return LoggedMetric(total=self.total + other.total, samples=self.samples + other.samples)
+
+
+def pooled(logged: Iterable[Mapping[str, LoggedMetric]]) -> dict[str, LoggedMetric]:
+    """The metrics of several functions, or shards, together."""
+    pool: dict[str, LoggedMetric] = {}
+    for metrics in logged:
+        for name, metric in metrics.items():
+            pool[name] = pool[name] + metric if name in pool else metric
+    return pool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One function's view of a batch of N samples. Filled while the batch is scored."""
+
+    values: np.ndarray  # float64 [N]; 0 where there is no value
+    applied: np.ndarray  # bool [N]; where the function gave a value
+    errors: dict[int, str] = field(default_factory=dict)  # sample without a valid value, and why
+    metrics: dict[str, LoggedMetric] = field(default_factory=dict)  # given to log_metric, by name
+    extras: dict[str, list[JsonValue]] = field(default_factory=dict)  # given to log_extra, N each
+    tracebacks: dict[str, str] = field(default_factory=dict)  # of errors, by the error
+
+
+def score_column(process: RewardProcess, batch: RewardCall, seconds: float) -> Column:
+    """Score all samples of a batch by one function.
+
+    Args:
+        process: of the function.
+        batch: N samples.
+        seconds: deadline of a call.
+
+    RuntimeError when the function's process cannot be started again: no sample is to blame.
+    """
+    size = len(batch.completions)
+    column = Column(values=np.zeros(size), applied=np.zeros(size, dtype=bool))
+    if size:
+        _Scoring(process, batch, seconds, column).run()
+    return column
+
+
+def score_those(
+    process: RewardProcess, batch: RewardCall, seconds: float, places: Sequence[int]
+) -> Column:
+    """`score_column` of the samples at some places; the function does not apply to the others."""
+    size, some = len(batch.completions), score_column(process, _part(batch, places), seconds)
+    column = Column(
+        values=np.zeros(size),
+        applied=np.zeros(size, dtype=bool),
+        errors={places[at]: error for at, error in some.errors.items()},
+        metrics=some.metrics,
+        tracebacks=some.tracebacks,
+    )
+    column.values[list(places)], column.applied[list(places)] = some.values, some.applied
+    for name, entries in some.extras.items():
+        column.extras[name] = [None] * size
+        for place, entry in zip(places, entries, strict=True):
+            column.extras[name][place] = entry
+    return column
+
+
+def only_at(column: Column, places: Sequence[int]) -> Column:
+    """A function's view of a batch, which does not apply but at some places."""
+    there = np.zeros(len(column.values), dtype=bool)
+    there[list(places)] = True
+    return replace(
+        column,
+        values=np.where(there, column.values, 0.0),
+        applied=column.applied & there,
+        errors={place: error for place, error in column.errors.items() if there[place]},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    error: str
+    costly: bool  # the process was lost: the call hung or crashed
+    miscounted: bool = False  # the call gave another number of values than samples
+
+
+class _Scoring:
+    def __init__(
+        self, process: RewardProcess, batch: RewardCall, seconds: float, column: Column
+    ) -> None:
+        self._process = process
+        self._batch = batch
+        self._seconds = seconds
+        self._column = column
+        self._budget = seconds  # seconds of calls that are left
+
+    def run(self) -> None:
+        everything = range(len(self._batch.completions))
+        fault = self._attempt(everything, self._seconds)
+        if fault is not None:
+            self._budget = ISOLATION_BUDGET * self._seconds
+            self._isolate(everything, fault)
+
+    def _isolate(self, samples: Sequence[int], fault: _Fault) -> None:
+        pending = deque([(samples, fault)])
+        miscounted: list[tuple[Sequence[int], _Fault]] = []
+        while pending:
+            samples, fault = pending.popleft()
+            if fault.miscounted:
+                miscounted.append((samples, fault))
+            if len(samples) == 1:
+                self._column.errors[samples[0]] = fault.error
+            elif fault.costly:
+                self._one_by_one(samples)
+            else:
+                middle = len(samples) // 2
+                for half in (samples[:middle], samples[middle:]):
+                    half_fault = self._attempt(half, self._seconds)
+                    if half_fault is not None:
+                        pending.append((half, half_fault))
+        guilty = set(self._column.errors)
+        for samples, fault in miscounted:  # of the smallest such call its own count is told
+            if guilty.isdisjoint(samples):
+                for sample in samples:
+                    self._column.errors[sample] = fault.error
+                    self._column.values[sample], self._column.applied[sample] = 0, False
+
+    def _one_by_one(self, samples: Sequence[int]) -> None:
+        for allowed in (self._seconds * FIRST_LOOK, self._seconds):
+            again = []
+            for sample in samples:
+                fault = self._attempt([sample], allowed)
+                if fault is not None:
+                    self._column.errors[sample] = fault.error
+                    if fault.costly:  # too slow, or killed by somebody from outside
+                        again.append(sample)
+            samples = again
+
+    def _attempt(self, samples: Sequence[int], seconds: float) -> _Fault | None:
+        """One call; its result goes into the column, or its fault is returned."""
+        if self._budget <= 0:
+            limit = ISOLATION_BUDGET * self._seconds
+            for sample in samples:
+                self._column.errors.setdefault(
+                    sample, f"not scored: finding the samples at fault took more than {limit:g} s"
+                )
+            return None
+        self._process.start()  # starting anew after a loss is not the samples' time
+        started, least = time.monotonic(), 0.0
+        try:
+            reply = self._process.call(_part(self._batch, samples), min(seconds, self._budget))
+        except (CallTimedOut, ProcessDied) as error:
+            least = self._seconds * FIRST_LOOK
+            if error.stacks:
+                self._column.tracebacks[str(error)] = error.stacks
+            return _Fault(str(error), costly=True)
+        finally:
+            self._budget -= max(time.monotonic() - started, least)
+        self._column.tracebacks.update(reply.tracebacks)
+        if reply.error is not None:
+            return _Fault(reply.error, costly=False, miscounted=reply.miscounted)
+        self._record(samples, reply)
+        return None
+
+    def _record(self, samples: Sequence[int], reply: Reply) -> None:
+        column = self._column
+        for position, sample in enumerate(samples):
+            column.errors.pop(sample, None)
+            value = reply.values[position]
+            if position in reply.errors:
+                column.errors[sample] = reply.errors[position]
+            elif value is not None:
+                column.values[sample], column.applied[sample] = value, True
+        size = len(samples)
+        logged = {n: LoggedMetric(total=m * size, samples=size) for n, m in reply.metrics.items()}
+        column.metrics.update(pooled([column.metrics, logged]))
+        for name, entries in reply.extras.items():
+            whole = column.extras.setdefault(name, [None] * len(column.values))
+            for sample, entry in zip(samples, entries, strict=True):
+                whole[sample] = entry
+
+
+def _part(batch: RewardCall, samples: Sequence[int]) -> RewardCall:
+    return RewardCall(
+        prompts=[batch.prompts[i] for i in samples],
+        completions=[batch.completions[i] for i in samples],
+        completion_ids=[batch.completion_ids[i] for i in samples],
+        rows=[batch.rows[i] for i in samples],
+        global_step=batch.global_step,
+        max_steps=batch.max_steps,
+        epoch=batch.epoch,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +342,7 @@ class RewardCode:
 
 def code_digest(code: Sequence[RewardCode]) -> str:
     """Names all functions of a run together: 16 hex digits."""
-    return key_of([asdict(one) for one in code])
+    return key_of([asdict(function) for function in code])
 
 
 class RewardRunner:
@@ -123,7 +363,9 @@ class RewardRunner:
             sharers: runners of the run that share what a judge's endpoint allows.
         """
         self._rewards, self._data = rewards, data
-        self._called = [one for one in rewards.functions if not isinstance(one, EngineReward)]
+        self._called = [
+            function for function in rewards.functions if not isinstance(function, EngineReward)
+        ]
         self._processes = [
             RewardProcess(_start_message(reward, rewards, data, answers, sharers))
             for reward in self._called
@@ -146,8 +388,8 @@ class RewardRunner:
 
     def code(self, models: Sequence[RewardCode] = ()) -> tuple[RewardCode, ...]:
         """What the functions are, as they are loaded now; models: what the reward models are."""
-        found = {one.name: one for one in models} | self.called_code()
-        return tuple(found[name] for name in self.names)
+        functions = {function.name: function for function in models} | self.called_code()
+        return tuple(functions[name] for name in self.names)
 
     def called_code(self) -> dict[str, RewardCode]:
         """The same of those that are called, by name: of all but reward models and local judges."""
@@ -216,12 +458,14 @@ class RewardRunner:
             return column, time.perf_counter() - started
 
         results = self._threads.map(timed, self._processes, self._called)
-        done = {}
+        scored = {}
         for name, column in (given or {}).items():
             places = self._scored(name, rows)
-            done[name] = (column if places is None else only_at(column, places), 0.0)
-        done |= {one.label: found for one, found in zip(self._called, results, strict=True)}
-        ordered = [done[name] for name in self.names]
+            scored[name] = (column if places is None else only_at(column, places), 0.0)
+        scored |= {
+            function.label: result for function, result in zip(self._called, results, strict=True)
+        }
+        ordered = [scored[name] for name in self.names]
         columns, seconds = [column for column, _ in ordered], [took for _, took in ordered]
         return self._gather(columns, seconds, len(batch.completions))
 
@@ -229,14 +473,14 @@ class RewardRunner:
         """Places of the rows that a function scores, where there are several tasks; None: all."""
         if not (tasks := self._data.tasks):
             return None
-        own = {task: self._data.rewards_of(task) for task in tasks}
-        scored = {task for task, names in own.items() if names is None or name in names}
+        names_by_task = {task: self._data.rewards_of(task) for task in tasks}
+        scored = {task for task, names in names_by_task.items() if names is None or name in names}
         return [place for place, row in enumerate(rows) if row[TASK] in scored]
 
     def _filled(self, rows: Sequence[Row], source: Callable[[], PromptSource]) -> Sequence[Row]:
         """The rows, with None in needed columns that one of them lacks and another of theirs has."""
         needed = {column for columns in self.start() for column in columns}
-        lacking = sorted(one for one in needed if not all(one in row for row in rows))
+        lacking = sorted(column for column in needed if not all(column in row for row in rows))
         nothing = {
             column: None
             for column in lacking
@@ -288,12 +532,7 @@ class RewardRunner:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -301,9 +540,10 @@ def _definition(reward: Reward, data: DataConfig) -> dict[str, Any]:
     """The settings that a score depends on."""
     left_out = set(HOW_ASKED) if isinstance(reward, JudgeReward) else set()
     settings = reward.model_dump(mode="json", exclude=left_out)
-    if isinstance(reward, UnitTestsReward) and (own := data.sandboxes(reward.label)):
-        of_tasks = {name: one.model_dump(mode="json") for name, one in own.items()}
-        settings["sandboxes"] = of_tasks
+    if isinstance(reward, UnitTestsReward) and (sandboxes := data.sandboxes(reward.label)):
+        settings["sandboxes"] = {
+            task: sandbox.model_dump(mode="json") for task, sandbox in sandboxes.items()
+        }
     meaning = meaning_of(reward)
     return settings if meaning == 1 else settings | {"meaning": meaning}
 

@@ -43,11 +43,11 @@ class Pickler(pickle.Pickler):
         self,
         file: IO[bytes],
         plain: dict[str, set[str]],
-        things: list[Any],
+        objects: list[Any],
         numbers: dict[int, int],
     ) -> None:
         super().__init__(file, 4)
-        self._plain, self._things = plain, things
+        self._plain, self._things = plain, objects
         self._numbers = numbers  # place of each thing, by its id
 
     def persistent_id(self, value: Any) -> int | tuple[Any, ...] | None:
@@ -84,9 +84,9 @@ class Pickler(pickle.Pickler):
 class Unpickler(pickle.Unpickler):
     """Reads what `Pickler` wrote."""
 
-    def __init__(self, file: IO[bytes], things: list[Any]) -> None:
+    def __init__(self, file: IO[bytes], objects: list[Any]) -> None:
         super().__init__(file)
-        self._things = things
+        self._things = objects
 
     def persistent_load(self, number: Any) -> Any:
         """What stayed in this process, or an array."""
@@ -118,12 +118,12 @@ def main(orders: IO[bytes], answers: IO[bytes]) -> NoReturn:
     """Load the program, then do what it is told to until it is killed."""
     plain = pickle.load(orders)
     source = pickle.load(orders)
-    things: list[Any] = []
+    objects: list[Any] = []
     numbers: dict[int, int] = {}
 
     def answer(*values: Any) -> None:
         buffer = io.BytesIO()
-        Pickler(buffer, plain, things, numbers).dump(values)
+        Pickler(buffer, plain, objects, numbers).dump(values)
         data = buffer.getvalue()
         answers.write(len(data).to_bytes(8, "big") + data)
         answers.flush()
@@ -140,44 +140,44 @@ def main(orders: IO[bytes], answers: IO[bytes]) -> NoReturn:
         os._exit(1)
     loop: Any = None  # one for all that is awaited
     while True:
-        what, thing, name, arguments, named = Unpickler(orders, things).load()
+        what, value, name, arguments, named = Unpickler(orders, objects).load()
         try:
             match what:
                 case "call":
-                    answer("gave", thing(*arguments, **named), arguments, named)
+                    answer("gave", value(*arguments, **named), arguments, named)
                 case "attribute":
-                    answer("gave", getattr(thing, name), (), {})
+                    answer("gave", getattr(value, name), (), {})
                 case "items":
-                    answer("gave", list(thing), (), {})
+                    answer("gave", list(value), (), {})
                 case "item":
-                    answer("gave", thing[arguments[0]], (), {})
+                    answer("gave", value[arguments[0]], (), {})
                 case "next":
-                    answer("gave", next(thing), (), {})
+                    answer("gave", next(value), (), {})
                 case "await":
                     import asyncio
 
                     loop = loop or asyncio.new_event_loop()
-                    answer("gave", loop.run_until_complete(thing), (), {})
+                    answer("gave", loop.run_until_complete(value), (), {})
                 case "length":
-                    answer("gave", len(thing), (), {})
+                    answer("gave", len(value), (), {})
                 case "text":
-                    answer("gave", str(thing) if name == "str" else repr(thing), (), {})
+                    answer("gave", str(value) if name == "str" else repr(value), (), {})
                 case "set":
-                    setattr(thing, name, arguments[0])
+                    setattr(value, name, arguments[0])
                     answer("gave", None, (), {})
                 case "set item":
-                    thing[arguments[0]] = arguments[1]
+                    value[arguments[0]] = arguments[1]
                     answer("gave", None, (), {})
                 case "delete item":
-                    del thing[arguments[0]]
+                    del value[arguments[0]]
                     answer("gave", None, (), {})
                 case "is a":
-                    answer("gave", isinstance(arguments[0], thing), (), {})
+                    answer("gave", isinstance(arguments[0], value), (), {})
                 case "enter":
-                    answer("gave", type(thing).__enter__(thing), (), {})
+                    answer("gave", type(value).__enter__(value), (), {})
                 case "exit":
                     kind = type(arguments[0]) if arguments[0] is not None else None
-                    type(thing).__exit__(thing, kind, arguments[0], None)
+                    type(value).__exit__(value, kind, arguments[0], None)
                     answer("gave", None, (), {})
         except BaseException as error:
             told(error)

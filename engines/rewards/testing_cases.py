@@ -53,7 +53,7 @@ class _Mark:
         if self._name == "skipif" and condition is True:
             return _instead(_skip)
         bare = len(arguments) == 1 and not named and callable(arguments[0])
-        return arguments[0] if bare else lambda one: one
+        return arguments[0] if bare else lambda function: function
 
 
 def _parametrize(argnames: Any, argvalues: Any, **named: Any) -> Callable[[Any], Any]:
@@ -65,15 +65,15 @@ def _parametrize(argnames: Any, argvalues: Any, **named: Any) -> Callable[[Any],
         values = value.values if isinstance(value, _Param) else value
         rows.append(list(values) if isinstance(value, _Param) or listed else [values])
 
-    def decorate(one: Any) -> Any:
-        _PARAMETERS.setdefault(one, []).append((names, rows))
-        return one
+    def decorate(function: Any) -> Any:
+        _PARAMETERS.setdefault(function, []).append((names, rows))
+        return function
 
     return decorate
 
 
 def _instead(function: Callable[[], Any]) -> Callable[[Any], Any]:
-    return lambda one: lambda *arguments, **named: function()
+    return lambda decorated: lambda *arguments, **named: function()
 
 
 def _skip(*arguments: Any, **named: Any) -> Any:
@@ -92,9 +92,9 @@ def _importorskip(name: str, **named: Any) -> Any:
 
 
 def _fixture(function: Any = None, *, autouse: bool = False, **named: Any) -> Any:
-    def decorate(one: Any) -> Any:
-        _FIXTURES[one] = autouse
-        return one
+    def decorate(function: Any) -> Any:
+        _FIXTURES[function] = autouse
+        return function
 
     return decorate if function is None else decorate(function)
 
@@ -149,31 +149,31 @@ class _Approx:
     def __repr__(self) -> str:
         return f"approx({self._expected!r})"
 
-    def _equal(self, expected: Any, found: Any) -> bool:
+    def _equal(self, expected: Any, value: Any) -> bool:
         if isinstance(expected, Mapping):
             return (
-                isinstance(found, Mapping)
-                and expected.keys() == found.keys()
-                and all(self._equal(expected[key], found[key]) for key in expected)
+                isinstance(value, Mapping)
+                and expected.keys() == value.keys()
+                and all(self._equal(expected[key], value[key]) for key in expected)
             )
         if isinstance(expected, Sequence) and not isinstance(expected, (str, bytes)):
             return (
-                isinstance(found, Sequence)
-                and len(found) == len(expected)
-                and all(map(self._equal, expected, found))
+                isinstance(value, Sequence)
+                and len(value) == len(expected)
+                and all(map(self._equal, expected, value))
             )
         numbers = (int, float, complex)
-        if not isinstance(expected, numbers) or not isinstance(found, numbers):
-            return bool(expected == found)
-        if expected == found:
+        if not isinstance(expected, numbers) or not isinstance(value, numbers):
+            return bool(expected == value)
+        if expected == value:
             return True
-        if expected != expected or found != found:
-            return self._nan and expected != expected and found != found
+        if expected != expected or value != value:
+            return self._nan and expected != expected and value != value
         if math.isinf(abs(expected)):
             return False
         least = 1e-12 if self._abs is None else self._abs
         relative = self._rel if self._rel is not None else 1e-6 if self._abs is None else 0.0
-        return abs(expected - found) <= max(relative * abs(expected), least)
+        return abs(expected - value) <= max(relative * abs(expected), least)
 
 
 def _stand_in() -> types.ModuleType:
@@ -238,32 +238,32 @@ class _Case:
         names: dict[str, Any],
         group: Any,
         function: str,
-        given: dict[str, Any],
+        arguments: dict[str, Any],
         candidate: Callable[[], Any],
     ) -> None:
         self._names, self._group, self._function = names, group, function
-        self._values, self._candidate = given, candidate
+        self._values, self._candidate = arguments, candidate
         self._instance = group() if group is not None else None
         self._ends: list[Any] = []  # generators of fixtures
 
     def run(self) -> None:
         members = {name: getattr(self._instance, name) for name in dir(self._instance)}
-        own = members if self._group is not None else {}
+        methods = members if self._group is not None else {}
         try:
             for name in ("setup_module", "setup_function"):
                 self._extra(self._names.get(name))
             for name in ("setup_class", "setup_method", "setup"):
-                self._extra(own.get(name))
-            for name, one in [*self._names.items(), *own.items()]:
-                if self._automatic(one):
+                self._extra(methods.get(name))
+            for name, fixture in [*self._names.items(), *methods.items()]:
+                if self._automatic(fixture):
                     self._value(name)
-            function = own.get(self._function) or self._names[self._function]
+            function = methods.get(self._function) or self._names[self._function]
             _finished(function(**self._arguments(function)))
         finally:
             for generator in reversed(self._ends):
                 _next(generator)
             for name in ("teardown", "teardown_method", "teardown_class"):
-                self._extra(own.get(name))
+                self._extra(methods.get(name))
             for name in ("teardown_function", "teardown_module"):
                 self._extra(self._names.get(name))
 
@@ -273,15 +273,20 @@ class _Case:
             takes = len(inspect.signature(function).parameters)
             _finished(function(*[self._names.get(self._function)][:takes]))
 
-    def _automatic(self, one: Any) -> bool:
-        function = getattr(one, "__func__", one) if isinstance(one, types.MethodType) else one
+    def _automatic(self, fixture: Any) -> bool:
+        function = (
+            getattr(fixture, "__func__", fixture)
+            if isinstance(fixture, types.MethodType)
+            else fixture
+        )
         return isinstance(function, types.FunctionType) and _FIXTURES.get(function, False)
 
     def _arguments(self, function: Any) -> dict[str, Any]:
         return {
             name: self._value(name)
-            for name, one in inspect.signature(function).parameters.items()
-            if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+            for name, parameter in inspect.signature(function).parameters.items()
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         }
 
     def _value(self, name: str) -> Any:
@@ -300,10 +305,10 @@ class _Case:
 
     def _fixture(self, name: str) -> Any:
         for place in (self._instance, types.SimpleNamespace(**self._names)):
-            one = getattr(place, name, None)
-            function = one.__func__ if isinstance(one, types.MethodType) else one
+            method = getattr(place, name, None)
+            function = method.__func__ if isinstance(method, types.MethodType) else method
             if isinstance(function, types.FunctionType) and function in _FIXTURES:
-                return one
+                return method
         return None
 
 

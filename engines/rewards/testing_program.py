@@ -213,9 +213,9 @@ class TestedProgram:
         """A named tuple of the program, as one whose methods are asked for there."""
         if (name, fields) not in self._classes:
             self._classes[name, fields] = self._named_class(name, fields)
-        made = self._classes[name, fields](*values)
-        self._tuples[id(made)] = (made, self.thing(number))
-        return made
+        value = self._classes[name, fields](*values)
+        self._tuples[id(value)] = (value, self.thing(number))
+        return value
 
     def _named_class(self, name: str, fields: tuple[str, ...]) -> Any:
         base: Any = namedtuple(name, fields)  # type: ignore[misc]  # ValueError for an odd name
@@ -235,8 +235,8 @@ class TestedProgram:
         """The Thing that a value is, or is a named tuple of; None for everything else."""
         if type(value) is Thing:
             return value
-        made, thing = self._tuples.get(id(value), (None, None))
-        return thing if made is value else None
+        twin, number = self._tuples.get(id(value), (None, None))
+        return number if twin is value else None
 
     def load(self, source: str) -> None:
         """Run the program's text; its names are there then."""
@@ -290,8 +290,8 @@ class TestedProgram:
                 raise
             # Else a test that maps a function over its cases would take it for their end.
             raise ProgramFailed(f"{type(error).__name__}: {error}") from None
-        for ours, theirs in [*zip(arguments, after), *((named[k], after_named[k]) for k in named)]:  # noqa: B905
-            _change(ours, theirs)
+        for before, now in [*zip(arguments, after), *((named[k], after_named[k]) for k in named)]:  # noqa: B905
+            _change(before, now)
         return value
 
     def close(self) -> None:
@@ -334,7 +334,7 @@ class TestedProgram:
         if size > LARGEST:
             raise self._loss(f"gave {size} bytes")
         try:
-            found = _Unpickler(self, io.BytesIO(self._exactly(size))).load()
+            message = _Unpickler(self, io.BytesIO(self._exactly(size))).load()
         except ProgramFailed:
             raise
         except Exception:  # the program wrote the answer itself
@@ -344,12 +344,12 @@ class TestedProgram:
             # equal. What runs here cannot be trusted any more: no further test passes.
             if _classes() != CLASSES:
                 os._exit(1)
-        if not isinstance(found, tuple) or not found:
+        if not isinstance(message, tuple) or not message:
             raise self._loss("gave no answer")
-        if found[0] == "raised" and len(found) == 3:
-            raise _exception(found[1], str(found[2]))
-        if (found[0], len(found)) in (("gave", 4), ("loaded", 2)):
-            return found
+        if message[0] == "raised" and len(message) == 3:
+            raise _exception(message[1], str(message[2]))
+        if (message[0], len(message)) in (("gave", 4), ("loaded", 2)):
+            return message
         raise self._loss("gave no answer")
 
 
@@ -366,8 +366,8 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> int | tuple[Any, ...] | None:
         if type(value) is _Reference:
             return value.number
-        if (thing := self._program.stands_for(value)) is not None:
-            number: int | None = thing.number_of(self._program)
+        if (stand_in := self._program.stands_for(value)) is not None:
+            number: int | None = stand_in.number_of(self._program)
             return number
         return self._program.arrays.array_id(value)
 
@@ -429,17 +429,17 @@ def _exception(kind: Any, text: str) -> BaseException:
     return ProgramFailed(f"{name}: {text}"[:ERROR])
 
 
-def _change(ours: Any, theirs: Any) -> None:
+def _change(target: Any, source: Any) -> None:
     """Give a container that was an argument the contents that the call left in it."""
-    if type(ours) is not type(theirs):
+    if type(target) is not type(source):
         return
-    if isinstance(ours, list):
-        ours[:] = theirs
-    elif type(ours).__name__ == "ndarray" and ours.shape == theirs.shape:
-        ours[...] = theirs
-    elif isinstance(ours, (dict, set)):
-        ours.clear()
-        ours.update(theirs)
+    if isinstance(target, list):
+        target[:] = source
+    elif type(target).__name__ == "ndarray" and target.shape == source.shape:
+        target[...] = source
+    elif isinstance(target, (dict, set)):
+        target.clear()
+        target.update(source)
 
 
 def by_calls(
@@ -479,14 +479,14 @@ def _namespace(program: TestedProgram, text: str, aliases: set[str], name: str) 
     the names that the test imports or defines, which `from solution import *` would bring.
     """
     bound = _bound(text)
-    own = {k: v for k, v in program.names.items() if not hasattr(builtins, k)}
+    names = {k: v for k, v in program.names.items() if not hasattr(builtins, k)}
     stands_for = types.ModuleType("solution")
     vars(stands_for).update(program.names)
-    vars(stands_for).update({"__all__": [k for k in own if k not in bound], "__path__": []})
+    vars(stands_for).update({"__all__": [k for k in names if k not in bound], "__path__": []})
     for alias in aliases:
         sys.modules[alias] = stands_for
     module = sys.modules[name] = types.ModuleType(name)
-    vars(module).update({**own, **_modules(text), "__package__": PACKAGE})
+    vars(module).update({**names, **_modules(text), "__package__": PACKAGE})
     return vars(module)
 
 
@@ -495,7 +495,7 @@ def _bound(text: str) -> set[str]:
     names: set[str] = set(PRELOADED)
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            names.update(one.asname or one.name.partition(".")[0] for one in node.names)
+            names.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -511,12 +511,12 @@ def aliases_of(text: str) -> set[str]:
     aliases: set[str] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            for one in node.names:
-                aliases |= _missing(one.name, ())
+            for alias in node.names:
+                aliases |= _missing(alias.name, ())
         elif isinstance(node, ast.ImportFrom) and node.level:
             aliases |= {PACKAGE, f"{PACKAGE}.{node.module}"}
         elif isinstance(node, ast.ImportFrom):
-            aliases |= _missing(str(node.module), [one.name for one in node.names])
+            aliases |= _missing(str(node.module), [alias.name for alias in node.names])
     return aliases
 
 
@@ -537,11 +537,11 @@ def _missing(name: str, attributes: Iterable[str]) -> set[str]:
         return around
     except Exception as error:
         raise Unusable(f"it imports {name}, which raises {type(error).__name__}: {error}") from None
-    for one in attributes:
-        if one != "*" and not hasattr(module, one):
-            _missing(f"{name}.{one}", ())
-            if f"{name}.{one}" not in sys.modules:
-                raise Unusable(f"it imports {one} from {name}, which has none")
+    for attribute in attributes:
+        if attribute != "*" and not hasattr(module, attribute):
+            _missing(f"{name}.{attribute}", ())
+            if f"{name}.{attribute}" not in sys.modules:
+                raise Unusable(f"it imports {attribute} from {name}, which has none")
     return set()
 
 
@@ -583,9 +583,9 @@ def by_output(source: str, test: dict[str, Any], seconds: float) -> None:
         printed.seek(0)
         out = printed.read(LARGEST).decode(errors="replace")
         errors.seek(0)
-        said = errors.read(LARGEST).decode(errors="replace").strip().splitlines()
+        lines = errors.read(LARGEST).decode(errors="replace").strip().splitlines()
     if process.returncode != 0:
-        raise ProgramFailed(f"exited with {process.returncode}: {said[-1] if said else ''}")
+        raise ProgramFailed(f"exited with {process.returncode}: {lines[-1] if lines else ''}")
     if _lines(out) != _lines(test["output"]):
         raise TestFailed("printed something else")
 
@@ -644,31 +644,31 @@ def _look_at_arguments(text: str) -> None:
     nodes = list(ast.walk(ast.parse(text)))
     functions = {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))}
     classes = {n.name for n in nodes if isinstance(n, ast.ClassDef) and not n.bases}
-    own = _bound(text) | set(vars(builtins))
+    known_names = _bound(text) | set(vars(builtins))
     # An argument hides a function of its name, such as a fixture.
     arguments = {n.arg for n in nodes if isinstance(n, ast.arg)}
     functions, classes = functions - arguments, classes - arguments
-    own |= arguments - {"candidate"}
+    known_names |= arguments - {"candidate"}
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
-            own |= set(vars(sys.modules.get(str(node.module), builtins)))
+            known_names |= set(vars(sys.modules.get(str(node.module), builtins)))
 
     def look(value: ast.expr) -> None:
         if isinstance(value, (ast.List, ast.Tuple, ast.Set)):
-            for one in value.elts:
-                look(one)
+            for element in value.elts:
+                look(element)
         name = value.id if isinstance(value, ast.Name) else ""
         called = value.func if isinstance(value, ast.Call) else None
-        made = called.id if isinstance(called, ast.Name) else ""
+        maker = called.id if isinstance(called, ast.Name) else ""
         if isinstance(value, ast.Lambda) or name in functions:
             raise Unusable("a test hands the program a function")
-        if isinstance(value, ast.GeneratorExp) or name in classes or made in classes:
-            kind = "generator" if isinstance(value, ast.GeneratorExp) else name or made
+        if isinstance(value, ast.GeneratorExp) or name in classes or maker in classes:
+            kind = "generator" if isinstance(value, ast.GeneratorExp) else name or maker
             raise Unusable(f"a test hands the program a {kind}")
 
     for node in nodes:
-        if isinstance(node, ast.Call) and _root(node.func) not in own | {""}:
-            for value in [*node.args, *(one.value for one in node.keywords)]:
+        if isinstance(node, ast.Call) and _root(node.func) not in known_names | {""}:
+            for value in [*node.args, *(keyword.value for keyword in node.keywords)]:
                 look(value)
 
 
@@ -692,24 +692,26 @@ def main() -> NoReturn:
     """Read the program and its tests, and write the results."""
     if ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
         os._exit(1)  # then the program could read the tests, and write results
-    asked = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     signal.signal(signal.SIGALRM, _ring)
     results = os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 1)  # a test may print
     os.dup2(null, 0)
     cases = types.ModuleType("cases")
-    exec(compile(asked["cases"], "cases", "exec"), vars(cases))
+    exec(compile(request["cases"], "cases", "exec"), vars(cases))
     try:
-        aliases = [usable(test) for test in asked["tests"]]
+        aliases = [usable(test) for test in request["tests"]]
     except Unusable as problem:
         _write(results, {"unusable": str(problem)[:ERROR]})
         os._exit(0)
     os.write(results, b"begun\n")
-    for test, names in zip(asked["tests"], aliases):  # noqa: B905
-        result = result_of(asked["source"], asked["loader"], cases, test, names, asked["seconds"])
+    for test, names in zip(request["tests"], aliases):  # noqa: B905
+        result = result_of(
+            request["source"], request["loader"], cases, test, names, request["seconds"]
+        )
         _write(results, result)
-        if asked["begin"] and not result["passed"]:
+        if request["begin"] and not result["passed"]:
             break
     os._exit(0)
 

@@ -109,7 +109,7 @@ class UnitTestScorer:
         key = digest(f"{settings.model_dump_json()}{json.dumps(tests)}".encode())
         if key not in self._judging:
             ran = self._run(settings, sandbox, tests, source="", begin=True)
-            passed = all(one["passed"] for one in _results(ran, len(tests)))
+            passed = all(result["passed"] for result in _results(ran, len(tests)))
             if len(self._judging) >= _ROWS:
                 self._judging.clear()
             self._judging[key] = not passed
@@ -124,7 +124,7 @@ class UnitTestScorer:
         begin: bool = False,
     ) -> Executed:
         """Run tests of a program; `begin`: see that all can be, and end at the first that fails."""
-        asked = {
+        request = {
             "source": source,
             "loader": _text("tested_program"),
             "cases": _text("testing_cases"),
@@ -134,7 +134,7 @@ class UnitTestScorer:
         }
         return sandbox.exec(
             [python_of(settings), "-I", "-B", "-c", _text("testing_program")],
-            json.dumps(asked).encode(),
+            json.dumps(request).encode(),
         )
 
     def _scored(self, results: Sequence[dict[str, JsonValue]]) -> SampleScore:
@@ -154,8 +154,8 @@ def _results(ran: Executed, tests: int) -> list[dict[str, JsonValue]]:
     if first.startswith(b"{"):
         raise ValueError(f"the test cannot be run: {json.loads(first)['unusable']}")
     if first != b"begun":
-        said = ran.stderr.decode(errors="replace").strip()[-300:]
-        raise SandboxFailed(f"The tests were not begun ({ran.cause}). {said}".rstrip())
+        words = ran.stderr.decode(errors="replace").strip()[-300:]
+        raise SandboxFailed(f"The tests were not begun ({ran.cause}). {words}".rstrip())
     results: list[dict[str, JsonValue]] = []
     for line in lines[:tests]:
         try:

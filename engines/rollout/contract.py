@@ -18,8 +18,7 @@ from configs.lora import LoraConfig
 from configs.model import Model
 from configs.rollout import RolloutConfig
 from engines.failures import InfrastructureError
-from engines.workers.engine import Engine, Memory
-from engines.workers.messages import Moved
+from engines.workers.engine import Engine, Memory, Moved
 from storage.batches.columns import SEGMENT
 from storage.batches.refs import BatchRef
 from storage.runs.weights import WeightsRef
@@ -134,11 +133,6 @@ class Sampling:
     def greedy(self) -> bool:
         """Whether each token is the likeliest, the lowest id of several: nothing is drawn."""
         return self.top_k == 1
-
-    @property
-    def of_one(self) -> Sampling:
-        """The same with one completion of each prompt, whose number is the prompt's."""
-        return replace(self, n=1, group=0, first=0)
 
     @property
     def as_greedy(self) -> Sampling:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engines.failures import WeightMismatch
-from engines.models.checkpoint_names import CheckpointNames
+from engines.models.tensor_files import CheckpointNames
 from engines.rollout.contract import (
     EngineState,
     NoWeights,
@@ -42,8 +42,7 @@ from engines.rollout.samples import (
 )
 from engines.rollout.thinking_budget import ThinkingBudget
 from engines.rollout.weight_reader import HeldVersion, LoadReport, check_manifest
-from engines.workers.engine import Memory
-from engines.workers.messages import Moved
+from engines.workers.engine import Memory, Moved
 from storage.objects.node_cache import open_node_cache
 from storage.objects.store import Store
 from storage.runs.run_store import finish_result

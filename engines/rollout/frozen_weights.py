@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from engines.models import checkpoints
-from engines.models.checkpoint_names import checkpoint_names
 from engines.models.checkpoints import Dtype
+from engines.models.tensor_files import checkpoint_names
 from engines.start_progress import report
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef, find_manifest

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engines.models.mixers import hands_on, mixers
+from engines.models.attention import hands_on, mixers
 from engines.models.routed_experts import RoutedExperts
 from engines.models.routers import ChosenExperts
 from engines.rollout.hf_decoding import Decoding, Row, draw_next, last_routed

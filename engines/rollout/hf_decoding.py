@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from engines.models.longrope import LONG, rope_limit
+from engines.models.attention import LONG, rope_limit
 from engines.models.routed_experts import RoutedExperts, checked, merged
 from engines.models.routers import ChosenExperts
 from engines.models.vla.openvla import OpenVLA, turn
@@ -279,7 +279,7 @@ class Decoding:
         return logits, rows
 
     def _positions(self, length: int) -> Tensor:
-        """Of a whole sequence; see engines/models/longrope.py."""
+        """Of a whole sequence; see engines/models/attention.py."""
         places = torch.arange(length, device=self._model.device)
         long = self._limit is not None and length > self._limit
         return places + LONG if long else places

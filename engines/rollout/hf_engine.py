@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from engines.models import checkpoints
-from engines.models.checkpoint_names import checkpoint_names
 from engines.models.checkpoints import prepared
 from engines.models.routers import chosen_experts
+from engines.models.tensor_files import checkpoint_names
 from engines.models.vla.openvla import OpenVLA
 from engines.rollout.contract import (
     EngineDead,
@@ -34,9 +34,8 @@ from engines.rollout.hf_decoding import Reader, Row
 from engines.rollout.samples import Completion, PromptTokens
 from engines.rollout.weight_reader import LoadedWeights, LoadReport
 from engines.start_progress import report
-from engines.workers.lanes import fill
-from engines.workers.messages import Moved
-from engines.workers.storages import Storages, checksum
+from engines.workers.device_memory import Storages, checksum, fill
+from engines.workers.engine import Moved
 from storage.runs.weights import WeightsRef
 
 

@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from engines.models.attention import attention, causal_attention
-from engines.models.longrope import rotate_by_sequence
+from engines.models.attention import attention, causal_attention, rotate_by_sequence
 
 ROWS = "refrain_rows"  # name in transformers' table of attention functions
 # Rows of a matrix product. On a CPU 16 rows take little longer than one, whose time is that of

@@ -21,8 +21,7 @@ from engines.rollout.contract import RolloutRequest, RolloutResult, Sampler, Syn
 from engines.rollout.weight_probe import CheckedLoad, Probe, check_report, check_scores
 from engines.workers.calls import control, stop
 from engines.workers.cluster import Cluster
-from engines.workers.engine import Call, EngineSpec
-from engines.workers.messages import CallId, Moved
+from engines.workers.engine import Call, CallId, EngineSpec, Moved
 from engines.workers.pool import Assignment, EnginePool
 from storage.runs.weights import WeightsRef
 

@@ -15,8 +15,8 @@ from prometheus_client import Metric
 
 from engines.failures import WeightMismatch
 from engines.models import checkpoints
-from engines.models.checkpoint_names import checkpoint_names
 from engines.models.checkpoints import build_empty, prepared
+from engines.models.tensor_files import checkpoint_names
 from engines.rollout import vllm_arguments
 from engines.rollout.contract import (
     NO_EXPERTS_ON_CPU,
@@ -32,7 +32,7 @@ from engines.rollout.samples import Completion, PromptTokens
 from engines.rollout.vllm_arguments import ScoredTokens
 from engines.rollout.vllm_process import VllmProcess
 from engines.rollout.weight_reader import HeldVersion, LoadReport
-from engines.workers.messages import Moved
+from engines.workers.engine import Moved
 from storage.objects.errors import ObjectDamaged, ObjectMissing, StoreUnavailable
 from storage.objects.usage import COUNTER
 from storage.runs.weights import WeightsRef

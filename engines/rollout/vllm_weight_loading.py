@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from engines.failures import WeightMismatch
-from engines.models.checkpoint_names import CheckpointNames, checkpoint_names
+from engines.models.tensor_files import CheckpointNames, checkpoint_names
 from engines.rollout.read_back import LoadCheck
 from engines.rollout.weight_reader import LoadedWeights
 from storage.objects.node_cache import open_node_cache

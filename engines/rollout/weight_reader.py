@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from engines.failures import WeightMismatch
 from engines.models.adapters import adapted_weights, merge, whole_entries
-from engines.models.checkpoint_names import CheckpointNames
+from engines.models.tensor_files import CheckpointNames
 from storage.objects.node_cache import NodeCache
 from storage.objects.store import Store
 from storage.runs.weights import (

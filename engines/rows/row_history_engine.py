@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engines.rows.contract import RowHistorian, RowHistoryRequest, RowHistoryResult
 from engines.rows.row_outcomes import row_outcomes
-from engines.workers.store_spec import StoreSpec
+from engines.workers.engine import StoreSpec
 from storage.batches.writing import write_batch
 from storage.rows.row_history import RowHistory, updated
 

@@ -14,8 +14,7 @@ from configs.model import Model
 from engines.rollout.contract import RolloutSpec
 from engines.teachers.contract import TeacherEngine
 from engines.workers.cluster import Cluster
-from engines.workers.engine import EngineSpec
-from engines.workers.messages import CallId
+from engines.workers.engine import CallId, EngineSpec
 from engines.workers.pool import EnginePool
 from storage.batches.refs import BatchRef
 from storage.runs.weights import WeightsRef

@@ -31,8 +31,8 @@ from engines.teachers.messages import (
 from engines.train.batching.packing import read_lengths
 from engines.train.contract import TrainEngine
 from engines.train.spec import TeachRequest
+from engines.workers.engine import CallId
 from engines.workers.gang import Gang
-from engines.workers.messages import CallId
 from storage.batches.forest import read_forests
 from storage.batches.refs import BatchRef
 from storage.objects.errors import StoreError, StoreUnavailable

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from engines.failures import WeightMismatch
 from engines.models.checkpoints import prepared
-from engines.models.file_digests import WEIGHTS, digest_of
+from engines.models.tensor_files import WEIGHTS, digest_of
 from engines.models.tokens import model_tokens, tokens_of_student
 from engines.rollout.contract import EngineDead
 from engines.rollout.frozen_weights import published

@@ -2,7 +2,7 @@
 
 Moments and masters are brought to the parameter's device, used as float32, and written back, so that
 a step is the same to the bit wherever they lie: AdamW is element-wise. They come in pieces, on a GPU
-from pinned memory (pinned_memory.py) and on three streams: while one piece is used the next comes
+from pinned memory (device_memory.py) and on three streams: while one piece is used the next comes
 and the last one goes, in both directions of the bus at once. In bfloat16 moments are written back
 with stochastic rounding: the second moment changes by a share of 1 - beta2 in a step, and from beta2
 = 0.996 on that is less than half of bfloat16's last digit (2^-8), so that rounding to the nearest
@@ -29,7 +29,7 @@ from configs.train import TrainConfig
 from engines.train.block_codes import decode, encode
 from engines.train.model.master_weights import MasterWeights, Remainder, joined, split
 from engines.train.optimizer_pieces import SLOTS, block_of, parts_of
-from engines.workers.pinned_memory import pin
+from engines.workers.device_memory import pin
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LARGEST = {name: f"{name}_largest" for name in MOMENTS}  # of the blocks of those in eight bits

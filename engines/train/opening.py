@@ -24,7 +24,7 @@ T = TypeVar("T", bound=Trainer)
 
 # Other values of train.engine, and where their `Opener` for the actor is.
 OPENERS: Mapping[str, str] = {
-    "elastic": "engines.elastic.opening:elastic_trainer",
+    "elastic": "engines.elastic.trainer:elastic_trainer",
 }
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engines.models.checkpoint_names import CheckpointNames
-from engines.models.longrope import rotate_by_sequence
+from engines.models.attention import rotate_by_sequence
 from engines.models.routers import ChosenExperts, Router, chosen_experts, find_routers
+from engines.models.tensor_files import CheckpointNames
 from engines.models.vla.openvla import OpenVLA
 from engines.train.batching.packed_batch import PackedBatch
 from engines.train.logprobs import Support, token_statistics, top_words

@@ -22,7 +22,7 @@ from engines.failures import WeightMismatch
 from engines.train.model.fsdp import own_part, share, spread
 from engines.train.model.gathering import on_first, on_owners, together
 from engines.train.spec import TensorDifference, WeightsComparison
-from engines.workers.lanes import Lane, by_lanes, on_lanes
+from engines.workers.device_memory import Lane, by_lanes, on_lanes
 from storage.batches.tensors import bytes_of, dtype_of
 from storage.objects.node_cache import Behind
 from storage.objects.store import Store

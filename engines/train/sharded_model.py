@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engines.models.checkpoint_names import CheckpointNames
 from engines.models.checkpoints import is_score_bias, prepared
+from engines.models.tensor_files import CheckpointNames
 from engines.models.tokens import tokens_of_student
 from engines.start_progress import report
 from engines.train.batching.mfu import cost_model
@@ -37,9 +37,8 @@ from engines.train.order_of_sums import prepare
 from engines.train.policy import HeadedModel, Policy
 from engines.train.spec import JoinReport, TrainSpec, WeightsComparison
 from engines.train.versions import AdapterVersions, Versions
-from engines.workers.engine import Memory
-from engines.workers.messages import Moved
-from engines.workers.storages import Storages
+from engines.workers.device_memory import Storages
+from engines.workers.engine import Memory, Moved
 from storage.objects.node_cache import open_node_cache
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore

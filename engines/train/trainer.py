@@ -25,8 +25,8 @@ from engines.models.tokens import ModelTokens
 from engines.train.batching.mfu import CostModel
 from engines.train.contract import TrainEngine
 from engines.train.spec import LogprobRequest, TeachRequest, UpdateRequest
+from engines.workers.engine import CallId
 from engines.workers.gang import Gang
-from engines.workers.messages import CallId
 from storage.batches.refs import BatchRef
 from storage.runs.commit_log import head, read_commit
 from storage.runs.run_store import RunStore, origin_of, start_of

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from configs.train import TrainConfig
 from engines.algorithms.aggregation import MetricSums, Normaliser
-from engines.algorithms.rollout_correction_sums import sample_sizes
+from engines.algorithms.rollout_correction import sample_sizes
 from engines.train.activations import kept_on_host
 from engines.train.batching.mfu import CostModel, utilisation
 from engines.train.batching.micro_batch import MicroBatch

@@ -18,8 +18,8 @@ from configs.lora import LoraConfig
 from configs.model import Model, PretrainedModel
 from engines.failures import WeightMismatch
 from engines.models.adapters import CONFIG_FILE, peft_config
-from engines.models.checkpoint_names import CheckpointNames
 from engines.models.checkpoints import companion_files
+from engines.models.tensor_files import CheckpointNames
 from engines.train.model.expert_parallel import find_experts
 from engines.train.model.gathering import on_first
 from engines.train.model.lora import (

@@ -9,8 +9,7 @@ from pydantic import Field
 
 from configs.model import Model
 from configs.tree import TreeSettings
-from engines.workers.engine import Engine
-from engines.workers.store_spec import StoreSpec
+from engines.workers.engine import Engine, StoreSpec
 from storage.batches.refs import BatchRef
 
 

@@ -1,30 +1,33 @@
 """Calls on engines from the flow process: submit, wait, and turn what goes wrong into an error.
 
-Waiting is done in the calling thread. A cancel event, a lost worker, a deadline and a lost scheduler
-all end it: engines/workers/call_watch.py looks for them.
+Waiting is done in the calling thread. A cancel event, a lost worker, a deadline and a lost
+scheduler all end it: transport.CallWatch looks for them. What every engine of a pool does at once
+goes as one message (`submit_to_all`): a call as a Dask task costs the flow's client more than a
+millisecond and the scheduler nearly two, a worker in a broadcast less than a tenth and a fifth of
+that.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import threading
 import time
 import uuid
-from collections.abc import Callable
-from concurrent.futures import CancelledError
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, wait
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from distributed.client import ClosedClientError
 from distributed.scheduler import KilledWorker, NoValidWorkerError
 
-from engines.failures import CallDeadline, NoProgress, WorkerLost, revive
-from engines.workers import on_worker
+from engines.failures import CallDeadline, InfrastructureError, NoProgress, WorkerLost, revive
+from engines.workers import host
 from engines.workers.cluster import Cluster, raise_if_set
-from engines.workers.engine import Call, Engine, EngineSpec
+from engines.workers.engine import BuildReport, Call, CallResult, Engine, EngineSpec, HostStatus
 from engines.workers.host import BUILD, STARTS
-from engines.workers.messages import BuildReport, CallResult, HostStatus
-from engines.workers.sending import Outgoing
+from engines.workers.transport import SLICE, Outgoing
 
 if TYPE_CHECKING:
     from tornado.platform.asyncio import BaseAsyncIOLoop
@@ -62,7 +65,7 @@ class PendingCall(Generic[R]):
         pool = cluster.pool_of(address)
         self.cluster, self.pool = cluster, pool or ""
         self.address = address
-        self.worker = cluster.name_of(address)
+        self.worker = cluster.table.name_of(address)
         self.label = label
         self.token = token
         self._starts, self._pushed = starts, pushed
@@ -150,16 +153,15 @@ class PendingCall(Generic[R]):
     def _overtime(self, deadline: float) -> float:
         """Seconds still due to a call that queued; CallDeadline, and a killed worker, if none."""
         phase = "it does not answer"
-        try:
-            held = status_of(self.cluster, self.address, timeout=STATUS)
-        except TimeoutError:
-            held = None
-        if held is not None:
-            mine = next((one for one in held.running if one.token == self.token), None)
-            if mine is None and held.running:
+        with contextlib.suppress(TimeoutError):
+            calls = {
+                call.token: call
+                for call in status_of(self.cluster, self.address, timeout=STATUS).running
+            }
+            if calls and self.token not in calls:
                 return 1.0  # queued behind calls that have deadlines of their own
-            if mine is not None:
-                phase, spent = mine.phase, mine.idle if self._starts else mine.age
+            if (call := calls.get(self.token)) is not None:
+                phase, spent = call.phase, call.idle if self._starts else call.age
                 if spent < deadline:
                     return deadline - spent
         if self._is_done():
@@ -177,15 +179,15 @@ class PendingCall(Generic[R]):
         if unsent is not None:
             raise unsent
         try:
-            found = self._fetch()
+            result = self._fetch()
         except KilledWorker:
             raise self._lost(self.cluster.why_gone(self.address)) from None
         except NoValidWorkerError:
             raise self._lost("it left before the call began") from None
         except CancelledError:
             raise self.cluster.why_lost(f"the Dask scheduler dropped {self.label}") from None
-        self.cluster.told(self.pool, found)
-        return found
+        self.cluster.count(self.pool, result)
+        return result
 
     def _fetch(self) -> CallResult[R]:
         """The result from the worker that holds it; it may die with it.
@@ -193,20 +195,20 @@ class PendingCall(Generic[R]):
         Dask's client fetches for several callers in one request. Who gives up waiting in its loop,
         as Future.result(timeout) does, cancels that for all of them; so the wait is bounded here.
         """
-        found: CallResult[R] | None
-        if self._pushed and (found := self.cluster.pushed.take(self.token)) is not None:
-            return found
+        result: CallResult[R] | None
+        if self._pushed and (result := self.cluster.pushed.take(self.token)) is not None:
+            return result
         future, until = self._task.future, time.monotonic() + FETCH
         assert future is not None, "a call that has ended was sent"
         loop = cast("BaseAsyncIOLoop", self.cluster.client.loop).asyncio_loop
-        fetched = asyncio.run_coroutine_threadsafe(future._result(), loop)
+        fetch = asyncio.run_coroutine_threadsafe(future._result(), loop)
         while True:
             try:
-                found = fetched.result(timeout=LOOK)
+                result = fetch.result(timeout=LOOK)
             except TimeoutError:
                 self.cluster.check()
-                gone = self.cluster.pool_of(self.address) is None
-                if gone or time.monotonic() >= until:
+                is_gone = self.cluster.pool_of(self.address) is None
+                if is_gone or time.monotonic() >= until:
                     why = self.cluster.why_gone(self.address)
                     raise self._lost(f"{why} before the result was fetched") from None
             except OSError as error:  # the result comes by way of the scheduler
@@ -215,9 +217,9 @@ class PendingCall(Generic[R]):
                     f"the Dask scheduler cannot be reached: {error}"
                 ) from error
             else:
-                if found is None:
+                if result is None:
                     raise self._lost("the result that it pushed has not arrived")
-                return found
+                return result
 
     def _lost(self, cause: str) -> WorkerLost:
         seconds = time.monotonic() - self.began
@@ -261,7 +263,7 @@ def start_build(
         cluster,
         address,
         f"{role}.{BUILD}",
-        on_worker.build,
+        host.build,
         role,
         spec,
         token,
@@ -310,7 +312,7 @@ def start(
         cluster,
         address,
         call.label,
-        on_worker.call,
+        host.call,
         call,
         token,
         deadline + GRACE,
@@ -326,28 +328,26 @@ def start(
 
 def control(cluster: Cluster, address: str, call: Call[R], *, timeout: float = 30.0) -> R:
     """Make a short call (how it is, end these shards) past the calls that fill the worker."""
-    result: CallResult[R] = _run_on(
-        cluster, address, on_worker.aside, call, "", None, timeout=timeout
-    )
-    return value_of(result, f"by {call.label} on worker {cluster.name_of(address)}")
+    result: CallResult[R] = _run_on(cluster, address, host.aside, call, "", None, timeout=timeout)
+    return value_of(result, f"by {call.label} on worker {cluster.table.name_of(address)}")
 
 
 def stop(cluster: Cluster, address: str, role: str) -> bool:
     """Close the engine of a role on a worker; False when there was none."""
-    result: CallResult[bool] = _run_on(cluster, address, on_worker.stop, role, timeout=STOP)
-    return value_of(result, f"stopping {role} on worker {cluster.name_of(address)}")
+    result: CallResult[bool] = _run_on(cluster, address, host.stop, role, timeout=STOP)
+    return value_of(result, f"stopping {role} on worker {cluster.table.name_of(address)}")
 
 
 def status_of(cluster: Cluster, address: str, *, timeout: float = STATUS) -> HostStatus:
     """What one worker holds and does; TimeoutError when it does not answer."""
-    found: HostStatus = _run_on(cluster, address, on_worker.status, timeout=timeout)
-    return found
+    status: HostStatus = _run_on(cluster, address, host.status, timeout=timeout)
+    return status
 
 
 def _run_on(
     cluster: Cluster, address: str, function: Callable[..., object], *args: object, timeout: float
 ) -> Any:
-    lost = WorkerLost(cluster.name_of(address), f"there is no worker at {address}")
+    lost = WorkerLost(cluster.table.name_of(address), f"there is no worker at {address}")
     if cluster.pool_of(address) is None:
         raise lost  # Dask would try to connect to it for half a minute
     try:
@@ -358,3 +358,106 @@ def _run_on(
         # Dask's word for an address that is no worker's.
         raise lost from None
     return answers[address]
+
+
+LATE = 30.0  # seconds in which a broadcast must end once nobody runs its call any more
+
+
+def submit_to_all(
+    cluster: Cluster,
+    pool: str,
+    workers: Mapping[str, str],
+    call: Call[R],
+    *,
+    deadline: float,
+    cancel: threading.Event | None = None,
+) -> dict[str, R | InfrastructureError]:
+    """Make a call on workers of a pool at once; what each engine returned, or its failure.
+
+    `workers`: name -> address. Returns name -> value, once all have ended; an InfrastructureError in
+    its place says that the worker was lost, was killed at the deadline (seconds), or that its
+    machinery failed.
+
+    Raises what else an engine raised, CallCancelled (the calls themselves may go on), ClusterLost.
+    """
+    if not workers:
+        return {}
+    token = uuid.uuid4().hex
+    args = (call, token, deadline + GRACE)
+    answers, killed = _answers(cluster, list(workers.values()), args, token, deadline, cancel)
+
+    def outcome(name: str, address: str) -> R | InfrastructureError:
+        answer: CallResult[R] | Exception = answers[address]
+        if isinstance(answer, CallResult):
+            cluster.count(pool, answer)
+            try:
+                return value_of(answer, f"by {call.label} on worker {name} ({address})")
+            except InfrastructureError as failure:
+                return failure
+        if address in killed:
+            return CallDeadline(name, deadline, call.label)
+        if isinstance(answer, InfrastructureError):  # it holds no host of engines (yet)
+            return answer
+        why = str(answer)
+        if isinstance(answer, OSError):  # of the scheduler's connection, which says no more
+            why = cluster.why_gone(address)
+        return WorkerLost(name, f"{why}; {call.label} was under way{cluster.log_hint(name)}")
+
+    return {name: outcome(name, address) for name, address in workers.items()}
+
+
+def _answers(
+    cluster: Cluster,
+    addresses: list[str],
+    args: tuple[Any, ...],
+    token: str,
+    deadline: float,
+    cancel: threading.Event | None,
+) -> tuple[Mapping[str, Any], frozenset[str]]:
+    """What the workers answered, or why one did not; and who was killed for being late."""
+
+    async def ask() -> dict[str, Any]:
+        answers: dict[str, Any] = await cluster.client.run(
+            host.aside, *args, workers=addresses, on_error="return"
+        )
+        return answers
+
+    cluster.check()
+    loop = cast("BaseAsyncIOLoop", cluster.client.loop).asyncio_loop
+    answers = asyncio.run_coroutine_threadsafe(ask(), loop)
+    until, killed = time.monotonic() + deadline, frozenset[str]()
+    while not wait([answers], timeout=SLICE).done:
+        raise_if_set(cancel)
+        cluster.check()
+        if time.monotonic() < until:
+            continue
+        late = _still_running(cluster, addresses, token)
+        if not late:
+            raise cluster.why_lost("the Dask scheduler has not passed on what workers answered")
+        killed |= frozenset(cluster.kill(late))
+        until = time.monotonic() + LATE
+    try:
+        return answers.result(), killed
+    except OSError as error:
+        cluster.check()
+        raise cluster.why_lost(f"the Dask scheduler cannot be reached: {error}") from error
+
+
+def _still_running(cluster: Cluster, addresses: Sequence[str], token: str) -> list[str]:
+    """The workers that still run a call, or do not say."""
+
+    async def is_late(address: str) -> bool:
+        try:
+            answers = cluster.client.run(host.status, workers=[address])
+            status = (await asyncio.wait_for(answers, STATUS))[address]
+        except TimeoutError:
+            return True
+        except (OSError, ValueError):
+            return False  # it is gone, and the broadcast knows
+        return any(call.token == token for call in status.running)
+
+    async def ask() -> list[bool]:
+        return await asyncio.gather(*map(is_late, addresses))
+
+    late: list[bool] = cluster.ask(ask)
+    return [address for address, is_so in zip(addresses, late, strict=True) if is_so]

@@ -1,19 +1,25 @@
-"""Whose turn it is on the devices of a pool, where roles share them (cluster.share_devices).
+"""Whose turn it is on the devices of a pool, and how long calls hold them.
 
-Whoever has the turn keeps it until another role wants it; that one waits for the calls under way, the
-first goes to sleep, and only then does the other wake. This module imports no engine library; it runs
-in the flow process.
+Where roles share devices (cluster.share_devices) whoever has the turn keeps it until another role
+wants it; that one waits for the calls under way, the first goes to sleep, and only then does the
+other wake. A worker may run several calls at once, of several stages and steps. Its seconds are
+shared among them evenly, so that what all calls held never adds up to more than the workers were
+there.
+
+This module imports no engine library; it runs in the flow process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from engines.failures import CallCancelled
-from engines.workers.messages import Moved
+from engines.workers.engine import Moved
 
 SLICE = 0.2  # seconds between looks at whether the run is cancelled
 
@@ -34,10 +40,10 @@ class DeviceHolder(Protocol):
 class DeviceTurns:
     """The turns of every pool; without `shared` nobody waits and nobody sleeps."""
 
-    def __init__(self, shared: bool, told: Callable[[str], None] = lambda handover: None) -> None:
-        """`told`: of each handover, as in "rollout sleeps, actor wakes"; for logs and tests."""
+    def __init__(self, shared: bool, tell: Callable[[str], None] = lambda handover: None) -> None:
+        """`tell`: of each handover, as in "rollout sleeps, actor wakes"; for logs and tests."""
         self.shared = shared
-        self.told = told
+        self.tell = tell
         self._pools: dict[str, _PoolTurn] = {}
         self._lock = threading.Lock()
 
@@ -51,7 +57,7 @@ class DeviceTurns:
             yield
             return
         with self._lock:
-            turn = self._pools.setdefault(holder.pool, _PoolTurn(self.told))
+            turn = self._pools.setdefault(holder.pool, _PoolTurn(self.tell))
         turn.take(holder, cancel)
         try:
             yield
@@ -68,14 +74,14 @@ class DeviceTurns:
 
         time/sleep/ROLE, time/wake/ROLE in seconds; bytes/sleep/ROLE, bytes/wake/ROLE of all workers.
         """
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         with self._lock:
             moves = [move for turn in self._pools.values() for move in turn.moves()]
         for what, role, moved in moves:
             for name, value in (("time", moved.seconds), ("bytes", float(moved.nbytes))):
                 key = f"{name}/{what}/{role}"
-                found[key] = found.get(key, 0.0) + value
-        return found
+                metrics[key] = metrics.get(key, 0.0) + value
+        return metrics
 
 
 Move = tuple[Literal["sleep", "wake"], str, Moved]
@@ -84,9 +90,9 @@ Move = tuple[Literal["sleep", "wake"], str, Moved]
 class _PoolTurn:
     """The turn of one pool."""
 
-    def __init__(self, told: Callable[[str], None]) -> None:
+    def __init__(self, tell: Callable[[str], None]) -> None:
         self.holder: DeviceHolder | None = None
-        self._told = told
+        self._tell = tell
         self._using = 0  # calls of the holder that are under way
         self._changing = False
         self._changed = threading.Condition()
@@ -119,7 +125,7 @@ class _PoolTurn:
         self._moved("wake", holder.role, holder.wake(cancel))
         self.holder = holder
         slept = "" if before is None else f"{before.role} sleeps, "
-        self._told(f"{slept}{holder.role} wakes")
+        self._tell(f"{slept}{holder.role} wakes")
 
     def _moved(self, what: Literal["sleep", "wake"], role: str, moved: Moved) -> None:
         with self._changed:
@@ -134,5 +140,56 @@ class _PoolTurn:
     def moves(self) -> list[Move]:
         """What went to sleep and woke since the last look."""
         with self._changed:
-            found, self._moves = self._moves, []
-            return found
+            moves, self._moves = self._moves, []
+            return moves
+
+
+@dataclass(slots=True, eq=False)
+class HeldSeconds:
+    """What the calls of an attempt held, the failed ones too; it grows while they run."""
+
+    seconds: dict[str, float] = field(default_factory=dict)  # worker-seconds by pool
+
+
+@dataclass(slots=True)
+class _Worker:
+    holders: list[HeldSeconds] = field(default_factory=list)  # one entry for each call that runs
+    since: float = 0.0  # when the holders last changed, on the clock
+
+
+class DeviceTime:
+    """Shares each worker's seconds among the calls that hold it. Safe to use from several threads.
+
+    Of rollout-0 with calls at 0 to 6 s and 4 to 8 s, the first held 5 s and the second 3 s.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock  # seconds
+        self._lock = threading.Lock()
+        self._workers: dict[tuple[str, str], _Worker] = {}  # by pool and name; those that are held
+
+    @contextlib.contextmanager
+    def held(self, pool: str, workers: Iterable[str], holder: HeldSeconds) -> Iterator[None]:
+        """During the body a call of `holder` holds these workers of a pool."""
+        names = [(pool, worker) for worker in workers]
+        with self._lock:
+            for name in names:
+                self._count(name)
+                self._workers[name].holders.append(holder)
+        try:
+            yield
+        finally:
+            with self._lock:
+                for name in names:
+                    self._count(name)
+                    self._workers[name].holders.remove(holder)
+                    if not self._workers[name].holders:
+                        del self._workers[name]
+
+    def _count(self, name: tuple[str, str]) -> None:
+        """Share what has passed since the last change among those who held the worker."""
+        worker, now = self._workers.setdefault(name, _Worker()), self._clock()
+        for holder in worker.holders:
+            share = (now - worker.since) / len(worker.holders)
+            holder.seconds[name[0]] = holder.seconds.get(name[0], 0.0) + share
+        worker.since = now

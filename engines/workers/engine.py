@@ -8,20 +8,27 @@ function: `pool.call(Scorer.score, …)`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import inspect
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 
 from prometheus_client import Metric
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
-from engines.workers.messages import CallId, Moved
-from engines.workers.trace_context import TraceContext, current_trace
+from configs.base import Settings
+from engines.failures import Failure
+from engines.workers.placement import NodeResources
+from engines.workers.worker_metrics import Spent
+from storage.objects.store import Store
+from storage.objects.usage import Usage
 
 Memory = Literal["device", "host"]  # a GPU's own, or that of the machine
 E = TypeVar("E", bound="Engine", covariant=True)  # the contract that an engine keeps
@@ -30,16 +37,138 @@ R = TypeVar("R")  # what it returns
 Result = TypeVar("Result", covariant=True)
 
 
-def _check_annotated(where: str, method: Callable[..., object]) -> None:
-    signature = inspect.signature(method)
-    bare = [
-        argument.name
-        for argument in list(signature.parameters.values())[1:]
-        if argument.annotation is inspect.Parameter.empty
-    ]
-    if bare or signature.return_annotation is inspect.Signature.empty:
-        missing = ", ".join(bare) or "the return value"
-        raise TypeError(f"{where}: {missing} has no annotation. Annotate the method fully.")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallId:
+    """By what right a call is made, and which call it is.
+
+    A host refuses a call of an older epoch of the run, or of another incarnation of the worker. A
+    call that has finished under the same (run, epoch, step, call) is not run again: its recorded
+    result is returned. Replayed work must therefore have another `call` name than the work it
+    repeats.
+    """
+
+    run: str  # name of the run
+    epoch: int  # fencing token of the run's lease; grows when another flow takes over
+    step: int  # RL step
+    call: str  # the call within the step, e.g. "rollout/3"; unique in (run, epoch, step)
+    incarnation: str | None = None  # of the worker, from its BuildReport; none: any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuildReport:
+    """An engine stands ready on a worker."""
+
+    incarnation: str  # of the worker process; goes into call ids
+    fresh: bool  # False: it had been built already
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moved:
+    """What an engine gave back of its device's memory, or took again."""
+
+    nbytes: int = 0
+    seconds: float = 0.0
+    digest: str = ""  # of the policy version that a rollout engine holds then; empty: of none
+
+    @classmethod
+    def together(cls, parts: Iterable[Moved]) -> Moved:
+        """Of engines that moved at the same time: bytes of all, seconds of the slowest."""
+        nbytes, seconds = zip(
+            (0, 0.0), *((part.nbytes, part.seconds) for part in parts), strict=True
+        )
+        return cls(nbytes=sum(nbytes), seconds=max(seconds))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallResult(Generic[Result]):
+    """How a call on a worker ended."""
+
+    value: Result | None = None  # what the engine method returned
+    failure: Failure | None = None  # or what it raised
+    process: str = ""  # HOST:PID of the worker
+    usage: Usage = field(
+        default_factory=Usage
+    )  # what that process has asked of the store since it began
+    spent: Spent = field(default_factory=Spent)  # what it has used of processors and GPUs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStatus:
+    """One engine of a worker."""
+
+    cls: str  # import path
+    digest: str  # of its spec
+    version: int | None  # policy version held
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunningCall:
+    """A call that a worker is running."""
+
+    role: str
+    method: str
+    token: str  # of the submission that started it
+    call: str  # name from the call_id, or ""
+    age: float  # seconds
+    idle: float = 0.0  # seconds since it last reported that it got on, or began
+    phase: str = ""  # what it reported last
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostStatus:
+    """What a worker holds and does."""
+
+    worker: str  # name
+    address: str
+    incarnation: str
+    pid: int
+    engines: dict[str, EngineStatus]  # by role
+    running: tuple[RunningCall, ...]
+    traffic: Usage  # with the store
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerInfo:
+    """What a worker that somebody else started is like."""
+
+    node: NodeResources  # its machine, and the GPUs that it may use
+    nanny: bool  # whether it is started again when it dies
+    daemonic: bool  # whether it may not start processes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceContext:
+    """The span that a call is a part of, as it travels to a worker; see tracking.otlp_endpoint."""
+
+    endpoint: str  # address of the collector, OTLP over HTTP
+    parent: str  # the span, as W3C's header traceparent has it
+
+
+_TRACE: ContextVar[TraceContext | None] = ContextVar("trace", default=None)
+
+
+def set_trace(trace: TraceContext | None) -> TraceContext | None:
+    """Have this thread's calls belong to a span, or to none; returns to which they did before."""
+    before = _TRACE.get()
+    _TRACE.set(trace)
+    return before
+
+
+@contextlib.contextmanager
+def span_of(
+    trace: TraceContext | None, name: str, attributes: Mapping[str, str | int]
+) -> Iterator[None]:
+    """The body is a span of a call's trace, if it has one and OpenTelemetry is installed here."""
+    if trace is None:
+        yield
+        return
+    try:
+        from engines.workers.spans import call_span
+    except ImportError:  # it is missing on this machine: the call matters, its span does not
+        yield
+        return
+    with call_span(trace.endpoint, trace.parent, name, attributes):
+        yield
 
 
 class Engine(ABC):  # noqa: B024 - contracts below it have the abstract methods
@@ -53,8 +182,16 @@ class Engine(ABC):  # noqa: B024 - contracts below it have the abstract methods
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         for name, member in vars(cls).items():
-            if inspect.isfunction(member) and getattr(member, "__isabstractmethod__", False):
-                _check_annotated(f"{cls.__name__}.{name}", member)
+            if not (inspect.isfunction(member) and getattr(member, "__isabstractmethod__", False)):
+                continue
+            signature = inspect.signature(member)
+            arguments = list(signature.parameters.values())[1:]
+            bare = [each.name for each in arguments if each.annotation is inspect.Parameter.empty]
+            if bare or signature.return_annotation is inspect.Signature.empty:
+                missing = ", ".join(bare) or "the return value"
+                raise TypeError(
+                    f"{cls.__name__}.{name}: {missing} has no annotation. Annotate the method fully."
+                )
 
     def close(self) -> None:  # noqa: B027 - an engine may hold nothing
         """Give devices, child processes and memory back."""
@@ -119,12 +256,8 @@ def joined_by(join: Callable[[Sequence[R]], R]) -> Callable[[Callable[P, R]], Ca
 
 def join_of(method: Callable[..., R]) -> Callable[[Sequence[R]], R]:
     """How the ranks' results of a method become one."""
-    join: Callable[[Sequence[R]], R] = getattr(method, "joined_by", _first)
+    join: Callable[[Sequence[R]], R] = getattr(method, "joined_by", itemgetter(0))
     return join
-
-
-def _first(parts: Sequence[R]) -> R:
-    return parts[0]
 
 
 def callable_methods(contract: type[Engine]) -> tuple[str, ...]:
@@ -167,12 +300,13 @@ class Call(Generic[Result]):
             method=method.__name__,
             arguments=arguments,
             id=call_id,
-            trace=current_trace(),
+            trace=_TRACE.get(),
         )
 
     def at(self, incarnation: str) -> Call[Result]:
         """This call for one incarnation of a worker."""
-        return dataclasses.replace(self, id=self.id and self.id.at(incarnation))
+        call_id = self.id and dataclasses.replace(self.id, incarnation=incarnation)
+        return dataclasses.replace(self, id=call_id)
 
     @property
     def label(self) -> str:
@@ -210,3 +344,15 @@ class EngineSpec(Generic[E]):
                 f"{self.cls} offers no {method!r}. Its contract {self.contract.__name__} has "
                 f"{sorted(offered)}."
             )
+
+
+class StoreSpec(Settings):
+    """Where batches are."""
+
+    store_uri: str = Field(description="Store of batches.")
+    store_options: dict[str, str | int | float | bool] = Field(description="Its arguments.")
+    cache_bytes: int = Field(0, ge=0, description="Batch cache of this process, in bytes.")
+
+    def open_store(self) -> Store:
+        """The store, with a cache of this process."""
+        return Store(self.store_uri, self.store_options, cache_bytes=self.cache_bytes)

@@ -25,12 +25,19 @@ from engines.failures import (
     OutOfMemory,
     WorkerLost,
 )
-from engines.workers import on_worker
-from engines.workers.call_watch import SLICE
+from engines.workers import host
 from engines.workers.calls import PendingCall, start, start_build, value_of
 from engines.workers.cluster import Cluster, Member, raise_if_set
-from engines.workers.engine import Call, EngineSpec, Ranked, join_of
-from engines.workers.messages import BuildReport, CallId, CallResult, Moved
+from engines.workers.engine import (
+    BuildReport,
+    Call,
+    CallId,
+    EngineSpec,
+    Moved,
+    Ranked,
+    join_of,
+)
+from engines.workers.transport import SLICE
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +130,21 @@ class Gang(Generic[E]):
     def _join(self, members: Sequence[Member], cancel: threading.Event | None) -> None:
         """Have the ranks meet at a free port of rank 0's host."""
         meeting = members[0].host
-        port = self._on_rank_0(members, "free-port", on_worker.free_port, meeting, cancel=cancel)
+        port = self._all(
+            members[:1],
+            lambda rank, wake: PendingCall(
+                self.cluster,
+                members[rank].address,
+                f"{self.role}.free-port",
+                host.free_port,
+                meeting,
+                slot=False,
+                wake=wake,
+            ),
+            ASIDE_TIMEOUT,
+            cancel,
+            of=members,
+        )[0]
         limit = self.start_timeout
 
         def joins(rank: int, wake: threading.Event) -> PendingCall[object]:
@@ -211,31 +232,6 @@ class Gang(Generic[E]):
             cancel,
         )
 
-    def _on_rank_0(
-        self,
-        members: Sequence[Member],
-        label: str,
-        function: Callable[..., CallResult[R]],
-        *args: object,
-        cancel: threading.Event | None,
-    ) -> R:
-        """Run something small in the thread that rank 0 keeps beside its slots."""
-        return self._all(
-            members[:1],
-            lambda rank, wake: PendingCall(
-                self.cluster,
-                members[rank].address,
-                f"{self.role}.{label}",
-                function,
-                *args,
-                slot=False,
-                wake=wake,
-            ),
-            ASIDE_TIMEOUT,
-            cancel,
-            of=members,
-        )[0]
-
     def _all(
         self,
         members: Sequence[Member],
@@ -283,7 +279,7 @@ class Gang(Generic[E]):
         """Kill every rank; a call that is blocked in a collective cannot be ended otherwise."""
         self._ranks = ()
         with contextlib.suppress(ClusterLost, TimeoutError):
-            self.cluster.kill(one.address for one in members)
+            self.cluster.kill(member.address for member in members)
 
     def _fail(self, members: Sequence[Member], errors: Mapping[int, Exception]) -> NoReturn:
         """Raise the gang's failure; a dead rank explains the errors of its peers."""

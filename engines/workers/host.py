@@ -1,14 +1,24 @@
-"""The engine host, a Dask worker plugin that holds the worker's engines by role.
+"""The engine host, a Dask worker plugin that holds the worker's engines by role, and what reaches it.
 
-Setting it up does nothing slow, and no engine library is imported before the first build. What the
-flow process has it do is in engines/workers/on_worker.py.
+Setting it up does nothing slow, and no engine library is imported before the first build. Running
+out of memory is a failure of its own, said in a sentence: a gang that is built again runs out again
+at the same place, so no one retries it. torch's errors and vLLM's are known by the names of their
+classes and by their words.
+
+The functions at the end are what the flow process runs on a worker: `build`, `call` and `free_port`
+as Dask tasks, in the worker's threads; the rest by `client.run`, past any call that occupies the
+worker. An engine's exception comes back as a record.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import contextvars
+import errno
+import multiprocessing
 import os
+import socket
 import threading
 import time
 import uuid
@@ -19,30 +29,40 @@ from dataclasses import dataclass
 from operator import methodcaller
 from typing import Any, NamedTuple, TypeVar
 
-from distributed import Worker, WorkerPlugin
+from distributed import Worker, WorkerPlugin, get_worker, secede
 from distributed.threadpoolexecutor import ThreadPoolExecutor as DaemonThreads
 
 from configs.imports import imported_class
 from engines.failures import (
     EngineMissing,
+    Failure,
     InfrastructureError,
+    OutOfMemory,
     StaleCall,
     StaleIncarnation,
+    capture,
 )
 from engines.processes.parent_death import die_with_parent
 from engines.processes.process_tree import kill_tree
 from engines.start_progress import StartProgress, heard_by
-from engines.workers.engine import Call, Engine, EngineSpec, Ranked
-from engines.workers.messages import (
+from engines.workers.engine import (
     BuildReport,
+    Call,
     CallId,
+    CallResult,
+    Engine,
+    EngineSpec,
     EngineStatus,
     HostStatus,
+    Memory,
+    Ranked,
     RunningCall,
+    WorkerInfo,
+    span_of,
 )
-from engines.workers.out_of_memory import memory_watched
-from engines.workers.trace_context import span_of
-from engines.workers.worker_metrics import WorkerMetrics, measured
+from engines.workers.placement import find_free_port, this_node
+from engines.workers.transport import push
+from engines.workers.worker_metrics import METER, WorkerMetrics, measured
 from storage.objects.usage import COUNTER
 
 HOST = "refrain-engine-host"  # name of the plugin on every worker
@@ -53,6 +73,74 @@ STARTS = (BUILD, Ranked.join.__name__)  # what an engine's start is made of, bou
 
 Returned = TypeVar("Returned")
 CallKey = tuple[str, str, str, int, int, str]  # role, method, run, epoch, step, call
+GIB = 2**30
+# A device's, in torch's words and in vLLM's (0.32), whose engine is another process: its error comes
+# as text.
+_DEVICE = (
+    "CUDA out of memory",
+    "HIP out of memory",
+    "CUDA error: out of memory",
+    "desired GPU memory utilization",
+    "No available memory for the cache blocks",
+    "larger than the available KV cache memory",
+)
+_HOST = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+R = TypeVar("R")  # what a call returns
+
+
+def memory_that_ran_out(error: BaseException) -> Memory | None:
+    """Which memory an error says there is not enough of; None for any other error."""
+    names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(error).__mro__}
+    if "torch.OutOfMemoryError" in names:
+        return "device"
+    if isinstance(error, MemoryError):
+        return "host"
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return "host"
+    text = str(error)
+    if any(words in text for words in _DEVICE):
+        return "device"
+    if any(words in text for words in _HOST):
+        return "host"
+    return None
+
+
+def described(by_use: Mapping[str, int]) -> str:
+    """Bytes by what holds them, the largest first: "activations and logits 61.2 GiB, …"."""
+    ordered = sorted(by_use.items(), key=lambda item: -item[1])
+    return ", ".join(f"{what} {size_of(size)}" for what, size in ordered if size > 0)
+
+
+def size_of(size: float) -> str:
+    """Bytes in GiB, below one of those in MiB."""
+    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / 2**20:,.0f} MiB"
+
+
+@contextlib.contextmanager
+def memory_watched(
+    what: str, payload: object, engine: Callable[[], Engine | type[Engine]]
+) -> Iterator[None]:
+    """Errors of the body that are want of memory become OutOfMemory, with what the engine says.
+
+    Args:
+        what: The call or build, and its worker; the sentence begins with it.
+        payload: From what the engine is built.
+        engine: The engine, or its class where it is not built yet; asked while the body's tensors
+            still stand, which the error's traceback holds.
+    """
+    try:
+        yield
+    except OutOfMemory:
+        raise
+    except Exception as error:
+        memory = memory_that_ran_out(error)
+        if memory is None:
+            raise
+        source = engine()
+        by_use = source.memory_held(memory) if isinstance(source, Engine) else {}
+        uses = f", held by: {described(by_use)}" if any(by_use.values()) else ""
+        advice = source.memory_setting(payload, memory, by_use, str(error))
+        raise OutOfMemory(f"{what} ran out of {memory} memory{uses}. {advice}") from error
 
 
 @dataclass(kw_only=True, slots=True)
@@ -157,41 +245,34 @@ class EngineHost(WorkerPlugin):
     def stop(self, role: str) -> bool:
         """Close the engine of a role; False when there is none."""
         with self.building:
-            known = role in self.engines
+            stands = role in self.engines
             self._evict(role)
-            return known
-
-    def answer(self, call: Call[Returned], token: str, limit: float | None) -> Returned:
-        """What an engine returns to a call that was sent here."""
-        name = "" if call.id is None else call.id.call
-        facts = {"refrain.worker": self.worker, "refrain.call": name}
-        with span_of(call.trace, call.label, facts):
-            value: Returned = self.call(
-                call.role, call.method, call.arguments, call.id, token, limit
-            )
-        return value
+            return stands
 
     def call(
-        self,
-        role: str,
-        method: str,
-        kwargs: Mapping[str, Any],
-        call_id: CallId | None = None,
-        token: str = "",
-        limit: float | None = None,
-    ) -> Any:
-        """Run one engine method and return what it returns.
+        self, request: Call[Returned], token: str = "", limit: float | None = None
+    ) -> Returned:
+        """Run one engine method and return what it returns, in a span of the call's trace.
 
         A call id makes the call run at most once: when it has finished, its recorded result is
         returned; while it runs, a duplicate waits for it. `token` finds this submission among the
         running calls; after `limit` seconds the worker kills itself, should nobody be left to
         enforce the caller's deadline.
         """
-        hosted = self._admit(role, method, call_id)
-        if call_id is None:
-            with self._watched(role, method, token, "", limit):
-                return self._run(hosted, role, method, kwargs)
-        key = (role, method, call_id.run, call_id.epoch, call_id.step, call_id.call)
+        name = "" if request.id is None else request.id.call
+        facts = {"refrain.worker": self.worker, "refrain.call": name}
+        with span_of(request.trace, request.label, facts):
+            hosted = self._admit(request)
+            if request.id is None:
+                return self._run(hosted, request, token, limit)
+            value: Returned = self._once(hosted, request, request.id, token, limit)
+            return value
+
+    def _once(
+        self, hosted: HostedEngine, request: Call, call_id: CallId, token: str, limit: float | None
+    ) -> Any:
+        role = request.role
+        key = (role, request.method, call_id.run, call_id.epoch, call_id.step, call_id.call)
         with self.lock:
             if (record := self.records.get(key)) is not None:
                 return record[0]
@@ -202,8 +283,7 @@ class EngineHost(WorkerPlugin):
         if not leads:
             return running.result()
         try:
-            with self._watched(role, method, token, call_id.call, limit):
-                value = self._run(hosted, role, method, kwargs)
+            value = self._run(hosted, request, token, limit)
         except BaseException as error:
             with self.lock:
                 del self.in_progress[key]
@@ -218,14 +298,16 @@ class EngineHost(WorkerPlugin):
         running.set_result(value)
         return value
 
-    def _run(self, hosted: HostedEngine, role: str, method: str, kwargs: Mapping[str, Any]) -> Any:
-        def run() -> Any:
-            with memory_watched(
-                f"{role}.{method} on {self.worker}", hosted.spec.payload, lambda: hosted.engine
-            ):
-                return methodcaller(method, **kwargs)(hosted.engine)
+    def _run(self, hosted: HostedEngine, request: Call, token: str, limit: float | None) -> Any:
+        where = f"{request.label} on {self.worker}"
 
-        return self._in_its_thread(type(hosted.engine), run)
+        def run() -> Any:
+            with memory_watched(where, hosted.spec.payload, lambda: hosted.engine):
+                return methodcaller(request.method, **request.arguments)(hosted.engine)
+
+        name = "" if request.id is None else request.id.call
+        with self._watched(request.role, request.method, token, name, limit):
+            return self._in_its_thread(type(hosted.engine), run)
 
     def _in_its_thread(self, cls: type[Engine], run: Callable[[], Returned]) -> Returned:
         """What `run` returns, in the thread in which engines of a class work; in its context here."""
@@ -233,14 +315,9 @@ class EngineHost(WorkerPlugin):
             return run()
         return self.ranks.submit(contextvars.copy_context().run, run).result()
 
-    def _hosted(self, role: str) -> HostedEngine:
-        hosted = self.engines.get(role)
-        if hosted is None:
-            raise EngineMissing(f"worker {self.worker} holds no engine for role {role!r}")
-        return hosted
-
-    def _admit(self, role: str, method: str, call_id: CallId | None) -> HostedEngine:
-        """Refuse stale calls and unknown methods."""
+    def _admit(self, request: Call) -> HostedEngine:
+        """The engine that a call is for; refuses stale calls and unknown methods."""
+        role, call_id = request.role, request.id
         if call_id is not None:
             with self.lock:
                 newest = self.epochs.setdefault(call_id.run, call_id.epoch)
@@ -254,8 +331,10 @@ class EngineHost(WorkerPlugin):
                 raise StaleIncarnation(
                     f"worker {self.worker} has been restarted since its {role!r} engine was built"
                 )
-        hosted = self._hosted(role)
-        hosted.spec.check_offers(method)
+        hosted = self.engines.get(role)
+        if hosted is None:
+            raise EngineMissing(f"worker {self.worker} holds no engine for role {role!r}")
+        hosted.spec.check_offers(request.method)
         return hosted
 
     @contextlib.contextmanager
@@ -287,7 +366,7 @@ class EngineHost(WorkerPlugin):
         with self.lock:
             engines = {role: hosted.engine for role, hosted in self.engines.items()}
             calls = len(self.running)
-        return measured(calls, {role: tuple(one.metrics()) for role, one in engines.items()})
+        return measured(calls, {role: tuple(each.metrics()) for role, each in engines.items()})
 
     def status(self) -> HostStatus:
         """What this worker holds and does; quick, runs on the worker's event loop."""
@@ -324,8 +403,94 @@ class EngineHost(WorkerPlugin):
 
 def _end_late(entry: Running, limit: float, over: threading.Event) -> None:
     """End this process when a call is not `over` in time."""
-    left = limit
-    while left > 0 and not over.wait(left):
-        left = limit - entry.progress.idle if entry.method in STARTS else 0.0
+    remaining = limit
+    while remaining > 0 and not over.wait(remaining):
+        remaining = limit - entry.progress.idle if entry.method in STARTS else 0.0
     if not over.is_set():
         kill_tree(os.getpid())
+
+
+def host_of(worker: Worker) -> EngineHost:
+    """The engine host of a worker."""
+    plugin = worker.plugins.get(HOST)
+    if not isinstance(plugin, EngineHost):
+        raise EngineMissing(f"worker {worker.name} has no engine host")
+    return plugin
+
+
+def _recorded(run: Callable[[], R]) -> CallResult[R]:
+    """The boundary where an engine's exception becomes a record that travels."""
+    value: R | None = None
+    failure: Failure | None = None
+    try:
+        value = run()
+    except (Exception, SystemExit) as error:
+        failure = capture(error)
+    process = f"{socket.gethostname()}:{os.getpid()}"
+    usage, spent = COUNTER.total(), METER.spent()
+    return CallResult(value=value, failure=failure, process=process, usage=usage, spent=spent)
+
+
+def build(role: str, spec: EngineSpec[Engine], token: str) -> CallResult[BuildReport]:
+    """Dask task: `EngineHost.build`; the value is a BuildReport."""
+    host = host_of(get_worker())
+    return _recorded(lambda: host.build(role, spec, token))
+
+
+def call(
+    request: Call[R], token: str, limit: float, topic: str, aside: bool = False
+) -> CallResult[R] | None:
+    """Dask task: `EngineHost.call`; its CallResult is pushed, or returned where it is large.
+
+    aside: whether it leaves the worker's threads to others, for one of its own.
+    """
+    worker = get_worker()
+    if aside:
+        secede()
+    host = host_of(worker)
+    ended = _recorded(lambda: host.call(request, token, limit))
+    return push(worker, topic, token, ended)
+
+
+async def aside(
+    request: Call[R], token: str, limit: float | None, dask_worker: Worker
+) -> CallResult[R]:
+    """By client.run: `EngineHost.call` in a thread of its own, past the worker's slots."""
+    host = host_of(dask_worker)
+
+    def run() -> CallResult[R]:
+        return _recorded(lambda: host.call(request, token, limit))
+
+    return await asyncio.get_running_loop().run_in_executor(host.control, run)
+
+
+async def stop(role: str, dask_worker: Worker) -> CallResult[bool]:
+    """By client.run: `EngineHost.stop`; the value is whether there was an engine."""
+    host = host_of(dask_worker)
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(host.control, _recorded, lambda: host.stop(role))
+
+
+def status(dask_worker: Worker) -> HostStatus:
+    """By client.run: `EngineHost.status`."""
+    return host_of(dask_worker).status()
+
+
+async def measure(dask_worker: Worker) -> WorkerMetrics:
+    """By client.run: what the worker measures of itself, in a thread past its slots."""
+    host = host_of(dask_worker)
+    return await asyncio.get_running_loop().run_in_executor(host.control, host.measure)
+
+
+def examine(dask_worker: Worker) -> WorkerInfo:
+    """By client.run: what a worker that others started is like."""
+    return WorkerInfo(
+        node=this_node(),
+        nanny=dask_worker.nanny is not None,
+        daemonic=multiprocessing.current_process().daemon,
+    )
+
+
+def free_port(host: str) -> CallResult[int]:
+    """Dask task: a TCP port of this machine that is free now, on the interface of `host`."""
+    return _recorded(lambda: find_free_port(host))

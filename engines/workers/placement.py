@@ -105,27 +105,27 @@ def place(
     free = {node.name: list(node.gpus) for node in nodes}
     used: dict[tuple[str, str], int] = {}  # threads by (node, pool)
     placed: dict[str, list[PlacedWorker]] = {pool: [] for pool in pools}
-    for pool, wanted in sorted(pools.items(), key=lambda item: -item[1].gpus):
-        for number in range(wanted.workers):
-            node = _choose(pool, wanted, nodes, free, used)
-            used[node.name, pool] = used.get((node.name, pool), 0) + wanted.threads
-            gpus = tuple(free[node.name][: wanted.gpus])
-            del free[node.name][: wanted.gpus]
+    for pool, config in sorted(pools.items(), key=lambda item: -item[1].gpus):
+        for number in range(config.workers):
+            node = _choose(pool, config, nodes, free, used)
+            used[node.name, pool] = used.get((node.name, pool), 0) + config.threads
+            gpus = tuple(free[node.name][: config.gpus])
+            del free[node.name][: config.gpus]
             placed[pool].append(
                 PlacedWorker(
                     name=f"{pool}-{number}",
                     pool=pool,
                     node=node.name,
                     gpus=gpus,
-                    threads=wanted.threads,
+                    threads=config.threads,
                 )
             )
-    return tuple(one for pool in pools for one in placed[pool])
+    return tuple(worker for pool in pools for worker in placed[pool])
 
 
 def _choose(
     pool: str,
-    wanted: PoolConfig,
+    config: PoolConfig,
     nodes: Sequence[NodeResources],
     free: Mapping[str, Sequence[str]],
     used: Mapping[tuple[str, str], int],
@@ -133,16 +133,16 @@ def _choose(
     """The node for the next worker of a pool: of those that fit, the one with the most room."""
     key = f"cluster.pools.{pool}"
     most = max(node.cores for node in nodes)
-    if wanted.threads > most:
+    if config.threads > most:
         raise ValueError(
-            f"{key}.threads = {wanted.threads}, but no node has more than {most} cores. "
+            f"{key}.threads = {config.threads}, but no node has more than {most} cores. "
             f"Set it to at most {most}."
         )
-    roomy = [node for node in nodes if len(free[node.name]) >= wanted.gpus]
+    roomy = [node for node in nodes if len(free[node.name]) >= config.gpus]
     if not roomy:
         has = ", ".join(f"{node.name} has {len(node.gpus)}" for node in nodes)
         raise ValueError(
-            f"{key} wants {wanted.workers} workers with {wanted.gpus} GPUs each, and a node with "
+            f"{key} wants {config.workers} workers with {config.gpus} GPUs each, and a node with "
             f"that many free is missing ({has}, shared by all pools). Lower {key}.workers or "
             f"{key}.gpus, or let roles share a pool (cluster.roles)."
         )
@@ -150,11 +150,11 @@ def _choose(
     fitting = [
         node
         for node in roomy
-        if wanted.threads == 1 or used.get((node.name, pool), 0) + wanted.threads <= node.cores
+        if config.threads == 1 or used.get((node.name, pool), 0) + config.threads <= node.cores
     ]
     if not fitting:
         raise ValueError(
-            f"{key} wants {wanted.workers} workers with {wanted.threads} threads each, which the "
+            f"{key} wants {config.workers} workers with {config.threads} threads each, which the "
             f"nodes' cores ({', '.join(f'{node.name}: {node.cores}' for node in nodes)}) cannot "
             f"run at once. Lower {key}.threads or {key}.workers."
         )
@@ -171,22 +171,22 @@ def check_placed(
     """
     owners: dict[tuple[str, str], str] = {}
     for name, (pool, node) in placed.items():
-        wanted = pools[pool]
-        if len(node.gpus) < wanted.gpus:
+        config = pools[pool]
+        if len(node.gpus) < config.gpus:
             raise ValueError(
-                f"cluster.pools.{pool}.gpus = {wanted.gpus}, but worker {name} on {node.name} may "
-                f"use {len(node.gpus)}. Start it with {wanted.gpus} in CUDA_VISIBLE_DEVICES."
+                f"cluster.pools.{pool}.gpus = {config.gpus}, but worker {name} on {node.name} may "
+                f"use {len(node.gpus)}. Start it with {config.gpus} in CUDA_VISIBLE_DEVICES."
             )
-        if wanted.threads > node.cores:
+        if config.threads > node.cores:
             raise ValueError(
-                f"cluster.pools.{pool}.threads = {wanted.threads}, but worker {name} on "
+                f"cluster.pools.{pool}.threads = {config.threads}, but worker {name} on "
                 f"{node.name} has {node.cores} cores. Set it to at most {node.cores}."
             )
-        for gpu in node.devices if wanted.gpus else ():
-            other = owners.setdefault((node.name, gpu), name)
-            if other != name:
+        for gpu in node.devices if config.gpus else ():
+            owner = owners.setdefault((node.name, gpu), name)
+            if owner != name:
                 raise ValueError(
-                    f"Workers {other} and {name} on {node.name} share GPU {gpu}. "
+                    f"Workers {owner} and {name} on {node.name} share GPU {gpu}. "
                     "Start each with a CUDA_VISIBLE_DEVICES of its own."
                 )
 

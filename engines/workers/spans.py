@@ -106,7 +106,7 @@ def call_span(
 ) -> Iterator[None]:
     """The body is a span of a worker's, below one of the flow's; an error that it raises is in it.
 
-    `endpoint`, `parent` as in engines.workers.trace_context.TraceContext.
+    `endpoint`, `parent` as in engines.workers.engine.TraceContext.
     """
     context = TraceContextTextMapPropagator().extract({HEADER: parent}, Context())
     with _tracer_of_worker(endpoint).start_as_current_span(

@@ -19,7 +19,7 @@ dask_settings.apply()  # before Dask reads them
 import distributed.nanny  # noqa: E402
 import distributed.worker  # noqa: E402
 
-import engines.workers.on_worker  # noqa: E402, F401
+import engines.workers.host  # noqa: E402, F401
 from engines.processes.parent_death import die_with_parent  # noqa: E402
 from engines.processes.process_setup import name_in_ps  # noqa: E402
 

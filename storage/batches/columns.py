@@ -155,9 +155,6 @@ COLUMNS: dict[str, Declared] = {
     "node_parents": Declared(
         "jagged", "I64", "number of the token after which each of those nodes goes on, from 1"
     ),
-    "requests": Declared(
-        "json", "U8", "names and places of the requests that an episode's nodes are"
-    ),
     "tree_path": Declared("jagged", "I64", "numbers of the nodes of the sample's segments"),
     "tree_lengths": Declared("jagged", "I64", "response tokens of each of those segments"),
     "baseline_reward": Declared("dense", "F32", "reward of the prompt's greedy completion, [N]"),

@@ -170,7 +170,7 @@ class Outline(StoredRecord):
     # Versions of what scorers, and greedy evaluation, meant (engines/meanings.py); {} of an older
     # Refrain's, which are all the first.
     meanings: dict[str, int] = Field(default_factory=dict)
-    # Files of users' functions that score or play, by label (tasks/run/code_changes.py): sha256.
+    # Files of users' functions that score or play, by label (tasks/run/meaning_changes.py): sha256.
     code_files: dict[str, str] = Field(default_factory=dict)
     # What the update was made with besides the algorithm: settings, seed, ranks.
     update: dict[str, JsonValue] = Field(default_factory=dict)

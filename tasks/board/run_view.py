@@ -1,12 +1,14 @@
-"""What the board shows of a run, as records for JSON: read from the store when it is asked for."""
+"""What the environment of an episode gave to see, as pictures."""
 
 from __future__ import annotations
 
+import io
 import math
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,21 +16,149 @@ from numpy.typing import NDArray
 from storage.audit import lineage
 from storage.audit.all_curves import Point, committed_points, with_evaluations
 from storage.audit.samples import SampleOrigin, Transcript, texts_of, tokenizer_of
+from storage.batches.columns import Author
+from storage.batches.format import DTYPES
 from storage.batches.refs import BatchRef
 from storage.evaluations.results import notes_of
 from storage.objects.errors import ObjectDamaged, ObjectMissing
+from storage.objects.store import Store
 from storage.runs.commit_log import head
 from storage.runs.live import is_done, read_end, state_of
 from storage.runs.run_lease import holder_of
 from storage.runs.run_store import RunStore, committer, origin_of, start_of
-from tasks.board.pictures import form_of, frames_of, is_picture, png
-from tasks.board.token_values import token_authors, token_numbers, token_texts
-from tasks.commands.samples import bounds, pattern_of
-from tasks.commands.stored_samples import (
+from tasks.commands.samples import (
     StoredSamples,
+    bounds,
+    pattern_of,
     samples_of_evaluation,
     samples_of_step,
 )
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+OPENING, FRAME = "opening_frame", "frame"  # columns, as engines/data/frames.py writes them
+
+
+Frame = tuple[BatchRef, int]  # one row of one column, and which frame of that row
+
+
+def frames_of(store: Store, sample: BatchRef, frames: BatchRef | None) -> list[Frame]:
+    """The frames of one sample [1] in order; [] for none.
+
+    frames: those of all turns of the step, a row each, where they are kept as rows.
+    """
+    found = [(sample[[OPENING]], 0)] if OPENING in sample.names else []
+    if frames is not None and {"sample_id", "turn", FRAME} <= set(frames.names):
+        (number,) = sample.fetch_numpy(store, "sample_id")[0].tolist()
+        rows = np.flatnonzero(frames.fetch_numpy(store, "sample_id")[0] == number)
+        turns = frames.fetch_numpy(store, "turn")[0][rows]
+        found += [(frames[[FRAME]].take([row]), 0) for row in rows[np.argsort(turns)].tolist()]
+    elif FRAME in sample.names and sample.column(FRAME).kind == "jagged":
+        seen = sample[[FRAME]]  # before each turn, the opening one among them
+        found = [(seen, turn) for turn in range(int(seen.lengths(store, FRAME)[0]))]
+    return found
+
+
+def form_of(frame: Frame) -> tuple[str, list[int]]:
+    """Number format and shape of a frame."""
+    (column,) = frame[0].columns.values()
+    return np.dtype(DTYPES[column.dtype][1]).name, list(column.shape)
+
+
+def png(store: Store, frame: Frame) -> bytes:
+    """A frame as a PNG. ValueError where it is no picture."""
+    from PIL import Image
+
+    ref, place = frame
+    (name,) = ref.names
+    array = ref.fetch_numpy(store, name)[0][place]
+    if not is_picture(array.dtype, array.shape):
+        raise ValueError(f"The frame is {array.dtype} {list(array.shape)}, which is no picture.")
+    data = io.BytesIO()
+    Image.fromarray(as_bytes(array)).save(data, "PNG")
+    return data.getvalue()
+
+
+def is_picture(dtype: np.dtype, shape: tuple[int, ...]) -> bool:
+    """Whether a frame of this form can be shown: [H, W] or [H, W, 1, 3 or 4] of bytes or floats."""
+    of_colours = len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3, 4))
+    return of_colours and (dtype == np.uint8 or np.issubdtype(dtype, np.floating))
+
+
+def as_bytes(array: NDArray[np.generic]) -> NDArray[np.uint8]:
+    """A picture [H, W] or [H, W, C] with numbers from 0 to 255; floats are from 0 to 1."""
+    numbers = array.astype(np.float64)
+    if array.dtype != np.uint8:
+        numbers = np.clip(np.nan_to_num(numbers), 0, 1) * 255
+    picture = numbers.astype(np.uint8)
+    return picture[..., 0] if picture.ndim == 3 and picture.shape[2] == 1 else picture
+
+
+Values = list[float | None]  # [T], of each response token; None: not a finite number
+
+# Columns with a number for each response token, of samples or of the batch that trained, by name.
+NUMBERS = {
+    "advantages": "advantage",
+    "rollout_logprobs": "log-prob, engine",
+    "old_logprobs": "log-prob, trainer",
+    "ref_logprobs": "log-prob, reference",
+    "teacher_logprobs": "log-prob, teacher",
+    "values": "value",
+    "returns": "return",
+    "token_rewards": "token reward",
+    "correction_weights": "correction weight",
+    "staleness": "staleness",
+}
+# Log-prob ratios by name: log-probs of the numerator, and those that are taken from them.
+RATIOS = {
+    "log-prob ratio trainer / engine": ("old_logprobs", "rollout_logprobs"),
+    "log-prob ratio policy / reference": ("old_logprobs", "ref_logprobs"),
+    "log-prob ratio engine / reference": ("rollout_logprobs", "ref_logprobs"),
+    "log-prob ratio teacher / engine": ("teacher_logprobs", "rollout_logprobs"),
+}
+
+
+def token_texts(words: Tokenizer, tokens: Sequence[int]) -> list[str]:
+    """The text that each token [T] adds; "" where only those after it make a whole character."""
+    from tokenizers.decoders import DecodeStream
+
+    stream = DecodeStream(skip_special_tokens=False)
+    return [stream.step(words, token) or "" for token in tokens]
+
+
+def token_authors(store: Store, sample: BatchRef) -> list[str]:
+    """Who wrote each response token [T] of one sample: policy, environment or template."""
+    count = int(sample.lengths(store, "response_ids")[0])
+    if "author" not in sample.names:
+        return ["policy"] * count
+    return [Author(one).name.lower() for one in sample.fetch_numpy(store, "author")[0].tolist()]
+
+
+def token_numbers(store: Store, samples: Sequence[BatchRef]) -> dict[str, Values]:
+    """Numbers of each response token [T] by what they mean, ratios first.
+
+    samples: the same sample in each batch that has it, [1] each; the last one's column counts.
+    """
+    found: dict[str, np.ndarray] = {}
+    for one in samples:
+        for name in NUMBERS:
+            if name in one.names and not one.column(name).shape:
+                found[name] = one.fetch_numpy(store, name)[0].astype(np.float64)
+    ratios = {
+        name: found[above] - found[below]
+        for name, (above, below) in RATIOS.items()
+        if above in found and below in found and len(found[above]) == len(found[below])
+    }
+    named = {NUMBERS[name]: values for name, values in found.items()}
+    return {name: finite(values) for name, values in (ratios | named).items()}
+
+
+def finite(values: np.ndarray) -> Values:
+    """Numbers for JSON, which knows no NaN."""
+    return [round(one, 6) if np.isfinite(one) else None for one in values.tolist()]
+
 
 PAGE = 25  # samples, or groups, of a page
 PREVIEW = 240  # characters of a text in a list

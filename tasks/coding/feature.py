@@ -13,8 +13,7 @@ from engines.sandboxes.opening import prove
 from engines.sandboxes.protocol import SandboxFailed
 from storage.prompts.coding.rows import CodingRows
 from storage.prompts.datasets import open_source
-from tasks.run.features import Feature
-from tasks.run.findings import Finding
+from tasks.run.features import Feature, Finding
 
 TRIED = 2  # rows whose tests are run before a start
 

@@ -11,7 +11,7 @@ from storage.audit.audit import Audit, audit
 from storage.runs.commit_log import read_outline
 from storage.runs.run_store import RunStore, start_of
 from tasks.commands.command import Answer, Request, heading, table, text
-from tasks.run.recorded_flow import stored_settings
+from tasks.run.run_record import stored_settings
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

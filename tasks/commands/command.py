@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from configs.environment import given
 from configs.terminal_text import json_text, print_text, terminal_text
-from tasks.commands.pager import paged
 from tasks.reporting.output import until_nobody_reads
 
 if TYPE_CHECKING:
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
     from configs.storage import StoreConfig
     from storage.objects.store import Store
     from storage.runs.run_store import RunStore
+
 
 GOOD, FOUND, BAD_INPUT = 0, 1, 2  # exit codes
 WIDTH = 140  # columns of the output where it is no terminal
@@ -266,7 +272,7 @@ def find_run(store: Store, name: str) -> RunStore:
 
 def console() -> Console:
     """Where answers for people go: as wide as the terminal, and wide enough for a file."""
-    from tasks.reporting.safe_console import SafeConsole
+    from tasks.reporting.terminal import SafeConsole
 
     out = SafeConsole()
     return out if out.is_terminal else SafeConsole(width=WIDTH)
@@ -293,3 +299,27 @@ def text(line: str, style: str = "") -> RenderableType:
     from rich.text import Text
 
     return Text(terminal_text(line), style=style)  # Text itself would drop some, unseen
+
+
+@contextmanager
+def paged(out: Console) -> Iterator[None]:
+    """On a terminal, have what is printed go through $PAGER, or `less`; `PAGER=cat` is none.
+
+    As with git, `less` ends by itself where all fits on the screen (F) and shows colours (R), unless
+    LESS is set.
+    """
+    words = shlex.split(given(["PAGER"]).get("PAGER", "less")) if out.is_terminal else []
+    if not words or words == ["cat"] or shutil.which(words[0]) is None:
+        yield
+        return
+    with out.capture() as captured:
+        yield
+    settings = {"LESS": "FRX", **os.environ}
+    reader = subprocess.Popen(words, stdin=subprocess.PIPE, env=settings)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pager's to understand
+    try:
+        with suppress(BrokenPipeError):  # it was left before its end
+            reader.communicate(captured.get().encode())
+        reader.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)

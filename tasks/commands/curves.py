@@ -15,7 +15,7 @@ from storage.runs.run_store import RunStore, origin_of
 from storage.tracking.connection import TrackingError
 from storage.tracking.curve_trackers import TRACKERS, stored_run
 from tasks.commands.command import Answer, Request, text
-from tasks.run.recorded_flow import stored_settings
+from tasks.run.run_record import stored_settings
 
 
 def answer(request: Request) -> Answer:

@@ -86,8 +86,8 @@ def _carry_out(config: BackFillConfig, flow: str, as_json: bool) -> int:
     from tasks.evaluation.back_fill import subjects_of
     from tasks.launch.command_line import HOME, quiet_libraries
     from tasks.launch.server import prefect_server
-    from tasks.run.interruption import INTERRUPTED
-    from tasks.run.recorded_flow import load_flow
+    from tasks.run.life_cycle import INTERRUPTED
+    from tasks.run.run_record import load_flow
 
     if said := credential_sentence(config):  # Prefect would show it
         raise ConfigError(said)

@@ -25,7 +25,7 @@ from storage.tracking.registry import that_stay, unsaid
 from storage.tracking.tracker import Tracker
 from tasks.commands.command import Answer, Request, heading, table, text
 from tasks.run.features import tidy
-from tasks.run.recorded_flow import settings_of
+from tasks.run.run_record import settings_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -14,7 +14,7 @@ from configs.cluster import TemporaryTls
 from configs.flows import resume_command
 from configs.grpo import GRPOConfig
 from configs.terminal_text import bytes_text
-from engines.processes.certificates import Certificates, certificates_for
+from engines.processes.dask_settings import Certificates, certificates_for
 from engines.workers.inspection import NotReached, WorkerView, look
 from storage.evaluations.run_cost import RunCost, cost_of_run
 from storage.objects.errors import ObjectMissing
@@ -24,8 +24,8 @@ from storage.runs.run_lease import holder_of
 from storage.runs.run_store import RunStore, origin_of, start_of
 from storage.runs.size import RunSize, size_of
 from tasks.commands.command import Answer, Request, heading, table, text
-from tasks.launch.prefect_login import headers_for
-from tasks.run.recorded_flow import flow_of, settings_of
+from tasks.launch.server import headers_for
+from tasks.run.run_record import flow_of, settings_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

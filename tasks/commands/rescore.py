@@ -26,7 +26,7 @@ from engines.data.chat_template import prompts_of
 from engines.data.data_engine import with_episodes
 from engines.models.checkpoints import load_tokenizer, materialize
 from engines.rewards.comparison import RewardComparison, compare_rewards
-from engines.rewards.judge_answers import JudgeAnswers
+from engines.rewards.judge import JudgeAnswers
 from engines.rewards.protocol import TrainerState
 from engines.rewards.runner import RewardRunner, code_digest
 from storage.batches.refs import BatchRef
@@ -38,8 +38,8 @@ from storage.runs.commit_log import Commit, head, read_commit
 from storage.runs.run_store import RunStore, committer, numbered, start_of
 from tasks.commands.command import Answer, Request, heading, table, text
 from tasks.reward import state_at
-from tasks.run.recorded_flow import settings_of
-from tasks.run.roles.specs import MODELS
+from tasks.run.roles import MODELS
+from tasks.run.run_record import settings_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -17,7 +17,7 @@ from storage.runs.live import is_done, read_end, read_live, state_of
 from storage.runs.run_lease import holder_of
 from storage.runs.run_store import RUN_NAME, RunStore, origin_of, start_of
 from tasks.commands.command import Answer, StoreRequest, heading, table, text
-from tasks.run.recorded_flow import flow_of, settings_of
+from tasks.run.run_record import flow_of, settings_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

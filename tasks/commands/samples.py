@@ -1,29 +1,371 @@
-"""What a model was asked and what it wrote, as an answer on the command line."""
+"""What a model was asked and what it wrote, as an answer on the command line.
+
+The samples of a step or of an evaluation: named, narrowed, and read no further than asked; and what
+two policy versions made of the same rows of the data, word by word.
+"""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import math
 import re
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from storage.audit.samples import BRANCH, WROTE, Transcript, ending, few, printable
-from tasks.commands import sample_diff
+from storage.audit.samples import (
+    BRANCH,
+    WROTE,
+    Transcript,
+    ending,
+    evaluation_transcripts,
+    few,
+    judged,
+    printable,
+    texts_of,
+    tokenizer_of,
+    transcripts,
+    transcripts_under_way,
+)
+from storage.audit.uncommitted import samples_under_way
+from storage.batches.columns import SampleStatus
+from storage.batches.refs import BatchRef
+from storage.evaluations.results import EvaluationResult, evaluations_of, notes_of
+from storage.objects.errors import ObjectMissing
+from storage.runs.commit_log import Commit, head, read_commit
+from storage.runs.run_store import RunStore, numbered, start_of
+from storage.runs.weights import WeightsRef
 from tasks.commands.command import Answer, Request, heading, text
 from tasks.commands.lineage import spans
-from tasks.commands.stored_samples import (
-    Matches,
-    StoredSamples,
-    samples_of_evaluation,
-    samples_of_step,
-)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+
+STATUS = {"ok": SampleStatus.OK, "truncated": SampleStatus.TRUNCATED, "failed": SampleStatus.FAILED}
+
+
+class NoSamples(ValueError):
+    """The step that was named, or any, has no samples."""
+
+    def __init__(self, files: RunStore, step: int | None) -> None:
+        first, last = start_of(files) + 1, head(files) or start_of(files)
+        what = "committed step yet, and no samples" if step is None else f"committed step {step}"
+        super().__init__(f"Run {files.run} has no {what}. {numbered(first, last)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Matches:
+    """Where a text was found among samples."""
+
+    rows: list[int]  # of samples whose prompt or response has it, ascending
+    prompts: int  # times that it is in prompts of samples; one for each sample of a group
+    responses: int  # and in responses
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredSamples:
+    """All samples of a step, or of an evaluation, [N]; of their columns only three are read yet."""
+
+    files: RunStore
+    name: str  # such as "step 3", or "gsm8k on version 10"
+    step: int  # 0: an evaluation's
+    ref: BatchRef
+    commit: Commit | None = None  # of the step; None while it is not committed
+    result: EvaluationResult | None = None
+    rewards: NDArray[np.floating]  # [N]
+    failed: NDArray[np.bool_]  # [N], whether it could not be scored, or is not yet
+    groups: NDArray[np.integer]  # [N]
+
+    @property
+    def scored(self) -> bool:
+        """Whether the step has scored them."""
+        return "reward" in self.ref.names
+
+    @property
+    def versions(self) -> tuple[WeightsRef, ...]:
+        """Policy versions with which a tokenizer may lie."""
+        if self.result is not None:
+            return (self.result.weights,)
+        return () if self.commit is None else (self.commit.version_out, self.commit.version_in)
+
+    def transcripts(self, rows: Sequence[int]) -> list[Transcript]:
+        """Some of them as text. Raises ValueError if removed, ObjectDamaged, NoTokenizer."""
+        with unless_removed(self.files, self.step):
+            if self.result is not None:
+                return evaluation_transcripts(self.files, self.result, rows)
+            if self.commit is not None:
+                return transcripts(self.files, self.commit, rows)
+            return transcripts_under_way(self.files, self.step, self.ref, rows)
+
+    def column(self, name: str) -> NDArray[np.generic]:
+        """[N] numbers of a dense column. Raises ValueError if removed."""
+        with unless_removed(self.files, self.step):
+            return self.ref.fetch_numpy(self.files.store, name)[0]
+
+    def with_status(self, name: str) -> NDArray[np.bool_]:
+        """[N]: whether a sample's status is this one; of `failed`, whether it has no reward."""
+        if name == "failed":
+            return self.failed
+        return (self.column("status") == STATUS[name]) & ~self.failed
+
+    def with_reward(self, low: float, high: float) -> NDArray[np.bool_]:
+        """[N]: whether a sample has a reward from low to high."""
+        return ~self.failed & (self.rewards >= low) & (self.rewards <= high)
+
+    def with_field(self, name: str, value: str) -> NDArray[np.bool_]:
+        """[N]: whether a field of the sample's dataset row is this, as text. ValueError: no field."""
+        wanted, known = set[int](), set[str]()
+        for ref in self._prompts():
+            if {"row", "group_id"} <= set(ref.names):
+                with unless_removed(self.files, self.step):
+                    groups = ref.fetch_numpy(self.files.store, "group_id")[0].tolist()
+                    rows = ref.fetch_list(self.files.store, "row")
+                for group, row in zip(groups, rows, strict=True):
+                    fields = row if isinstance(row, dict) else {}
+                    known |= set(fields)
+                    if name in fields and str(fields[name]) == value:
+                        wanted.add(group)
+        if name not in known:
+            there = ", ".join(sorted(known)) or "none in the store"
+            raise ValueError(f"The data of {self.name} have no field {name!r}; they have {there}.")
+        return np.isin(self.groups, sorted(wanted))
+
+    def _prompts(self) -> Iterable[BatchRef]:
+        """Batches with the dataset rows of the groups; the step before handed some of them on."""
+        if self.result is not None:
+            yield self.result.prompts
+        if self.commit is not None:
+            yield from (self.commit.refs[one] for one in ("prompts",) if one in self.commit.refs)
+            if self.step > start_of(self.files) + 1:
+                earlier = read_commit(self.files, self.step - 1).refs
+                yield from (earlier[one] for one in ("carried",) if one in earlier)
+
+    def containing(self, pattern: re.Pattern[str], rows: Sequence[int]) -> Matches:
+        """Which of some rows have a text in prompt or response. Raises as `transcripts` does."""
+        ref = self.ref.take(np.asarray(rows, dtype=np.int64))
+        words = tokenizer_of(self.files, self.versions)
+        with unless_removed(self.files, self.step):
+            both = texts_of(self.files, ref, words)
+        counts = [[sum(1 for _ in pattern.finditer(text)) for text in texts] for texts in both]
+        found = [row for row, *times in zip(rows, *counts, strict=True) if any(times)]
+        return Matches(rows=sorted(found), prompts=sum(counts[0]), responses=sum(counts[1]))
+
+
+def samples_of_step(files: RunStore, step: int | None) -> StoredSamples:
+    """Those of a step, the last where none is named. Raises NoSamples, ValueError if removed."""
+    number, commit = named_step(files, step)
+    with unless_removed(files, number):
+        ref = samples_under_way(files, number) if commit is None else commit.refs["samples"]
+        if ref is None:
+            raise NoSamples(files, step)
+        rewards, failed, groups = judged(files, ref)
+    return StoredSamples(
+        files=files,
+        name=f"step {number}",
+        step=number,
+        ref=ref,
+        commit=commit,
+        rewards=rewards,
+        failed=failed,
+        groups=groups,
+    )
+
+
+@contextmanager
+def unless_removed(files: RunStore, step: int) -> Iterator[None]:
+    """ValueError where batches of a step are gone; of step 0, an evaluation's."""
+    try:
+        yield
+    except ObjectMissing as error:
+        if not step:
+            raise ValueError(
+                f"The evaluation's samples are no longer in the store ({error}). Make them again: "
+                "refrain evaluate."
+            ) from error
+        raise ValueError(
+            f"The batches of step {step} of {files.run} are no longer in the store ({error}). "
+            "Name a later step, or set store.keep_steps higher."
+        ) from error
+
+
+def samples_of_evaluation(files: RunStore, name: str) -> StoredSamples:
+    """Those of the newest evaluation that SUITE@VERSION names. Raises ValueError."""
+    result = evaluation_of(files, name)
+    with unless_removed(files, 0):
+        rewards, failed, groups = judged(files, result.samples)
+    return StoredSamples(
+        files=files,
+        name=f"{result.suite} on version {result.version}",
+        step=0,
+        ref=result.samples,
+        result=result,
+        rewards=rewards,
+        failed=failed,
+        groups=groups,
+    )
+
+
+def evaluation_of(files: RunStore, name: str) -> EvaluationResult:
+    """The newest evaluation that SUITE@VERSION names. Raises ValueError."""
+    suite, _, version = name.rpartition("@")
+    if not suite or not version.isdigit():
+        raise ValueError(f"--evaluation {name} names none. Write SUITE@VERSION, such as gsm8k@10.")
+    found = evaluations_of(files, suite, int(version))
+    if found:
+        return found[-1]
+    there = [f"{one}@{number}" for one, number, _ in notes_of(files).values()]
+    hint = f"It has {', '.join(there[:8])}." if there else "It has none: see flows.evaluate."
+    raise ValueError(f"Run {files.run} has no evaluation {name}. {hint}")
+
+
+def named_step(files: RunStore, step: int | None) -> tuple[int, Commit | None]:
+    """A step of the run, with its commit if there is one: the last where none is named.
+
+    Without any commit that is the first, which may be under way or have failed. NoSamples for a step
+    that cannot have begun.
+    """
+    first, last = start_of(files) + 1, head(files) or start_of(files)
+    number = max(first, last) if step is None else step
+    if number < first:
+        raise NoSamples(files, step)
+    return number, read_commit(files, number) if number <= last else None
+
+
+WORDS = re.compile(r"\w+|\s+|[^\w\s]")
+LINES = re.compile(r".*\n|.+")
+MOST_WORDS = 4000  # of both texts; longer ones are compared line by line
+STYLES = {"same": "", "removed": "red", "added": "green"}
+FORMS = {"same": "{}", "removed": "[-{}-]", "added": "{{+{}+}}"}  # as git diff --word-diff has them
+
+Change = Literal["same", "removed", "added"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """A sample of each of two versions, of the same row of the data."""
+
+    row: int  # of the data
+    before: float | None  # mean reward of the row's samples in the first; None: none is scored
+    after: float | None
+    first: int  # row of the samples of the first
+    second: int
+
+
+def diff_answer(
+    first: StoredSamples, second: StoredSamples, row: int | None, limit: int, characters: int
+) -> Answer:
+    """The samples of a row of the data side by side, or of every row that both have.
+
+    Raises ValueError where they have none in common, or are removed.
+    """
+    pairs = pairs_of(first, second, row)[:limit]
+    befores = first.transcripts([one.first for one in pairs])
+    afters = second.transcripts([one.second for one in pairs])
+    named = f"{first.name} and {second.name} of {first.files.run}"
+    shown: list[RenderableType] = [heading(f"{len(pairs)} pairs of samples of {named}")]
+    records = []
+    for pair, before, after in zip(pairs, befores, afters, strict=True):
+        changes = list(changes_of(before.response, after.response))
+        shown += _told(pair, before, after, characters)
+        records.append({**asdict(pair), "first": _record(before), "second": _record(after)})
+        records[-1]["changes"] = changes
+    return Answer(record=records, shown=shown)
+
+
+def pairs_of(first: StoredSamples, second: StoredSamples, row: int | None) -> list[Pair]:
+    """Samples of the same rows of the data, the k-th with the k-th of each row.
+
+    The row whose mean reward changed most comes first. Raises ValueError for none.
+    """
+    drawn = [one.column("prompt_row") for one in (first, second)]
+    common = np.intersect1d(drawn[0], drawn[1]) if row is None else np.array([row])
+    for samples, rows in zip((first, second), drawn, strict=True):
+        if row is not None and row not in rows:
+            some = ", ".join(map(str, np.unique(rows)[:8].tolist()))
+            raise ValueError(
+                f"Row {row} of the data has no sample in {samples.name}. It has samples of rows "
+                f"{some}…; refrain lineage {first.files.run} --prompt {row} names the steps that "
+                "drew the row."
+            )
+    if not len(common):
+        raise ValueError(
+            f"No row of the data has samples in {first.name} and in {second.name}. Evaluations ask "
+            "each version the same: refrain samples RUN --evaluation SUITE@VERSION --diff VERSION."
+        )
+    found = []
+    for one in common.tolist():
+        places = [np.flatnonzero(rows == one) for rows in drawn]
+        before, after = (
+            _mean(samples, at) for samples, at in zip((first, second), places, strict=True)
+        )
+        found += [
+            Pair(row=one, before=before, after=after, first=int(a), second=int(b))
+            for a, b in zip(*places, strict=False)
+        ]
+    return sorted(found, key=lambda pair: -abs((pair.after or 0.0) - (pair.before or 0.0)))
+
+
+def _mean(samples: StoredSamples, rows: np.ndarray) -> float | None:
+    scored = samples.rewards[rows][~samples.failed[rows]]
+    return float(scored.mean()) if len(scored) else None
+
+
+def changes_of(before: str, after: str) -> Iterator[tuple[Change, str]]:
+    """How one text becomes the other: what is the same, removed and added, in order."""
+    units = [WORDS.findall(one) for one in (before, after)]
+    if sum(map(len, units)) > MOST_WORDS:
+        units = [LINES.findall(one) for one in (before, after)]
+    a, b = units
+    for kind, i, j, k, m in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        if kind == "equal":
+            yield "same", "".join(a[i:j])
+            continue
+        if i < j:
+            yield "removed", "".join(a[i:j])
+        if k < m:
+            yield "added", "".join(b[k:m])
+
+
+def _told(
+    pair: Pair, before: Transcript, after: Transcript, characters: int
+) -> list[RenderableType]:
+    from rich.text import Text
+
+    line = Text()
+    cut = [printable(one.response, characters) for one in (before, after)]
+    for change, part in changes_of(*cut):
+        line.append(FORMS[change].format(part), STYLES[change])
+    means = " to ".join(
+        "none" if one is None else f"{one:.4g}" for one in (pair.before, pair.after)
+    )
+    return [
+        text(""),
+        heading(f"Row {pair.row} of the data, mean reward {means}"),
+        *(
+            text(
+                f"{sign} sample {one.origin.sample}, "
+                f"{'no reward' if one.origin.reward is None else f'reward {one.origin.reward:.4g}'}, "
+                f"{one.origin.tokens} tokens, {spans(one.origin)}",
+                STYLES[change],
+            )
+            for sign, one, change in (("-", before, "removed"), ("+", after, "added"))
+        ),
+        text("asked", "cyan"),
+        text(printable(before.prompt, characters)),
+        text("wrote", "cyan"),
+        line,
+    ]
+
+
+def _record(found: Transcript) -> dict[str, object]:
+    return {**asdict(found.origin), "prompt": found.prompt, "response": found.response}
 
 
 def answer(request: Request) -> Answer:
@@ -35,7 +377,7 @@ def answer(request: Request) -> Answer:
     if asked.diff is not None:
         suite = (asked.evaluation or "").rpartition("@")[0]
         other = asked_for(request, f"{suite}@{asked.diff}" if suite else None, asked.diff)
-        return sample_diff.answer(samples, other, asked.row, asked.limit, asked.characters)
+        return diff_answer(samples, other, asked.row, asked.limit, asked.characters)
     if asked.row is not None:
         raise ValueError("--row goes with --diff. Name the other step: --diff STEP.")
     rows, matches = chosen(asked, samples)

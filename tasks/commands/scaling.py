@@ -27,7 +27,7 @@ from storage.tracking.scaling_law import (
     scaling_png,
 )
 from tasks.commands.command import Answer, Request, find_run, heading, table, text
-from tasks.run.recorded_flow import settings_of
+from tasks.run.run_record import settings_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -18,10 +18,9 @@ from storage.runs.run_lease import LeaseWatch
 from storage.runs.run_store import RunStore, start_of
 from tasks.commands.command import Answer, Request
 from tasks.commands.inspect import state_of
-from tasks.reporting.progress_line import step_line
-from tasks.reporting.screen import aged, duration, plain, screen
-from tasks.reporting.terminal import Terminal
-from tasks.run.recorded_flow import flow_of, settings_of
+from tasks.reporting.progress import step_line
+from tasks.reporting.terminal import Terminal, aged, duration, plain, screen
+from tasks.run.run_record import flow_of, settings_of
 
 LOOK = 2.0  # seconds between looks at the store
 PLAIN = 15.0  # seconds between lines of what goes on, where there is no terminal

@@ -8,11 +8,11 @@ from configs.grpo import GRPOConfig
 from engines.critic.trainer import CriticTrainer, critic_trainer
 from engines.workers.cluster import Cluster
 from storage.runs.run_store import RunStore
-from tasks.run.roles.role import EngineRole, StartingEngines
-from tasks.run.roles.training import bring_to_head, trainer_by
+from tasks.run.contract import EngineRole, StartingEngines
+from tasks.run.roles import bring_to_head, trainer_by
 
 if TYPE_CHECKING:
-    from tasks.run.run_view import RunView
+    from tasks.run.contract import RunView
 
 
 def _trainer(run: RunView, cluster: Cluster, files: RunStore, config: GRPOConfig) -> CriticTrainer:

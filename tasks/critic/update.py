@@ -6,8 +6,8 @@ from prefect import task
 
 from tasks.critic.role import CRITIC
 from tasks.results import TrainBatch, Updated
-from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
+from tasks.run.stage import OPTIONS, attempted
 from tasks.update import planned
 
 

@@ -8,9 +8,8 @@ from storage.batches.refs import BatchRef
 from storage.objects.documents import key_of
 from tasks.critic.role import CRITIC
 from tasks.results import WholeShards, samples_of_shards
-from tasks.run.retries import OPTIONS
 from tasks.run.run import Run
-from tasks.run.stage import Stage
+from tasks.run.stage import OPTIONS, Stage
 
 
 @task(name="values", task_run_name="values", **OPTIONS)

@@ -21,7 +21,7 @@ from configs.resolving import resolve, this_machine
 from engines.clusters.opening import check_cluster, open_cluster
 from engines.failures import InfrastructureError
 from engines.workers.cluster import Cluster
-from engines.workers.device_time import DeviceTime
+from engines.workers.devices import DeviceTime
 from storage.evaluations.results import EvaluationResult
 from storage.objects.errors import ObjectMissing, StoreError
 from storage.objects.store import Store
@@ -30,20 +30,17 @@ from storage.runs.opponents import opponent_of
 from storage.runs.retention import pin_version, unpin_version
 from storage.runs.run_store import RunStore, numbered, start_of
 from storage.runs.weights import WeightsRef, open_chain
-from tasks.evaluation.engines import EvaluationPlace
-from tasks.evaluation.evaluate import Evaluator, evaluation
+from tasks.evaluation.evaluate import EvaluationPlace, Evaluator, evaluation
 from tasks.evaluation.summary import Compared, tested
-from tasks.run.attempt_log import AttemptLog
+from tasks.run.attempts import AttemptLog
 from tasks.run.engines import ENGINE_MODULES
 from tasks.run.events import BackFillBegan, BackFillEnded, Listeners, Note
 from tasks.run.flow_run import flow_run_id
-from tasks.run.interruption import dashboard_ends, set_closes, signals_end
-from tasks.run.packages import check_packages
-from tasks.run.preflight import check_lengths
+from tasks.run.life_cycle import dashboard_ends, set_closes, signals_end
+from tasks.run.preflight import check_lengths, check_packages
 from tasks.run.preflight_data import check_suites, odd_suites
-from tasks.run.recorded_flow import settings_of
-from tasks.run.role_table import variables_of
-from tasks.run.roles.sampling import rollouts_of
+from tasks.run.roles import rollouts_of, variables_of
+from tasks.run.run_record import settings_of
 from tasks.run.suite import Suite
 
 
@@ -72,7 +69,7 @@ ListenersOf: TypeAlias = Callable[[str, RunStore, GRPOConfig], Listeners]
 
 
 class BackFill:
-    """On whose behalf engines are started and called (tasks/run/run_view.py:Caller)."""
+    """On whose behalf engines are started and called (tasks/run/contract.py:Caller)."""
 
     __slots__ = (
         "attempts", "cancelled", "config", "device_time", "epoch", "files", "name", "store", "tell",

@@ -1,59 +1,120 @@
-"""One policy version by some suites: asked, scored, summed up, and stored under its content.
-
-The only evaluation that there is: a run's, between its steps or beside them (schedule.py), and that
-of versions of the past (back_fill.py). Shards that are finished are read from the store, so nothing
-is asked twice, whoever asks.
-"""
+"""The engines of a suite: those of the steps where it asks and scores as they do, or its own."""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from prefect import flow, task
 from pydantic import JsonValue
 
+from configs.cluster import Role
+from configs.evaluation import EvaluationConfig
 from configs.overrides import ConfigError
 from engines.data.contract import PromptMaker, Scorer, ScoreRequest
 from engines.failures import WeightMismatch
-from engines.rewards.failing_samples import LoggedMetric, pooled
 from engines.rewards.protocol import TrainerState
-from engines.rewards.runner import RewardCode, code_digest
-from engines.workers.messages import CallId
+from engines.rewards.runner import LoggedMetric, RewardCode, code_digest, pooled
+from engines.rollout.rollout_pool import RolloutPool
+from engines.workers.cluster import Cluster
+from engines.workers.engine import CallId, E, EngineSpec
+from engines.workers.pool import EnginePool
 from storage.batches.refs import BatchRef
 from storage.evaluations.results import (
     EvaluationFiles,
     EvaluationResult,
+    evaluations_of,
     find_result,
     note,
+    notes_of,
     prompts_key,
     write_result,
 )
 from storage.objects.documents import key_of
-from storage.runs.weights import WeightsRef
+from storage.runs.commit_log import version_weights
+from storage.runs.weights import MANIFEST, WeightsRef
 from storage.tracking.cost import calls_cost
 from tasks.episodes import complete
-from tasks.evaluation.engines import EvaluationPlace
-from tasks.evaluation.summary import counts_of, metrics_of, scores_of
+from tasks.evaluation.summary import counts_of, evaluation_metrics, metrics_of, scores_of
 from tasks.results import Sampled
 from tasks.reward import score
-from tasks.run.attempt_log import EvaluationLog, summed
+from tasks.run.attempts import EvaluationLog, summed
+from tasks.run.contract import ByRole, Caller, Clients, EngineRole, pool_of
 from tasks.run.episode_driver import EpisodeDriver
 from tasks.run.events import VersionEvaluated
+from tasks.run.features import features_of
 from tasks.run.flow_options import TaskThreads, result_of
 from tasks.run.metrics import pools_of
-from tasks.run.retries import OPTIONS, attempted
-from tasks.run.role_table import prompters
-from tasks.run.roles.role import ByRole
-from tasks.run.roles.sampling import OPPONENT, ROLLOUT
-from tasks.run.roles.scoring import SCORER
-from tasks.run.run_view import Caller
+from tasks.run.roles import (
+    ENVIRONMENT,
+    EVALUATION,
+    OPPONENT,
+    ROLLOUT,
+    SCORER,
+    environment_engine,
+    prompters,
+    scoring_engine,
+)
+from tasks.run.run import Run
 from tasks.run.shard_driver import ShardDriver, ShardRange, task_runs
-from tasks.run.stage import Stage
+from tasks.run.stage import OPTIONS, Stage, attempted
 from tasks.run.suite import Suite
 from tasks.sampling import SamplingStage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationPlace:
+    """Where evaluations are made."""
+
+    cluster: Cluster
+    rollouts: RolloutPool
+    opponents: RolloutPool | None = None
+    aside: bool = False  # on a pool that does nothing else
+    shared: ByRole | None = None  # of the steps, for suites that ask and score as they do
+
+    def engines_of(self, caller: Caller, suite: Suite) -> ByRole:
+        """A suite's engines; building them is left to their first call."""
+        if suite.settings.as_run and self.shared is not None:
+            return self.shared
+        asks = _Asks(caller, suite)
+        config, name = suite.config, f"evaluation-{suite.name}"
+
+        def pool(role: Role, what: str, engine: EngineSpec[E], deadline: float) -> EnginePool[E]:
+            there: Role = "evaluation" if self.aside else role
+            return pool_of(asks, self.cluster, there, f"{name}{what}", engine, deadline)
+
+        clients: dict[EngineRole[Any], object] = {
+            ROLLOUT: self.rollouts,
+            SCORER: pool("reward", "", scoring_engine(asks), config.scoring_deadline),
+        }
+        if self.opponents is not None:
+            clients[OPPONENT] = self.opponents
+        if config.episodes is not None:
+            played = environment_engine(asks, config.episodes)
+            clients[ENVIRONMENT] = pool(
+                "environment", "-environment", played, config.rollout.deadline
+            )
+        for feature in features_of(config):
+            clients |= feature.of_suite(asks, self.cluster, name)
+        return Clients(clients)
+
+
+class _Asks:
+    """A caller with the suite's settings in place of its own."""
+
+    def __init__(self, caller: Caller, suite: Suite) -> None:
+        self.config = suite.config
+        self.name, self.store, self.files = caller.name, caller.store, caller.files
+        self.epoch, self.cancelled = caller.epoch, caller.cancelled
+        self.attempts, self.tell = caller.attempts, caller.tell
+        self.device_time = caller.device_time
+
 
 STEP_NUMBER = 0  # of every call and seed: the same questions are asked alike of every version
 
@@ -97,7 +158,7 @@ class Evaluator:
 
 
 class Questioning:
-    """A suite on a version, as the tasks that sample and score see it (tasks/run/stage_view.py)."""
+    """A suite on a version, as the tasks that sample and score see it (tasks/run/contract.py)."""
 
     __slots__ = (
         "attempts", "back_fill", "caller", "config", "device_time", "engines", "episodes", "files",
@@ -345,3 +406,123 @@ def cost_of(run: Questioning, shards: Sequence[EvaluatedShard]) -> dict[str, flo
     seconds = [shard.worker_seconds for shard in shards]
     own = run.attempts.worker_seconds(None)  # prompts
     return calls_cost(summed([*seconds, own]), pools_of(run.caller.config))
+
+
+Results = dict[str, EvaluationResult]  # by suite
+
+
+class Evaluations:
+    """The evaluations of a run that has some."""
+
+    def __init__(self, run: Run, config: EvaluationConfig) -> None:
+        self._run, self._config = run, config
+        self._aside = run.config.evaluates_aside
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="evaluation")
+        self._waiting: list[Future[Results]] = []
+        self._done: dict[int, Results] = {}  # by version
+        suites = {name: Suite.of(run.config, name, one) for name, one in config.suites.items()}
+        self._evaluator = Evaluator(run, _place(run), suites, keep=self._keep)
+
+    def begin(self) -> None:
+        """Evaluate the version that the run begins with, if asked for, and what a dead flow left."""
+        run = self._run
+        if self._aside:
+            noted = {(suite, version) for suite, version, _ in notes_of(run.files).values()}
+            for version in sorted(run.to_be_evaluated()):
+                if all((suite, version) in noted for suite in self._config.suites):
+                    self._recall(version)
+                elif version == run.head:
+                    self._add(version, run.engines[ROLLOUT].weights)
+                else:
+                    self._add_if_there(version)
+        elif self._config.due(run.head, run.start):
+            self._add(run.head, run.engines[ROLLOUT].weights)
+
+    def after(self, step: int) -> None:
+        """A step is committed: evaluate the version that it made, if it is due.
+
+        Raises what an evaluation beside the steps has failed of.
+        """
+        self._raise_failure()
+        if self._config.due(step, self._run.start):
+            self._add(step, version_weights(self._run.files, step))
+
+    def end(self) -> Results | None:
+        """Wait for those that are under way; the results of the last version, if it is evaluated."""
+        head = self._run.head
+        if self._config.at_end and head not in self._done:
+            self._add(head, self._run.engines[ROLLOUT].weights)
+        for one in self._waiting:
+            one.result()
+        return self._done.get(head)
+
+    def close(self) -> None:
+        """Begin no further one; what is under way ends with the engines."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _recall(self, version: int) -> None:
+        """A dead flow has evaluated a version: what no commit has judged is judged with the next."""
+        run = self._run
+        run.evaluated.add(version)
+        judged = any(feature.judge for feature in run.features)
+        for result in evaluations_of(run.files, version=version) if judged else ():
+            before = run.last is not None and result.made_at < run.last.committed_at
+            if not before and not result.back_fill:
+                run.measured |= evaluation_metrics(result)
+
+    def _add_if_there(self, version: int) -> None:
+        weights = version_weights(self._run.files, version)
+        if self._run.store.exists(f"{weights.key}/{MANIFEST}"):
+            self._add(version, weights)
+        else:
+            self._run.evaluated.add(version)  # an earlier retention has removed it
+
+    def _add(self, version: int, weights: WeightsRef) -> None:
+        if not self._aside:
+            self._evaluate(version, weights)
+            return
+        here = contextvars.copy_context()  # the flow run that it is a part of
+        self._waiting.append(self._thread.submit(here.run, self._evaluate, version, weights))
+
+    def _evaluate(self, version: int, weights: WeightsRef) -> Results:
+        if version in self._done:
+            return self._done[version]
+        if self._aside:
+            self._run.engines[EVALUATION].use(weights)
+        self._done[version] = evaluation(self._evaluator, version, weights)
+        self._run.evaluated.add(version)
+        return self._done[version]
+
+    def _raise_failure(self) -> None:
+        for one in self._waiting:
+            if one.done() and not one.cancelled():
+                one.result()
+        self._waiting = [one for one in self._waiting if not one.done()]
+
+    def _keep(self, result: EvaluationResult) -> None:
+        self._run.measured |= evaluation_metrics(result)
+
+
+def _place(run: Run) -> EvaluationPlace:
+    """The engines of the run that evaluate."""
+    engines, aside = run.engines, run.config.evaluates_aside
+    return EvaluationPlace(
+        cluster=engines.cluster,
+        rollouts=engines[EVALUATION if aside else ROLLOUT],
+        opponents=engines.get(OPPONENT),
+        aside=aside,
+        shared=None if aside else engines,
+    )
+
+
+@contextlib.contextmanager
+def evaluations(run: Run) -> Iterator[Evaluations | None]:
+    """The evaluations of a run for the body; None where it has none."""
+    if run.config.evaluation is None:
+        yield None
+        return
+    found = Evaluations(run, run.config.evaluation)
+    try:
+        yield found
+    finally:
+        found.close()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from tasks.guards.acting import carry_out, judge_step, take_up
-from tasks.guards.changes import check_rollbacks
+from tasks.guards.judging import check_rollbacks, guard_table
 from tasks.guards.listener import listen
-from tasks.guards.table import guard_table
 from tasks.run.features import Feature
 
 FEATURE = Feature(

@@ -1,20 +1,75 @@
-"""What guards say after a step: numbers in, records out, nothing is done yet.
-
-What a verdict goes on from stands in the commit before, so a resumed run judges as one that was never
-interrupted. Presets and bounds are in configs/guards.py, what follows is in acting.py.
-"""
+"""What a rollback changes in a run's settings."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from configs.grpo import GRPOConfig
 from configs.guards import GuardConfig
+from configs.overrides import ConfigError, change
 from storage.runs.commit_log import Commit, GuardRecord
 from storage.runs.run_store import Origin
-from tasks.guards.changes import settings_after
-from tasks.run.staleness_gate import BOUND
+from tasks.markdown import cell, escaped
+from tasks.run.clock import BOUND
+
+# Settings that a run keeps when it goes back to an earlier step.
+FIXED = ("continue_from", "guards", "lora", "max_rollbacks", "model", "name", "store")
+
+
+def check_rollbacks(config: GRPOConfig) -> None:
+    """Whether the settings to which guards would change a run can be those of a fork; ConfigError."""
+    for guard in config.guards:
+        if guard.action != "rollback":
+            continue
+        named, given = f"guards: rollback.change of {guard.label}", guard.rollback.change
+        if fixed := sorted(key for key in given if key.partition(".")[0] in FIXED):
+            raise ConfigError(
+                f"{named} has {fixed[0]}, which a run that goes back keeps. Remove it; a new run can "
+                "have another."
+            )
+        plain = config.model_dump(mode="json")
+        try:
+            change(type(config), plain, settings_after(plain, given))
+        except ValueError as error:
+            raise ConfigError(f"{named}: {error}") from error
+
+
+def settings_after(settings: Mapping[str, Any], change: Mapping[str, Any]) -> list[str]:
+    """What a rollback changes in a run's plain settings, as words key=value; ValueError if it cannot.
+
+    A factor is applied to the value that is there: x0.1 of a learning rate of 1e-6 gives 1e-7.
+    """
+    return [f"{key}={_worded(settings, key, value)}" for key, value in change.items()]
+
+
+def _worded(settings: Mapping[str, Any], key: str, value: Any) -> str:
+    factor = _factor(value)
+    if factor is None:
+        return "null" if value is None else str(value)
+    place: Any = settings
+    for part in key.split("."):
+        if isinstance(place, list) and part.isdigit() and int(part) < len(place):
+            place = place[int(part)]
+        else:
+            place = place.get(part) if isinstance(place, Mapping) else None
+    if isinstance(place, bool) or not isinstance(place, int | float):
+        raise ValueError(
+            f"guards: rollback.change has {key}: {value}, and {key} = {place} is no number to "
+            "multiply. Give a value."
+        )
+    return f"{round(place * factor)}" if isinstance(place, int) else f"{place * factor:.12g}"
+
+
+def _factor(value: Any) -> float | None:
+    """0.1 of x0.1; None of what is no factor."""
+    if not isinstance(value, str) or not value.startswith("x"):
+        return None
+    try:
+        return float(value[1:])
+    except ValueError:
+        return None
 
 
 def verdicts(
@@ -168,3 +223,32 @@ def guard_sentence(record: GuardRecord, step: int) -> str:
         f"Guard {record.guard}: {record.metric} of step {step} was {record.value:.4g}, {side} "
         f"{record.threshold:.4g}{mean}{often}."
     )
+
+
+DOES = {"warn": "warns", "synchronous": "ends the overlap of steps", "stop": "stops the run"}
+
+
+def guard_table(commit: Commit) -> list[str]:
+    """Markdown lines: what every guard of the run found in a step; none where it has none."""
+    if not commit.guards:
+        return []
+    lines = ["", "#### Guards", "", "| guard | metric | value | bound | beyond, steps in a row | |"]
+    lines.append("|---|---|---|---|---|---|")
+    for one in commit.guards:
+        value, bound = _shown(one.value), _shown(one.threshold)
+        lines.append(
+            f"| {escaped(one.guard)} | {cell(one.metric)} | {value} | {bound} "
+            f"| {one.beyond} | {_does(one)} |"
+        )
+    return lines
+
+
+def _does(record: GuardRecord) -> str:
+    if record.action == "rollback":
+        changes = "".join(f", {cell(word)}" for word in record.change)
+        return f"**goes back to step {record.back_to}{changes}**"
+    return "" if record.action is None else f"**{DOES[record.action]}**"
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tasks.guards.events import GuardActed
-from tasks.reporting.prefect_events import emit
+from tasks.guards.acting import GuardActed
+from tasks.reporting.artifacts import emit
+from tasks.run.events import Reports
 from tasks.run.facts import RunFacts
-from tasks.run.reports import Reports
 
 GUARD = "refrain.guard.acted"  # on the Prefect server, where automations hear it
 

@@ -9,10 +9,10 @@ from rich.text import Text
 
 from configs.grpo import GRPOConfig
 from configs.terminal_text import terminal_text
-from engines.workers.out_of_memory import size_of
-from tasks.memory.places import Place
-from tasks.reporting.safe_console import SafeConsole
-from tasks.run.findings import Finding
+from engines.workers.host import size_of
+from tasks.memory.holders import Place
+from tasks.reporting.terminal import SafeConsole
+from tasks.run.features import Finding
 
 # By group, the checks whose findings it has; what is of no other group is of the last.
 GROUPS = {

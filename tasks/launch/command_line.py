@@ -35,7 +35,7 @@ from tasks.reporting.output import until_nobody_reads
 if TYPE_CHECKING:
     from tasks.reporting.terminal import Terminal
     from tasks.results import RunSummary
-    from tasks.run.opened_run import OpenedRun
+    from tasks.run.facts import OpenedRun
     from tasks.run.run import Run
 
 HOME = Path(".refrain")
@@ -80,13 +80,12 @@ def _help(parser: argparse.ArgumentParser, model: type[GRPOConfig], topic: str) 
 
 def _begin(flow: str, resolved: Resolved[GRPOConfig], arguments: argparse.Namespace) -> int:
     """Check everything; then run the flow, unless only the checks were asked for."""
-    from tasks.run.findings import Finding, slow_here
-    from tasks.run.preflight import check_settings, check_world
-    from tasks.run.preflight_models import models_tested
+    from tasks.run.features import Finding
+    from tasks.run.preflight import check_settings, check_world, models_tested, slow_here
 
     config, resume, fork = resolved.settings, arguments.resume, arguments.fork
     if arguments.name is not None:
-        from tasks.run.named_run import begun, finished
+        from tasks.run.opening import begun, finished
 
         if begun(config, arguments.name):
             resume, fork = arguments.name, None
@@ -104,9 +103,8 @@ def _begin(flow: str, resolved: Resolved[GRPOConfig], arguments: argparse.Namesp
             findings += tested()
     if resume is not None or fork is not None:
         findings += slow_here(config)
-    from tasks.run.continue_from import NothingNew
-    from tasks.run.opening import open_run
-    from tasks.run.resuming import told_kept
+    from tasks.run.beginning import NothingNew
+    from tasks.run.opening import open_run, told_kept
 
     try:
         opened = open_run(flow, config, resume, fork, arguments.name)
@@ -129,11 +127,11 @@ def _begin(flow: str, resolved: Resolved[GRPOConfig], arguments: argparse.Namesp
             print_text(finding.found, error=True)
     waits = arguments.name is not None and resume is not None
     if waits:
-        from tasks.run.named_run import wait_for_writer
+        from tasks.run.opening import wait_for_writer
 
         if said := wait_for_writer(opened.files):
             print_text(said)
-    from tasks.run.recorded_flow import load_flow
+    from tasks.run.run_record import load_flow
 
     call = load_flow(flow)
     return _run(lambda run: call(config=config, resume=resume, fork=fork, run=run), opened, waits)
@@ -223,7 +221,7 @@ def _failed(terminal: Terminal, opened: OpenedRun, what: str, again: str) -> Non
 
 def _stopped(terminal: Terminal, again: str, by_dashboard: bool = False) -> int:
     """A person ended the run, which goes on by the command `again`; returns the exit code."""
-    from tasks.run.interruption import CANCELLED, INTERRUPTED
+    from tasks.run.life_cycle import CANCELLED, INTERRUPTED
 
     terminal.end_live()
     terminal.say("Stopped." + (again and f" To go on: {again}"), style="yellow")
@@ -279,7 +277,7 @@ def _settings(flow: str, model: type[GRPOConfig], arguments: argparse.Namespace)
         return read_recipe(model, recipe or DEMO, words)
     from storage.objects.store import Store
     from storage.runs.run_store import RUN_NAME, RunStore
-    from tasks.run.recorded_flow import check_same_flow, stored_settings
+    from tasks.run.run_record import check_same_flow, stored_settings
 
     if not RUN_NAME.fullmatch(earlier):
         option = "--resume" if arguments.resume is not None else "--fork"

@@ -25,7 +25,7 @@ from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError, read_settings
 from configs.storage import StoreConfig
 from engines.clusters.kubernetes import tls_mounts, tls_volumes
-from engines.clusters.pods import Resource, both, gibibytes, merge_patch, metadata, pod_spec
+from engines.clusters.pods import Resource, gibibytes, joined, merge_patch, metadata, pod_spec
 
 INFRA = Path(str(files("infra"))) / "kubernetes"
 SETTINGS_FOLDER = "/etc/refrain"
@@ -184,7 +184,7 @@ def _settings(config: GRPOConfig, name: str) -> Resource:
 def _job(config: GRPOConfig, module: str, name: str) -> Resource:
     kubernetes = config.cluster.kubernetes
     flow = kubernetes.flow
-    pods = both(kubernetes, flow)
+    pods = joined(kubernetes, flow)
     (job,) = _read("run.yaml")
     job["metadata"]["name"] = name
     spec = job["spec"]

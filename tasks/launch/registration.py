@@ -1,12 +1,21 @@
-"""Registering work pool, deployments and automations on a Prefect server."""
+"""Registering work pool, deployments and automations on a Prefect server.
+
+Which deployments, with which settings: those that come, changed for a team. They are written into a
+file of Prefect's own form, which `prefect deploy` registers.
+"""
 
 from __future__ import annotations
 
+import copy
+import difflib
+import inspect
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
@@ -23,14 +32,252 @@ from prefect.exceptions import ObjectNotFound
 from pydantic import TypeAdapter
 
 from configs.credentials import credential_sentence
-from configs.deployments import words_of
+from configs.deployments import DeploymentEntry, DeploymentFile, words_of
 from configs.environment import import_from_working_folder
 from configs.grpo import GRPOConfig
-from configs.overrides import ConfigError
-from configs.recipe import load_recipe
-from tasks.launch.deployment_file import Deployments, own_flow_variables
+from configs.overrides import ConfigError, filled_in, no_such_settings, read_yaml
+from configs.recipe import DEMO, find_recipe, load_recipe
+from engines.processes.node import python_path
 from tasks.launch.server import ServerError
-from tasks.run.recorded_flow import load_flow, settings_class
+from tasks.run.run_record import load_flow, settings_class
+
+RECIPE = "tasks.launch.registration.recipe"  # the build step that loads one
+OURS = "flows."
+SHARED = ("tracking", "store", "cluster")  # settings that are of a team, whatever is trained
+CONFIG = "{{ recipe.config }}"  # the parameter that the build step makes
+SQLITE = "sqlite:"  # how the address of curves in a local file begins
+ENQUEUE = "ENQUEUE"
+# Prefect 3.7 has each that waits ask again after half a minute.
+WAITING = (
+    "Runs at once: {limit}. Others wait, and not in a queue: a place goes to the first that asks "
+    "once it is free, which may be the newest."
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deployments:
+    """What `prefect deploy` is given."""
+
+    file: Mapping[str, Any]  # of the form of a prefect.yaml
+    curves: Mapping[str, str]  # name of each that has a recipe -> where its curves go
+    left_out: Mapping[str, Sequence[str]]  # name of each without -> settings of all that it lacks
+
+    @property
+    def names(self) -> list[str]:
+        return [one["name"] for one in self.file["deployments"]]
+
+    @property
+    def pools(self) -> list[str]:
+        """Work pools, by name."""
+        return sorted({one["work_pool"]["name"] for one in self.file["deployments"]})
+
+    def warnings(self) -> list[str]:
+        """Sentences: what of the settings of all one does not have, and whose curves nobody sees."""
+        local: dict[str, list[str]] = {}
+        for name, uri in self.curves.items():
+            if uri.startswith(SQLITE):
+                local.setdefault(uri, []).append(name)
+        return [
+            f"Deployment {name} has no {', '.join(_pair(word)[0] for word in words)}: left out there."
+            for name, words in self.left_out.items()
+        ] + [
+            f"Curves of {', '.join(names)} go to {uri}, a file on the machine that runs them, which "
+            "others do not see. Give tracking.uri=http://… of your team's MLflow (refrain servers)."
+            for uri, names in local.items()
+        ]
+
+
+def deployments(
+    shipped: Path, names: Sequence[str], words: Sequence[str], team: DeploymentFile | None
+) -> Deployments:
+    """Those of a team's file, or without one those that come; of them the ones named, or all.
+
+    Args:
+        shipped: infra/prefect.yaml.
+        names: of deployments; none: all.
+        words: settings key=value, which come after those of the file. Where one deployment is named
+            they are its own, else those of all.
+
+    Settings of all are left out where a flow takes no recipe and does not have them. Raises
+    ConfigError, also where a setting does not fit a recipe or a flow.
+    """
+    file = yaml.safe_load(shipped.read_text())
+    template = file.pop("definitions")["deployment"]
+    known = {one["name"]: one for one in file["deployments"]}
+    found, own, everywhere = known, dict[str, list[str]](), list[str]()
+    if team is not None:
+        found = {one.name: _entry(one, known, template) for one in team.deployments}
+        own = {one.name: words_of(one.settings) for one in team.deployments}
+        everywhere = words_of(team.settings)
+    for name in names:
+        if name not in found:
+            near = difflib.get_close_matches(name, found, n=1)
+            hint = f"Did you mean {near[0]}? " if near else ""
+            raise ConfigError(
+                f"There is no deployment {name}. {hint}There are: {', '.join(found)}."
+            )
+    of_runs = [one for one in (*known.values(), *found.values()) if _recipe_of(one) is not None]
+    runs = [*dict.fromkeys(settings_class(load_flow(_flow_of(one))) for one in of_runs)]
+    shared = [*everywhere, *(words if len(names) != 1 else ())]
+    entries, curves, left_out = [], {}, {}
+    for name in names or found:
+        entry = copy.deepcopy(found[name])
+        build, given = _recipe_of(entry), [*everywhere, *own.get(name, ()), *words]
+        try:
+            _check_parameters(entry)
+            if build is None:
+                left_out[name] = _fill_in(entry, given, shared, runs)
+            else:
+                config = _loaded(entry, build, given)
+                curves[name] = config.tracking.uri
+        except ConfigError as error:
+            raise ConfigError(f"Deployment {name}: {error}") from None
+        entries.append(_with_limit_told(entry))
+    nowhere = [word for word in shared if all(word in left for left in left_out.values())]
+    if nowhere and not curves:
+        raise ConfigError(f"{_pair(nowhere[0])[0]}: none of these deployments has such a setting.")
+    return Deployments(
+        file={**file, "deployments": entries},
+        curves=curves,
+        left_out={name: words for name, words in left_out.items() if words},
+    )
+
+
+def _entry(
+    one: DeploymentEntry, known: Mapping[str, Any], template: Mapping[str, Any]
+) -> dict[str, Any]:
+    """An entry of a team's file as one of Prefect's."""
+    base = known.get(one.name)
+    if one.flow is not None and one.recipe is None:
+        flow = _module_path(one.flow)
+        alike = (of for of in known.values() if _recipe_of(of) is None and _flow_of(of) == flow)
+        base = next(alike, None)
+    if base is None or one.recipe is not None or (one.flow is not None and _recipe_of(base)):
+        flow = one.flow or (_flow_of(base) if base else "grpo")
+        recipe = one.recipe or DEMO
+        path = str(find_recipe(recipe).absolute()) if "/" in recipe else recipe
+        made = {
+            **template,
+            "name": one.name,
+            "entrypoint": _module_path(flow).replace(":", "."),
+            "tags": [flow.rpartition(":")[2]],
+            "build": [{RECIPE: {"id": "recipe", "name": path, "flow": flow}}],
+        }
+        if not _module_path(flow).startswith(OURS):
+            made["work_pool"] = {**template["work_pool"], "job_variables": own_flow_variables()}
+    else:
+        made = {**base, "name": one.name}
+    own = one.of_prefect()
+    for key in ("parameters", "work_pool"):  # what they do not name stays
+        if isinstance(own.get(key), dict):
+            own[key] = {**made.get(key, {}), **own[key]}
+    return {**made, **own}
+
+
+def _with_limit_told(entry: dict[str, Any]) -> dict[str, Any]:
+    """What a run that finds others at work does, in the description that the page shows."""
+    limit = entry.get("concurrency_limit")
+    if isinstance(limit, dict) and limit.get("collision_strategy", ENQUEUE) == ENQUEUE:
+        said = WAITING.format(limit=limit["limit"])
+        entry["description"] = f"{entry.get('description', '')} {said}".strip()
+    return entry
+
+
+def own_flow_variables() -> dict[str, Any]:
+    """Variables of a process pool's jobs for a flow of the folder that is deployed from."""
+    return {
+        "working_dir": os.getcwd(),
+        # The second: a user's own modules in the folder must not hide ours.
+        "env": {"PYTHONPATH": python_path(), "PYTHONSAFEPATH": "1"},
+    }
+
+
+def _module_path(flow: str) -> str:
+    return flow if ":" in flow else f"{OURS}{flow}:{flow}"
+
+
+def _flow_of(entry: Mapping[str, Any]) -> str:
+    """package.module:function of an entry's flow."""
+    module, _, function = str(entry["entrypoint"]).rpartition(".")
+    return f"{module}:{function}"
+
+
+def _recipe_of(entry: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The build step that loads an entry's recipe; None where its flow takes none."""
+    return next((step[RECIPE] for step in entry.get("build", []) if RECIPE in step), None)
+
+
+def _check_parameters(entry: Mapping[str, Any]) -> None:
+    """ConfigError for a parameter that the entry's flow has not."""
+    known = inspect.signature(load_flow(_flow_of(entry)).fn).parameters
+    for name in entry.get("parameters", {}):
+        if name not in known:
+            raise ConfigError(
+                f"parameters.{name}: its flow has no such parameter. It has {', '.join(known)}."
+            )
+
+
+def _loaded(entry: Mapping[str, Any], build: dict[str, Any], words: Sequence[str]) -> GRPOConfig:
+    """The settings of an entry that has a recipe, which the words are added to."""
+    if entry["parameters"].get("config") != CONFIG:
+        raise ConfigError("parameters.config is made from the recipe. Give settings instead.")
+    settings = {**(build.get("settings") or {}), **dict(_pair(word) for word in words)}
+    build["settings"] = settings
+    flow = load_flow(build.get("flow", "grpo"))
+    return load_recipe(settings_class(flow), build["name"], words_of(settings))
+
+
+def _fill_in(
+    entry: dict[str, Any],
+    words: Sequence[str],
+    shared: Collection[str],
+    runs: Sequence[type[GRPOConfig]],
+) -> list[str]:
+    """Give settings to an entry whose flow takes no recipe; returns those that it does not take.
+
+    As the flow's own, or as those of the run that it works on, where it takes such as key=value.
+
+    Args:
+        words: settings, of which the last counts; it must have those that are not in `shared`.
+        shared: those of all entries. Of settings of runs it takes what says where things are.
+        runs: classes of runs' settings.
+    """
+    model = typing.get_type_hints(load_flow(_flow_of(entry)).fn)["config"]
+    fields, given = model.model_fields, {**entry.get("parameters", {}).get("config", {})}
+    taken, left_out = list[str](), list[str]()
+    for word in words:
+        group = _group(word)
+        places = group in SHARED and (group in fields or "settings" in fields)
+        its_own = group in fields and group not in GRPOConfig.model_fields
+        (taken if word not in shared or places or its_own else left_out).append(word)
+    if "settings" in fields:
+        of_run = [word for word in taken if _group(word) not in fields]
+        _check_settings_of_runs(of_run, runs)
+        given |= {"settings": [*given.get("settings", ()), *of_run]} if of_run else {}
+        taken = [word for word in taken if word not in of_run]
+    config = filled_in(model, given, taken)
+    entry["parameters"] = {**entry.get("parameters", {}), "config": config}
+    return left_out
+
+
+def _group(word: str) -> str:
+    """The first part of a setting's name."""
+    return _pair(word)[0].partition(".")[0]
+
+
+def _check_settings_of_runs(words: Sequence[str], runs: Sequence[type[GRPOConfig]]) -> None:
+    """ConfigError for a word that is no setting of any run."""
+    recipe = read_yaml(find_recipe("tiny").read_text())
+    for word in words:
+        said = [no_such_settings(model, recipe, [word]) for model in runs]
+        if all(said):
+            raise ConfigError("\n".join(said[0]))
+
+
+def _pair(word: str) -> tuple[str, str]:
+    key, _, value = word.partition("=")
+    return key, value
+
 
 INFRA = Path(str(files("infra")))  # a package of files, so that an installed Refrain has them too
 PREFECT_FILE = INFRA / "prefect.yaml"

@@ -14,6 +14,8 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from configs.overrides import ConfigError
+from engines.processes.key_guard import SHORTEST_KEY
 from engines.processes.parent_death import die_with_parent
 from engines.processes.process_tree import kill_all, session
 
@@ -165,4 +167,13 @@ class KeptServer:
         return (
             f"The {self.server.name} server {what}; it is started again in {wait:g} s. "
             f"Its log is {self.server.log}."
+        )
+
+
+def check_key(variable: str, key: str) -> None:
+    """ConfigError where a service's key can be guessed."""
+    if len(key) < SHORTEST_KEY:
+        raise ConfigError(
+            f"The key in {variable} has {len(key)} characters, so it can be guessed. Use "
+            f"{SHORTEST_KEY} or more, such as those of: openssl rand -hex 32."
         )

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from configs.environment import given, pip_install
+from configs.environment import given, installed, pip_install
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from configs.process import close_to_others
@@ -37,11 +37,9 @@ from storage.runs.commit_log import head, version_weights
 from storage.runs.run_store import RunStore, numbered, start_of
 from storage.runs.weights import FILE_NAMES, MANIFEST, WeightsRef, open_chain, open_manifest_at
 from storage.runs.weights_writing import copy_whole
-from tasks.launch.server_process import ServerError, ServerProcess
-from tasks.launch.service_keys import check_key
-from tasks.run.continue_from import place_of
-from tasks.run.packages import installed
-from tasks.run.recorded_flow import settings_of
+from tasks.launch.server_process import ServerError, ServerProcess, check_key
+from tasks.run.beginning import place_of
+from tasks.run.run_record import settings_of
 
 STOP_TIMEOUT = 10.0  # seconds until a server that does not stop is killed
 SLICE = 0.5  # seconds between looks at whether the server lives

@@ -30,7 +30,7 @@ from configs.storage import StoreConfig
 from configs.terminal_text import print_text
 from engines.clusters.slurm_jobs import BusySlurm as BusySlurm
 from engines.clusters.slurm_jobs import Task, listed, slurm_says
-from engines.processes.node_process import python_path
+from engines.processes.node import python_path
 from storage.objects.store import Store
 from storage.runs.commit_log import head
 from storage.runs.live import goes_on_as, is_done

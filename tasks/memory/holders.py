@@ -1,15 +1,18 @@
-"""What engines hold in memory: a record for each, and those that any run may have.
+"""What engines hold in memory, a record for each, and the places that have to hold it.
 
 A feature adds those of its own roles (tasks/run/features.py). The plan of a train rank is
 engines/train/memory_plan.py's, that of an engine that samples engines/rollout/memory_plan.py's; here
-they are asked with what the run's settings say.
+they are asked with what the run's settings say. How much a place has, this machine says and its GPUs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import shutil
+import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeAlias
 
 from configs.cluster import Role
@@ -20,7 +23,7 @@ from configs.rollout import RolloutConfig
 from engines.models.checkpoints import present
 from engines.models.facts import model_facts
 from engines.models.traced_shape import Shape, TracedShape
-from engines.rollout.memory_plan import UNPLANNED, VllmShare, engine_bytes, vllm_share
+from engines.rollout.memory_plan import GIB, UNPLANNED, VllmShare, engine_bytes, vllm_share
 from engines.train.cached_child import BrokeOff
 from engines.train.memory_plan import (
     Batch,
@@ -31,7 +34,45 @@ from engines.train.memory_plan import (
     plan_rank,
     plan_worker,
 )
+from engines.train.resident_memory import LIBRARIES
 from engines.train.traced import traced_shape
+
+CGROUPS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+def host_memory(
+    meminfo: Path = Path("/proc/meminfo"), cgroups: tuple[Path, ...] = CGROUPS
+) -> tuple[int | None, str]:
+    """Bytes that processes here may use: the machine's, or its container's where that is less."""
+    total: int | None = None
+    if meminfo.exists():
+        line = next(
+            line for line in meminfo.read_text().splitlines() if line.startswith("MemTotal")
+        )
+        total = int(line.split()[1]) * 1024
+    for file in cgroups:
+        text = file.read_text().strip() if file.exists() else "max"
+        if text.isdigit() and (total is None or int(text) < total):
+            return int(text), str(file)
+    return total, "its memory"
+
+
+def gpu_memory() -> int | None:
+    """Bytes of the smallest GPU here; None where there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    listing = subprocess.run(
+        ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    sizes = [int(line) * 2**20 for line in listing.stdout.split() if line.isdigit()]
+    return min(sizes, default=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,7 +214,7 @@ def plan_of(config: GRPOConfig, shape: Shape, role: Role) -> MemoryPlan:
         ranks,
         train.sequence_parallel,
         train.tree_training,
-        paths=config.most_paths,
+        paths=episodes.max_turns if (episodes := config.episodes) and episodes.are_forests else 1,
         path=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
     )
     lora = config.lora if role == "actor" else None
@@ -256,3 +297,121 @@ def is_traced(model: Model) -> bool:
             facts = model_facts(model)
             return facts is not None and facts.shape is None and facts.vision is None
     return False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Something with a bound to its memory, and what the plan puts there."""
+
+    what: str  # a GPU of pool gpu; this machine
+    limit: int | None  # bytes; None: not known
+    limited_by: str  # where the limit is from
+    taken: Mapping[str, int]  # bytes by holder
+
+    @property
+    def planned(self) -> int:
+        """Bytes that it has to hold."""
+        return sum(self.taken.values())
+
+    @property
+    def largest(self) -> str:
+        """What takes the most."""
+        return max(self.taken, key=lambda holder: self.taken[holder], default="nothing")
+
+    @property
+    def fits(self) -> bool:
+        """Whether it can, as far as is known."""
+        return self.limit is None or self.planned <= self.limit
+
+
+def places(demand: MemoryDemand) -> Iterator[Place]:
+    """Every GPU of another pool, and the machine or the workers' jobs."""
+    config = demand.config
+    machine: dict[str, int] = {}  # of this machine, by holder
+    for name in sorted(config.used_pools):
+        pool = config.cluster.pools[name]
+        of_gpu, of_host = _of_worker(demand, name)
+        if pool.gpus:
+            total, source = gpu_limit(config, name)
+            if total is not None:
+                for vllm in demand.vllms():
+                    if vllm.pool == name:
+                        share = vllm.settings.gpu_memory_utilization
+                        of_gpu[vllm.holder] = int(share * total)
+            if config.cluster.share_devices:
+                of_gpu, away = _in_turn(of_gpu)
+                of_host = {**of_host, **away}
+            yield Place(what=f"a GPU of pool {name}", limit=total, limited_by=source, taken=of_gpu)
+        if config.cluster.kind == "local":
+            for holder, size in of_host.items():
+                machine[holder] = machine.get(holder, 0) + size * pool.workers
+        elif pool.memory_gib is not None:
+            yield Place(
+                what=f"a worker of pool {name}",
+                limit=int(pool.memory_gib * GIB),
+                limited_by=f"cluster.pools.{name}.memory_gib",
+                taken=of_host,
+            )
+    if config.cluster.kind == "local":
+        limit, source = host_memory()
+        yield Place(what="this machine", limit=limit, limited_by=source, taken=machine)
+
+
+def _of_worker(demand: MemoryDemand, name: str) -> tuple[dict[str, int], dict[str, int]]:
+    """What a worker of a pool takes of its GPU, but for vLLM's share, and of the host, by holder.
+
+    Roles that share a process take turns: of what they need in passing the largest counts.
+    """
+    config = demand.config
+    pool, pool_of = config.cluster.pools[name], config.cluster.roles.pool_of
+    held: dict[str, int] = {}
+    host: dict[str, int] = {}
+    passing: dict[str, int] = {}
+    holes = 0
+    for ranks in demand.ranks():
+        if pool_of(ranks.role) != name:
+            continue
+        plan, whose = plan_of(config, ranks.shape, ranks.role), ranks.name
+        held.update({f"{whose}'s {what}": size for what, size in plan.held.items() if size})
+        host.update({f"{whose}'s {what}": size for what, size in plan.host.items()})
+        holes = max(holes, plan.holes)
+        if plan.passing_peak >= sum(passing.values()):
+            largest = max(plan.passing, key=lambda what: plan.passing[what])
+            passing = {f"{whose}'s {largest} and what else an update needs": plan.passing_peak}
+    device = {**held, **passing}
+    beside: dict[str, int] = {}
+    for engine in demand.worker_engines():
+        if pool_of(engine.role) == name:
+            (device if engine.libraries else beside).update(engine.held)
+    if pool.gpus:
+        return {**device, **beside}, host
+    if device:
+        device["holes in the heap and libraries"] = holes + LIBRARIES
+    return {}, {**device, **beside}
+
+
+def _in_turn(taken: dict[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+    """Of what the roles of a pool take of a GPU one after the other: the most, and the rest.
+
+    The rest is the host's, save of engines that sample: those drop it.
+    """
+    roles: dict[str, dict[str, int]] = {}
+    for what, size in taken.items():
+        roles.setdefault("rollout" if what == "vLLM" else what.split("'s ")[0], {})[what] = size
+    most = max(roles, key=lambda role: sum(roles[role].values()), default="")
+    away = {
+        f"{what} (while others have the GPU)": size
+        for role, sizes in roles.items()
+        if role != "rollout"
+        for what, size in sizes.items()
+        if "what else an update needs" not in what
+    }
+    return roles.get(most, {}), away
+
+
+def gpu_limit(config: GRPOConfig, name: str) -> tuple[int | None, str]:
+    """Bytes of a GPU of a pool and who says so; None where nobody does."""
+    given = config.cluster.pools[name].gpu_memory_gib
+    if given is not None:
+        return int(given * GIB), f"cluster.pools.{name}.gpu_memory_gib"
+    return (gpu_memory() if config.cluster.kind == "local" else None), "nvidia-smi"

@@ -7,8 +7,8 @@ from storage.batches.refs import BatchRef
 from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import CarriedGroup
 from tasks.results import Carried
+from tasks.run.contract import StepView
 from tasks.run.features import ToDraw
-from tasks.run.stage_view import StepView
 
 
 def to_draw(run: StepView, step: int) -> ToDraw:

@@ -32,9 +32,9 @@ from tasks.results import (
     Unsampled,
     WholeShards,
 )
-from tasks.run.roles.sampling import ROLLOUT
+from tasks.run.contract import StepView
+from tasks.run.roles import ROLLOUT
 from tasks.run.shard_driver import ShardRange, shard_ranges
-from tasks.run.stage_view import StepView
 
 OVERDUE = "overdue"  # reasons for which groups are dropped, in the ledger
 OVER_SAMPLED = "over_sampled"

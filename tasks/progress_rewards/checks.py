@@ -10,7 +10,7 @@ from configs.grpo import GRPOConfig
 from engines.encoders.vision import check_encoder
 from storage.prompts.datasets import open_source
 from tasks.progress_rewards.roles import srpo
-from tasks.run.findings import Finding
+from tasks.run.features import Finding
 
 
 def check_progress(config: GRPOConfig) -> list[Finding]:

@@ -15,15 +15,14 @@ from prefect.logging import get_run_logger
 
 from engines.data.frames import FIRST
 from engines.encoders.contract import EpisodeEncoder, ProgressResult, ProgressScorer
-from engines.rewards.failing_samples import LoggedMetric
+from engines.rewards.runner import LoggedMetric
 from storage.batches.refs import BatchRef
 from storage.objects.documents import key_of
 from tasks.progress_rewards.roles import ENCODER, PROGRESS, srpo
 from tasks.results import Scored, WholeShards, frames_of, samples_of_shards
 from tasks.reward import by_cause, samples_of
-from tasks.run.retries import OPTIONS
 from tasks.run.run import Run
-from tasks.run.stage import Stage
+from tasks.run.stage import OPTIONS, Stage
 
 
 @task(name="embedding", task_run_name="embedding {number}/{count}", **OPTIONS)

@@ -11,11 +11,11 @@ from engines.encoders.embedding import EncoderSpec
 from engines.workers.cluster import Cluster
 from engines.workers.engine import EngineSpec
 from engines.workers.pool import EnginePool
-from tasks.run.roles.role import EngineRole, pool_of, start_pool
-from tasks.run.roles.specs import MODELS, store_spec
+from tasks.run.contract import EngineRole, pool_of, start_pool
+from tasks.run.roles import MODELS, store_spec
 
 if TYPE_CHECKING:
-    from tasks.run.run_view import Caller
+    from tasks.run.contract import Caller
 
 
 def srpo(config: GRPOConfig) -> SRPOConfig:

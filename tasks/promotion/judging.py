@@ -1,4 +1,4 @@
-"""Promotion by rule: whether the last policy version takes over an alias of the model registry."""
+"""What is told of a policy version that was judged."""
 
 from __future__ import annotations
 
@@ -27,9 +27,26 @@ from storage.tracking.registry import (
 )
 from tasks.evaluation.summary import tested
 from tasks.markdown import code, escaped
-from tasks.promotion.events import PolicyJudged
-from tasks.run.feature_view import FeatureView
-from tasks.run.retries import OPTIONS
+from tasks.run.contract import FeatureView
+from tasks.run.events import Event
+from tasks.run.stage import OPTIONS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyJudged(Event):
+    """A policy version became the one that has an alias in the registry, or did not."""
+
+    version: int
+    promoted: bool
+    reason: str
+    alias: str
+    model: str  # name in the registry
+    number: str  # the version's in the registry
+    reward: float  # mean over the prompts of the suite that decides
+    error: float  # standard error of that mean
+    samples: int
+    failed: int
+    truncated: int
 
 
 class Approval(RunInput):

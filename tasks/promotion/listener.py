@@ -6,11 +6,10 @@ from prefect.artifacts import create_markdown_artifact
 
 from storage.tracking.registry import PROMOTION_TAG
 from tasks.markdown import escaped
-from tasks.promotion.events import PolicyJudged
-from tasks.reporting.artifacts import key
-from tasks.reporting.prefect_events import emit
+from tasks.promotion.judging import PolicyJudged
+from tasks.reporting.artifacts import emit, key
+from tasks.run.events import Reports
 from tasks.run.facts import RunFacts
-from tasks.run.reports import Reports
 
 PROMOTED = "refrain.policy.promoted"  # on the Prefect server, where automations hear it
 NOT_PROMOTED = "refrain.policy.not-promoted"

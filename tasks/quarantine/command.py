@@ -15,7 +15,7 @@ from storage.runs.live import goes_on_as
 from storage.runs.run_store import RunStore, committer, start_of
 from tasks.commands.command import Answer, Request, heading, table, text
 from tasks.quarantine.row_histories import HISTORY
-from tasks.run.recorded_flow import settings_of
+from tasks.run.run_record import settings_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

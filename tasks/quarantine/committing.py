@@ -5,12 +5,12 @@ from __future__ import annotations
 from engines.rows.contract import RowHistorian, RowHistoryRequest, RowHistoryResult
 from storage.batches.refs import BatchRef
 from storage.objects.documents import key_of
-from tasks.parts import Part, spread
 from tasks.quarantine.roles import ROW_HISTORIES
 from tasks.quarantine.row_histories import RowHistories
 from tasks.results import Metrics, Prompts
+from tasks.run.contract import StepView
 from tasks.run.features import ToCommit
-from tasks.run.stage_view import StepView
+from tasks.run.stage import Part, spread
 
 
 def to_commit(run: StepView, step: int, prompts: Prompts, samples: BatchRef) -> ToCommit:

@@ -8,11 +8,11 @@ from engines.rows.contract import RowHistorian
 from engines.workers.cluster import Cluster
 from engines.workers.engine import EngineSpec
 from engines.workers.pool import EnginePool
-from tasks.run.roles.role import EngineRole, pool_of
-from tasks.run.roles.specs import store_spec
+from tasks.run.contract import EngineRole, pool_of
+from tasks.run.roles import store_spec
 
 if TYPE_CHECKING:
-    from tasks.run.run_view import Caller
+    from tasks.run.contract import Caller
 
 
 def _row_histories(run: Caller, cluster: Cluster) -> EnginePool[RowHistorian]:

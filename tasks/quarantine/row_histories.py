@@ -15,8 +15,8 @@ from storage.prompts.cursor import Cursor, unranked
 from storage.rows import readmissions
 from storage.rows.row_history import RowHistory
 from storage.runs.commit_log import Commit, read_outline
-from tasks.run.known_rows import KnownRows, RowTracker
-from tasks.run.opened_run import OpenedRun, Position
+from tasks.run.clock import KnownRows, RowTracker
+from tasks.run.facts import OpenedRun, Position
 
 HISTORY = "row_history"  # refs of a commit: after its step; with -1, -2, … after those before it
 DIFFICULTY = "difficulty"  # by which the epoch is ordered in which the next step draws

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class RefrainArtifactRepository(ArtifactRepository):
-    """A policy version as a model folder of MLflow's (model_folder.py), to be read alone."""
+    """A policy version as a model folder of MLflow's (registered_files.py), to be read alone."""
 
     def list_artifacts(self, path: str | None = None) -> list[FileInfo]:
         """What of the folder is known before it is made: weights are, of a version that is whole."""
         from storage.runs.weights import open_manifest_at
-        from tasks.reporting.model_folder import described, loads_as_it_lies
+        from tasks.reporting.registered_files import described, loads_as_it_lies
 
         store, ref = self._version()
         sizes = {name: len(data) for name, data in described(store, ref).items()}
@@ -51,7 +51,7 @@ class RefrainArtifactRepository(ArtifactRepository):
         In a folder of the caller's there are files; else weights of a store on this machine's disk
         are linked, which takes no space.
         """
-        from tasks.reporting import model_folder as folders
+        from tasks.reporting import registered_files as folders
 
         store, ref = self._version()
         target = Path(dst_path or tempfile.mkdtemp(prefix="refrain-model-")).absolute()
@@ -85,7 +85,7 @@ class RefrainArtifactRepository(ArtifactRepository):
 
     def _version(self) -> tuple[Store, WeightsRef]:
         from storage.objects.errors import ObjectMissing
-        from tasks.reporting.model_folder import SCHEME, version_at
+        from tasks.reporting.registered_files import SCHEME, version_at
 
         uri = self.artifact_uri.removeprefix(SCHEME)
         try:

@@ -1,48 +1,96 @@
-"""What a person finds on the Prefect dashboard: shards, lineage, curves, the timeline."""
+"""What a person finds on the Prefect dashboard: shards, lineage, samples, curves, costs, evaluations.
+
+And the events on the server on which infra/automations.yaml acts: their resource is the run,
+refrain.run.NAME; they are sent in the background and never waited for.
+"""
 
 from __future__ import annotations
 
 import base64
+import contextlib
+import contextvars
+import json
 import math
 import os
 import re
 import socket
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
+import httpx
+import numpy as np
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.client.orchestration import get_client
+from prefect.context import FlowRunContext
+from prefect.events import emit_event
+from prefect.exceptions import PrefectException
+from prefect.logging import get_run_logger
+from prefect.states import Completed, State
+from prefect.utilities.urls import url_for
 
-from configs.flows import command
+from configs.flows import command, resume_command
+from configs.grpo import GRPOConfig
+from configs.storage import StoreConfig
 from storage.audit.samples import (
     WROTE,
+    NoTokenizer,
     Transcript,
     ending,
+    few,
+    judged,
+    origins_of,
     printable,
+    tokenizer_of,
+    transcribed,
 )
+from storage.evaluations.results import EvaluationFiles, EvaluationResult
+from storage.objects.errors import ObjectMissing
+from storage.runs.commit_log import Commit
 from storage.runs.live import read_end
+from storage.runs.run_store import RunStore
+from storage.tracking.cost import (
+    CPU_SECONDS,
+    DEVICE_HOURS,
+    DEVICE_HOURS_SO_FAR,
+    HELD,
+    IDLE,
+    IDLE_SHARE,
+    JOULES,
+    LOST,
+    MONEY,
+    MONEY_PER_SAMPLE,
+    MONEY_SO_FAR,
+    SECONDS,
+    SECONDS_PER_SAMPLE,
+    STARTING,
+)
 from tasks.markdown import cell, code, escaped
-from tasks.reporting.cost_note import cost_lines
-from tasks.reporting.progress_line import untrained
-from tasks.reporting.shown_samples import shown_samples
-from tasks.reporting.ways_on import show_ways_on, ways_on
+from tasks.reporting.progress import untrained
+from tasks.run.beginning import NothingNew
 from tasks.run.events import (
+    AttemptFailed,
     Listeners,
     RunBegan,
+    RunEnded,
     RunRolledBack,
     RunStopped,
     StepCommitted,
     StepsEnded,
+    VersionEvaluated,
 )
 from tasks.run.facts import RunFacts
 from tasks.run.features import features_of
-from tasks.run.pictures import TIMELINE_STEPS
+from tasks.run.life_cycle import TIMELINE_STEPS
 
 if TYPE_CHECKING:
-    from storage.runs.commit_log import Commit, Ledger
+    from storage.runs.commit_log import Ledger
     from storage.runs.live import End
     from storage.runs.run_store import Origin
     from tasks.results import Metrics, Scored
     from tasks.run.attempts import Attempt
+
 
 LOOKED_AT = 64  # samples of a step among which those shown are chosen
 SHOWN_CHARACTERS = 1000  # of a prompt or an answer
@@ -381,3 +429,284 @@ def show_picture(run: RunFacts, name: str, what: str, image: bytes) -> None:
         markdown=f"![{what}](data:image/png;base64,{picture})",
         description=f"{what[0].upper()}{what[1:]} of {run.name}.",
     )
+
+
+def shown_samples(files: RunStore, commit: Commit, count: int) -> list[Transcript]:
+    """So many samples of a step. None where they are gone, or no tokenizer says what they are."""
+    all_of_them = commit.refs.get("samples")
+    if not count or not all_of_them:
+        return []
+    # The first objects alone are read, however many samples the step has.
+    first = all_of_them.take(np.arange(min(len(all_of_them), LOOKED_AT)))
+    try:
+        rewards, failed, _ = judged(files, first)
+        by_reward = [row for row in np.argsort(-rewards, kind="stable").tolist() if not failed[row]]
+        shown = first.take(few(by_reward, np.flatnonzero(failed).tolist(), count))
+        words = tokenizer_of(files, (commit.version_out, commit.version_in))
+        # Their advantages are not shown, and would have the whole batch read.
+        origins = origins_of(files, shown, commit.step, {})
+        return transcribed(files, shown, origins, words)
+    except (NoTokenizer, ObjectMissing):
+        return []
+
+
+CommitMetrics = Mapping[str, float | None]
+
+
+def cost_lines(metrics: CommitMetrics, currency: str) -> list[str]:
+    """Markdown: each pool's device-seconds by stage, and what they come to. [] of an old commit.
+
+    What has no room in the table, which the dashboard cuts off, is said below it.
+    """
+    pools = [name.split("/")[-1] for name in metrics if name.startswith(f"{IDLE_SHARE}/")]
+    if not pools:
+        return []
+    lines = [
+        "| pool | device-seconds | at work | lost | starting | idle |",
+        "|---|---|---|---|---|---|",
+    ]
+    for pool in pools:
+        own = seconds_of(metrics, pool)
+        work = {k: v for k, v in own.items() if k not in (HELD, IDLE, LOST, STARTING)}
+        by_stage = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in work.items())
+        lines.append(
+            f"| {escaped(pool)} | {own[HELD]:.1f} | {by_stage or '-'} | {own[LOST]:.1f} "
+            f"| {own[STARTING]:.1f} "
+            f"| {own[IDLE]:.1f} ({number(metrics, f'{IDLE_SHARE}/{pool}'):.0%}) |"
+        )
+    processor = (
+        f"{escaped(pool)} {number(metrics, f'{CPU_SECONDS}/{pool}'):.1f}" for pool in pools
+    )
+    energy = {pool: metrics.get(f"{JOULES}/{pool}") for pool in pools}
+    told = ", ".join(
+        f"{escaped(pool)} {joules:.0f}" for pool, joules in energy.items() if joules is not None
+    )
+    lines += [
+        "",
+        f"Processor-seconds: {', '.join(processor)}. Joules of GPUs: {told or 'no driver told'}.",
+        "",
+        f"Device-hours: {number(metrics, DEVICE_HOURS):.4g} of the step, "
+        f"{number(metrics, DEVICE_HOURS_SO_FAR):.4g} of the version that it made; "
+        f"{number(metrics, SECONDS_PER_SAMPLE):.3g} device-seconds for each sample; "
+        f"{number(metrics, 'rollout/tokens'):.0f} tokens sampled.",
+    ]
+    if metrics.get(MONEY) is not None:
+        lines[-1] += (
+            f" {escaped(currency)} {number(metrics, MONEY):.4g} of the step, "
+            f"{number(metrics, MONEY_SO_FAR):.4g} of the version, "
+            f"{number(metrics, MONEY_PER_SAMPLE):.3g} for each sample."
+        )
+    return lines
+
+
+def seconds_of(metrics: CommitMetrics, pool: str) -> dict[str, float]:
+    """Device-seconds of a pool by stage, HELD, IDLE, LOST and STARTING."""
+    start = f"{SECONDS}/{pool}/"
+    return {
+        name.removeprefix(start): value or 0.0
+        for name, value in metrics.items()
+        if name.startswith(start)
+    }
+
+
+def number(metrics: CommitMetrics, name: str) -> float:
+    """A metric; 0 where there is none."""
+    return metrics.get(name) or 0.0
+
+
+BOUNDS = ("reward_low", "reward_high")  # beside the reward
+
+
+class EvaluationPages:
+    """Notes of a run's evaluations on the pages of their flow runs."""
+
+    def __init__(self, files: RunStore, config: GRPOConfig) -> None:
+        self._files, self._config = files, config
+
+    def listen(self, listeners: Listeners) -> None:
+        """Hear what a run, or who evaluates its versions later, says."""
+        listeners.on(VersionEvaluated, self.version_evaluated)
+
+    def version_evaluated(self, event: VersionEvaluated) -> None:
+        """Put a result on the page."""
+        result, version = event.result, event.version
+        create_markdown_artifact(
+            key=key(self._files.run, f"evaluation-{result.suite}"),
+            markdown=evaluation_note(self._files, self._config, result, version),
+            description=f"{result.suite} on version {version}",
+        )
+
+
+def evaluation_note(
+    files: RunStore, config: GRPOConfig, result: EvaluationResult, version: int
+) -> str:
+    """Markdown: weights, metrics with their intervals, what it cost, and how its answers are read.
+
+    version: the run's number of it.
+    """
+    run = files.run
+    made = "" if result.asked_by == run else f", made for {escaped(result.asked_by)}"
+    lines = [
+        f"### {escaped(result.suite)} on version {version} of {escaped(run)}",
+        "",
+        f"- {result.asked} prompts, {result.metrics['samples']:.0f} samples by {result.engine}{made}",
+        f"- Weights {code(result.weights.digest)}, which every engine attested",
+        f"- Stored in {code(files.store.url(EvaluationFiles(files.store, result.key).folder))}",
+        "",
+        "| metric | value | 95 % interval |",
+        "|---|---|---|",
+    ]
+    for name, value in result.metrics.items():
+        interval = result.interval(name)
+        bounds = "" if interval is None else f"{interval.low:.4f} to {interval.high:.4f}"
+        bounds += "" if interval is None else f" ({interval.kind})"
+        if name not in BOUNDS:
+            lines.append(f"| {escaped(name)} | {value:.6g} | {bounds} |")
+    lines += ["", *evaluation_cost(result, config.cluster.currency)]
+    read = command(
+        "flows.samples", config.store, run, "--evaluation", f"{result.suite}@{version}", "--worst"
+    )
+    return "\n".join([*lines, "", f"Its answers, the worst first: {code(read)}."])
+
+
+def evaluation_cost(result: EvaluationResult, currency: str) -> list[str]:
+    """Markdown: devices that its calls had. [] of an older Refrain's."""
+    if not result.cost:
+        return []
+    seconds = {
+        name.rpartition("/")[2]: value
+        for name, value in result.cost.items()
+        if name.startswith("device_seconds/")
+    }
+    parts = ", ".join(f"{escaped(pool)} {value:.1f}" for pool, value in seconds.items())
+    money = result.cost.get("money")
+    paid = "" if money is None else f", {escaped(currency)} {money:.4g}"
+    return [
+        f"Device-seconds of its calls: {parts}; {result.cost['device_hours']:.4g} device-hours{paid}."
+    ]
+
+
+DEPLOYMENT = "resume/resume"  # of infra/prefect.yaml
+PATIENCE = 1.0  # seconds for the page of a run that ends, perhaps by a signal
+
+
+def ways_on(facts: RunFacts) -> list[str]:
+    """Markdown lines: Retry where a worker can press on, the form of the deployment, the command."""
+    again = resume_command(facts.flow, facts.config.store, facts.name)
+    context, form = FlowRunContext.get(), form_link(facts.config.store, facts.name)
+    deployed = (
+        context is not None and context.flow_run is not None and context.flow_run.deployment_id
+    )
+    return [
+        *(["- **Retry** on this page goes on from its last committed step."] if deployed else []),
+        *([f"- [The form of the deployment resume]({form}), with changes too."] if form else []),
+        f"- In a shell: {code(again)}",
+    ]
+
+
+def form_link(store: StoreConfig, run: str) -> str | None:
+    """Address of the form that asks for the run, filled in; None where it is not deployed."""
+    with get_client(sync_client=True) as client, contextlib.suppress(PrefectException):
+        found = client.read_deployment_by_name(DEPLOYMENT)
+        where = store.model_dump(mode="json", include={"uri", "options"})
+        asked = {"config": {"run": run, "store": where}}
+        page = url_for("deployment", obj_id=found.id)
+        # Twice: Prefect 3.7's form decodes what its router has decoded.
+        return page and f"{page}/run?parameters={quote(quote(json.dumps(asked)))}"
+    return None
+
+
+def show_ways_on(facts: RunFacts, key: str, step: int, ways: list[str]) -> None:
+    """Say on the page, and in its log, that the run has stopped and how to go on with it.
+
+    ways: as `ways_on` has them. A server that does not answer is not waited for.
+    """
+
+    def show() -> None:
+        stopped = f"{facts.name} has stopped after step {step} of {facts.config.steps}"
+        with contextlib.suppress(PrefectException, httpx.HTTPError):
+            get_run_logger().warning("%s. To go on:\n%s", stopped, "\n".join(ways))
+            create_markdown_artifact(
+                key=key,
+                markdown="\n".join([f"### {escaped(stopped)}", "", "To go on:", "", *ways]),
+                description=f"{stopped}: how to go on.",
+            )
+
+    run = contextvars.copy_context().run  # which flow run's page it is
+    shown = threading.Thread(target=run, args=(show,), name="ways-on", daemon=True)
+    shown.start()
+    shown.join(PATIENCE)
+
+
+def skipped(nothing: NothingNew) -> State[None]:
+    """The final state of the flow run; also leaves the note on its page."""
+    create_markdown_artifact(
+        key="skipped", markdown=escaped(nothing), description="Why the run was skipped."
+    )
+    return Completed(name="Skipped", message=str(nothing))
+
+
+RUN_STARTED = "refrain.run.started"
+RUN_ENDED = "refrain.run.ended"
+STEP_COMMITTED = "refrain.step.committed"
+ATTEMPT_FAILED = "refrain.attempt.failed"
+NOT_FINITE = "refrain.guard.not-finite"  # an update was left out
+SCORING_FAILED = "refrain.guard.scoring-failed"  # samples without a reward
+ROLLED_BACK = "refrain.run.rolled-back"  # the run goes on from an earlier step, as another
+
+
+def emit(event: str, run: str, **facts: str | int | float) -> None:
+    """Send an event about a run."""
+    emit_event(
+        event=event,
+        resource={"prefect.resource.id": f"refrain.run.{run}", "prefect.resource.name": run},
+        payload=dict(facts),
+    )
+
+
+class PrefectEvents:
+    """Sends what automations act on."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+
+    def listen(self, listeners: Listeners) -> None:
+        """Hear what the run says."""
+        listeners.on(RunBegan, lambda event: self._emit(RUN_STARTED, steps=event.steps))
+        listeners.on(AttemptFailed, self.attempt_failed)
+        listeners.later(StepCommitted, self.step_committed)
+        listeners.on(RunRolledBack, self.rolled_back)
+        listeners.on(RunEnded, lambda event: self._emit(RUN_ENDED, step=event.step))
+
+    def _emit(self, event: str, **facts: str | int | float) -> None:
+        emit(event, self._run, **facts)
+
+    def attempt_failed(self, event: AttemptFailed) -> None:
+        """A call that may be tried again."""
+        tried = event.attempt
+        self._emit(ATTEMPT_FAILED, step=tried.step, stage=tried.stage, cause=tried.error[:500])
+
+    def step_committed(self, event: StepCommitted) -> None:
+        """A step, and what of it went wrong."""
+        step, metrics = event.record.step, event.record.metrics
+        self._emit(
+            STEP_COMMITTED,
+            step=step,
+            seconds=round(event.metrics["time/step"], 2),
+            retries=int(event.metrics["retries"]),
+        )
+        if left_out := int(metrics.get("train/skipped_steps") or 0):
+            self._emit(NOT_FINITE, step=step, optimizer_steps=left_out)
+        if failed := sum(shard.failures for shard in event.scored):
+            self._emit(SCORING_FAILED, step=step, samples=failed)
+
+    def rolled_back(self, event: RunRolledBack) -> None:
+        """Where the run goes on."""
+        self._emit(
+            ROLLED_BACK,
+            step=event.step,
+            back_to=event.back_to,
+            guard=event.guard,
+            child=event.child,
+            number=event.number,
+        )

@@ -9,20 +9,15 @@ from functools import partial
 
 from configs.grpo import GRPOConfig
 from storage.runs.run_store import RunStore
-from tasks.reporting.artifacts import Pages
-from tasks.reporting.evaluation_page import EvaluationPages
+from tasks.reporting.artifacts import EvaluationPages, Pages, PrefectEvents
 from tasks.reporting.mlflow_page import ReopenedPage, RunTracker
 from tasks.reporting.other_trackers import OtherTracker
-from tasks.reporting.prefect_events import PrefectEvents
-from tasks.reporting.progress_line import ProgressLine
-from tasks.reporting.progress_tracker import ProgressTracker
-from tasks.reporting.progress_watch import ProgressWatch
+from tasks.reporting.progress import ProgressLine, ProgressTracker, ProgressWatch
 from tasks.reporting.prometheus import LiveMetrics
 from tasks.reporting.terminal import Terminal
-from tasks.run.events import Listeners
+from tasks.run.events import Listeners, Reporting, Reports
 from tasks.run.facts import RunFacts
 from tasks.run.features import features_of
-from tasks.run.reports import Reporting, Reports
 
 
 def reporting_on(terminal: Terminal) -> Reporting:

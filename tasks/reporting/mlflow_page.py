@@ -1,23 +1,36 @@
-"""The run in MLflow, fed from the flow: begun in the first step, then a write per step."""
+"""The run in MLflow, fed from the flow: begun in the first step, then a write per step.
+
+What is to be written goes, in order, through a queue with a thread of its own: no step of a run
+waits. A write that fails is tried again. While the server does not answer all waits, and people are
+told once; a write that a server which answers refuses is left out, and that is told too. A tracker
+that cannot be used at all is told, and nothing more is written to it. Whatever is written is the
+tracker's only once however often it is tried (storage/tracking/tracker.py).
+"""
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol
 
 from configs.environment import working_tree
 from configs.storage import TrackingConfig
 from storage.audit.samples import WROTE, ending
 from storage.evaluations.results import EvaluationResult, evaluations_of
 from storage.objects.documents import digest
-from storage.objects.errors import ObjectMissing
+from storage.objects.errors import ObjectMissing, StoreUnavailable
 from storage.runs.commit_log import Commit, read_commit
 from storage.runs.retention import is_there
 from storage.runs.run_store import Origin, RunStore
-from storage.tracking.connection import TrackingAddress, TrackingError
+from storage.tracking.connection import TrackerUnusable, TrackingAddress, TrackingError
 from storage.tracking.cost import DEVICE_HOURS_SO_FAR, MONEY_SO_FAR, SO_FAR
 from storage.tracking.machine_samples import MachineSample
 from storage.tracking.registry import RegisteredVersion, that_stay, unsaid
@@ -29,10 +42,8 @@ from storage.tracking.tracker import (
     Tracker,
 )
 from tasks.evaluation.summary import evaluation_metrics
-from tasks.reporting.machine_watch import MachineWatch
+from tasks.reporting.artifacts import shown_samples
 from tasks.reporting.mlflow_process import PageWriter
-from tasks.reporting.page_queue import PageQueue, Write
-from tasks.reporting.shown_samples import shown_samples
 from tasks.run.events import (
     BackFillBegan,
     EnginesReady,
@@ -54,6 +65,246 @@ from tasks.run.flow_run import flow_run_id, flow_run_url
 from tasks.run.meaning_changes import marked
 from tasks.run.metrics import numbers_of
 
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+
+TRIES = 3  # of a write, by a server that answers
+PAUSES = (1.0, 30.0)  # seconds before the next try: at first, and at most
+LOOK = 5.0  # seconds between looks at the server by who waits for the end
+ASKED = 60.0  # seconds for which who asks for an answer waits for a server that is away
+
+
+class Place(Protocol):
+    """Where a tracker is."""
+
+    @property
+    def name(self) -> str:
+        """Of the tracker."""
+
+    @property
+    def where(self) -> str:
+        """Its name, and at which address."""
+
+    def check_answers(self) -> None:
+        """Raise TrackingError, a short sentence, where it does not answer."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Write:
+    """Something that is to be written."""
+
+    what: str  # for people
+    do: Callable[[], Any]
+    answer: Future[Any] | None = None  # for who waits for it
+    first: bool = False  # nothing else can be written before it, so it is never left out
+
+
+class PageQueue:
+    """See the module's docstring. Its methods may be called from several threads."""
+
+    def __init__(self, place: Place, tell: Callable[[str], object]) -> None:
+        """`tell`: called in the queue's thread with a sentence for people."""
+        self._place, self._tell = place, tell
+        self._writes: deque[Write] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
+        self._away: float | None = None  # since when nothing gets through; None: it does
+        self._why = ""
+
+    def start(self, first: Write) -> None:
+        """Begin with this write."""
+        with self._changed:
+            self._writes.appendleft(first)
+        self._thread = threading.Thread(target=self._work, name="tracker", daemon=True)
+        self._thread.start()
+
+    def add(self, what: str, do: Callable[[], Any]) -> None:
+        """Have something written after all that was added before."""
+        if not self._closing.is_set():
+            self._put(Write(what=what, do=do))
+
+    def ask(self, what: str, do: Callable[[], Any], patience: float | None = None) -> Any:
+        """The same, and wait for what it returns; what it raises is raised here.
+
+        TrackingError where the tracker has been away for ASKED seconds. `patience`: seconds after
+        which it is not waited for any more, whatever holds it up.
+        """
+        write = Write(what=what, do=do, answer=Future())
+        self._put(write)
+        assert write.answer is not None
+        began = time.monotonic()
+        while True:
+            try:
+                return write.answer.result(timeout=0.2)
+            except TimeoutError:
+                if write.answer.done():
+                    raise  # it is the write's own
+            away, now = self._away, time.monotonic()
+            late = patience is not None and now - began > patience
+            if late or (away is not None and now - max(began, away) > ASKED):
+                self._drop(write)
+                raise TrackingError(f"{what} is not in {self._place.name}: {self._why}")
+
+    def close(self, patience: float, most: float = math.inf) -> None:
+        """Wait until all is written, and no longer than `patience` seconds for a server that is away.
+
+        `most`: seconds for one that answers. What was not written by then is told.
+        """
+        began = looked = time.monotonic()
+        while self._writes and self._thread is not None:
+            with self._changed:
+                self._changed.wait(0.2)
+            now = time.monotonic()
+            if now - looked > LOOK:  # a client may try for minutes before it says so
+                looked = now
+                try:
+                    self._place.check_answers()
+                except TrackingError as error:
+                    self._failed(error)
+            away = self._away
+            if away is not None and now - max(began, away) > patience:
+                break
+            if now - began > most:
+                self._why = self._why or f"it took longer than {most:g} s."
+                break
+        with self._changed:
+            left = len(self._writes)
+            self._writes.clear()
+        self._closing.set()
+        if left:
+            self._tell(
+                f"{self._place.where} has not heard of all ({left} writes are left): "
+                f"{self._why} The store has all of it: the rest is written when the run goes on "
+                "(--resume), and refrain curves shows it at any time."
+            )
+
+    def _put(self, write: Write) -> None:
+        with self._changed:
+            self._writes.append(write)
+            self._changed.notify_all()
+
+    def _drop(self, write: Write) -> None:
+        with self._changed:
+            if write in self._writes:
+                self._writes.remove(write)
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while not self._closing.is_set():
+            with self._changed:
+                if not self._writes:
+                    self._changed.wait(1.0)
+                    continue
+                write = self._writes[0]
+            self._written(write)
+            self._drop(write)
+
+    def _written(self, write: Write) -> None:
+        """Do it, however often it takes, or leave it out."""
+        tries, pause = 0, PAUSES[0]
+        while not self._closing.is_set():
+            try:
+                value = write.do()
+            except TrackerUnusable as error:
+                self._give_up(error)
+                return
+            except Exception as error:  # told, or raised where it is waited for
+                if self._closing.is_set():
+                    return
+                tries += 1
+                answers = self._answers()
+                if write.answer is not None and (answers or not isinstance(error, TrackingError)):
+                    write.answer.set_exception(error)
+                    return
+                waits = write.first or isinstance(error, StoreUnavailable)
+                if answers and tries >= TRIES and not waits:
+                    logger.info("%s was refused", write.what, exc_info=error)
+                    self._tell(f"{write.what} is not in {self._place.name}: {error}")
+                    return
+                if waits or not answers:
+                    self._failed(error)
+                with self._changed:
+                    gone = write not in self._writes
+                if gone or self._closing.wait(pause):
+                    return
+                pause = min(2 * pause, PAUSES[1])
+            else:
+                self._got_through()
+                if write.answer is not None:
+                    write.answer.set_result(value)
+                return
+
+    def _answers(self) -> bool:
+        try:
+            self._place.check_answers()
+        except TrackingError:
+            return False
+        return True
+
+    def _failed(self, error: Exception) -> None:
+        self._why = str(error)
+        if self._away is None:
+            self._away = time.monotonic()
+            name = self._place.name
+            self._tell(f"{error} The run goes on; what {name} misses follows when it answers.")
+
+    def _give_up(self, error: Exception) -> None:
+        """Write nothing more."""
+        self._closing.set()
+        with self._changed:
+            self._writes.clear()
+        self._tell(f"{error} The run goes on without {self._place.name}.")
+
+    def _got_through(self) -> None:
+        if self._away is not None:
+            seconds = time.monotonic() - self._away
+            self._away = None
+            self._tell(f"{self._place.where} answers again, after {seconds:.0f} s.")
+
+
+KEPT = 2000  # samples that wait while MLflow is away; the oldest go first
+
+
+class MachineWatch:
+    """A thread that looks at them, begun. What it saw is written by the page's queue."""
+
+    def __init__(
+        self,
+        machines: Callable[[], Sequence[MachineSample]],
+        log: Callable[[Sequence[MachineSample]], None],
+        queue: PageQueue,
+        every: float,
+    ) -> None:
+        """`machines`: looks at them; `log`: writes samples; `every`: seconds between looks."""
+        self._machines, self._log, self._queue, self._every = machines, log, queue, every
+        self._samples: deque[MachineSample] = deque(maxlen=KEPT)
+        self._queued = False  # whether the queue has a write that has not been tried
+        self._stop = threading.Event()
+        threading.Thread(target=self._look, name="machines", daemon=True).start()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._stop.set()
+
+    def _look(self) -> None:
+        while not self._stop.wait(self._every):
+            seen = self._machines()
+            self._samples.extend(seen)
+            if seen and not self._queued:
+                self._queued = True
+                self._queue.add("What machines did", self._write)
+
+    def _write(self) -> None:
+        """Those that wait; they are dropped once they are written."""
+        self._queued = False
+        samples = list(self._samples)
+        self._log(samples)
+        for _ in range(min(len(samples), len(self._samples))):
+            self._samples.popleft()
+
+
 PLOT = "plots/progress.png"
 START_DELAY = 5.0  # seconds
 LINK_PATIENCE = 15.0  # seconds for which a run that ends waits for the address of its page
@@ -63,12 +314,12 @@ PATIENCE_AT_FAILURE = 10.0  # the same of one that failed or was stopped
 
 
 class RunTracker:
-    """A run's page in MLflow; says which versions are registered (tasks/run/reports.py:Tracking).
+    """A run's page in MLflow; says which versions are registered (tasks/run/events.py:Tracking).
 
     It is begun when it is first written to, or START_DELAY seconds after the engines are ready:
     importing MLflow takes two seconds of CPU, which a small model's first step needs itself. Another
     process writes it (mlflow_process.py), in the order of a queue that no step waits for
-    (page_queue.py): whatever becomes of MLflow, the run goes on.
+    (PageQueue): whatever becomes of MLflow, the run goes on.
     """
 
     def __init__(self, facts: RunFacts, say: Callable[[str], None]) -> None:
@@ -118,9 +369,11 @@ class RunTracker:
             self._unknown = set(self._facts.files.versions())
         self._queue.start(Write(what="The run's page", do=begin, first=True))
         if (every := self._facts.config.tracking.system_metrics) and self._machines is not None:
-            self._watch = MachineWatch(
-                self._machines, self._tracker.log_machines, self._queue, every
-            )
+
+            def log(samples: Sequence[MachineSample]) -> None:
+                self._tracker.call(Tracker.log_machines, samples)
+
+            self._watch = MachineWatch(self._machines, log, self._queue, every)
 
     def _catch_up(self, newest: Commit | None, snapshot: bool) -> None:
         """What a resumed run did before: its versions, and what MLflow never heard of.
@@ -135,7 +388,7 @@ class RunTracker:
             commit = read_commit(self._facts.files, step)
             self._log(commit)
             self._trace_later(commit)
-        self._numbers |= self._tracker.registered()
+        self._numbers |= self._tracker.call(Tracker.registered)
         if snapshot and self._numbers.get(newest.version_out.version) is None:
             self._register(newest)
         self._say_what_is_gone()
@@ -153,9 +406,13 @@ class RunTracker:
         """A step's metrics, after a mark where they mean something else than those before."""
         metrics = numbers_of(commit)
         if marks := marked(metrics):
-            self._tracker.tag(f"refrain.meaning_changed.{commit.step}", marks)
-        self._tracker.log_step(
-            commit.step, metrics, at=commit.committed_at, lineage=newest_tags(commit)
+            self._tracker.call(Tracker.tag, f"refrain.meaning_changed.{commit.step}", marks)
+        self._tracker.call(
+            Tracker.log_step,
+            commit.step,
+            metrics,
+            at=commit.committed_at,
+            lineage=newest_tags(commit),
         )
 
     def _trace_later(self, commit: Commit) -> None:
@@ -164,7 +421,7 @@ class RunTracker:
 
     def _trace(self, commit: Commit) -> None:
         if traced := traced_samples(self._facts, commit):
-            self._tracker.log_traces(traced)
+            self._tracker.call(Tracker.log_traces, traced)
 
     def register(self, commit: Commit) -> str:
         """Put the policy version that a step made into the model registry; its number there.
@@ -182,7 +439,8 @@ class RunTracker:
     def _register(self, commit: Commit) -> str:
         step, weights, store = commit.step, commit.version_out, self._facts.store
         evaluated = evaluations_of(self._facts.files, version=weights.version)
-        number = self._tracker.register_version(
+        number = self._tracker.call(
+            Tracker.register_version,
             weights.version,
             uri=store.url(weights.key),
             digest=weights.digest,
@@ -215,7 +473,9 @@ class RunTracker:
             return versions
         what = "Which versions are to be removed"
         try:
-            gone = self._queue.ask(what, lambda: self._tracker.let_go(own), LET_GO_PATIENCE)
+            gone = self._queue.ask(
+                what, lambda: self._tracker.call(Tracker.let_go, own), LET_GO_PATIENCE
+            )
         except TrackingError:
             gone = ()
             self._let_go = frozenset()
@@ -224,26 +484,26 @@ class RunTracker:
     def removed(self, versions: Collection[int]) -> None:
         """Have the registry say that the files of these policy versions are gone."""
         if gone := [version for version in versions if version in self._numbers]:
-            self._add("The versions that were removed", lambda: self._tracker.tag_removed(gone))
+            self._write("The versions that were removed", Tracker.tag_removed, gone)
 
     def _say_what_is_gone(self) -> None:
         """What a process removed that died before it could say so, and what it left after all."""
-        known = self._tracker.registered_versions()
+        known = self._tracker.call(Tracker.registered_versions)
         gone = unsaid(known, partial(is_there, self._facts.files))
         if gone:
-            self._tracker.tag_removed(gone)
+            self._tracker.call(Tracker.tag_removed, gone)
         self._take_back(known, {one.version for one in known} - {*gone})
 
     def _take_back(self, known: Sequence[RegisteredVersion], staying: Collection[int]) -> None:
         """Of what was to go and stays, by other settings or an alias, have it said no longer."""
         if kept := [one.version for one in known if one.going and one.version in staying]:
-            self._tracker.take_back(kept)
+            self._tracker.call(Tracker.take_back, kept)
 
     def _ask_what_stays(self) -> None:
         store = self._facts.config.store
         if store.keep_registered is None or len(self._numbers) <= store.keep_registered:
             return
-        versions = self._tracker.registered_versions()
+        versions = self._tracker.call(Tracker.registered_versions)
         stay = that_stay(versions, store.keep_registered, store.keep_registered_days, time.time())
         self._let_go = frozenset({one.version for one in versions} - stay)
         self._take_back(versions, stay)
@@ -252,11 +512,11 @@ class RunTracker:
         """Record what a suite says of a policy version."""
         evaluated = tracked_evaluation(event.result.known_as(event.result.suite, event.version))
         what = f"The result of {evaluated.suite} on version {evaluated.version}"
-        self._add(what, lambda: self._tracker.log_evaluation(evaluated))
+        self._write(what, Tracker.log_evaluation, evaluated)
 
     def steps_ended(self, event: StepsEnded) -> None:
         """Keep the picture of the curves."""
-        self._add("The picture of the curves", lambda: self._tracker.log_file(PLOT, event.curves))
+        self._write("The picture of the curves", Tracker.log_file, PLOT, event.curves)
 
     def rolled_back(self, event: RunRolledBack) -> None:
         """Record where the run goes on, and end its page."""
@@ -268,12 +528,12 @@ class RunTracker:
     def run_finished(self, event: RunFinished) -> None:
         """Record what all of the run cost, up to its end after the last step, and end its page."""
         shown, now = cost_of_run(event), time.time()
-        self._add("What the run cost", lambda: self._tracker.log_metrics(event.step, shown, at=now))
+        self._write("What the run cost", Tracker.log_metrics, event.step, shown, at=now)
         self._end("FINISHED")
 
     def tag(self, name: str, value: str) -> None:
         """Have a tag written on the run's page."""
-        self._add(f"The tag {name}", lambda: self._tracker.tag(name, value))
+        self._write(f"The tag {name}", Tracker.tag, name, value)
 
     @property
     def registered(self) -> Mapping[int, str | None]:
@@ -312,11 +572,11 @@ class RunTracker:
             self._end("FAILED" if isinstance(error, Exception) else "KILLED")
         self._queue.close(PATIENCE if error is None else PATIENCE_AT_FAILURE)
 
-    def _end(self, status: str) -> None:
+    def _end(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
         if not self._finished:
             self._finished = True
             self._stop_watching()
-            self._add("The end of the run", lambda: self._tracker.finish(status))
+            self._write("The end of the run", Tracker.finish, status)
 
     def _stop_watching(self) -> None:
         if self._watch is not None:
@@ -325,6 +585,16 @@ class RunTracker:
     def _add(self, what: str, do: Callable[[], object]) -> None:
         self._needed.set()
         self._queue.add(what, do)
+
+    def _write(
+        self,
+        what: str,
+        method: Callable[Concatenate[Tracker, P], object],
+        /,
+        *arguments: P.args,
+        **named: P.kwargs,
+    ) -> None:
+        self._add(what, lambda: self._tracker.call(method, *arguments, **named))
 
     def _ask(self, what: str, do: Callable[[], object]) -> object:
         self._needed.set()

@@ -16,22 +16,22 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from operator import methodcaller
 from threading import Event, Lock
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from configs.storage import TrackingConfig
-from engines.processes.child_messages import Packed, by_name, packed, unpacked
 from engines.processes.child_process import CallLost, ChildProcess, NotStarted, Program
-from engines.processes.user_code import answer_calls, begin
+from engines.processes.user_code import Packed, answer_calls, begin, by_name, packed, unpacked
 from storage.tracking.connection import TrackingAddress, TrackingError
-from storage.tracking.machine_samples import MachineSample
-from storage.tracking.registry import RegisteredVersion
-from storage.tracking.tracker import TracedSample, TrackedEvaluation, TrackedRun
+from storage.tracking.tracker import TrackedRun, Tracker
 from tasks.reporting.registered_files import Page
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 PROGRAM = Program(main="tasks.reporting.mlflow_process:main")
 TOLD_AFTER = 15.0  # seconds of a call, after which people are told what is waited for
@@ -110,8 +110,7 @@ SHARED = _Shared()
 class PageWriter:
     """One run's page, through that process. Safe to use from several threads once it has started.
 
-    Its methods are those of storage.tracking.tracker.Tracker of the same names. Each raises
-    TrackingError when MLflow fails, or its process does, twice.
+    A call raises TrackingError when MLflow fails, or its process does, twice.
     """
 
     def __init__(self, config: TrackingConfig, tell: Callable[[str], None] = print) -> None:
@@ -144,91 +143,19 @@ class PageWriter:
     def start(self, tracked: TrackedRun) -> None:
         """As Tracker.start."""
         self._tracked = tracked
-        self._call(START, tracked)
+        self.call(Tracker.start, tracked)
 
-    def log_step(
+    def call(
         self,
-        step: int,
-        metrics: Mapping[str, float],
-        *,
-        at: float,
-        lineage: Mapping[str, str] | None = None,
-    ) -> None:
-        """As Tracker.log_step."""
-        self._call("log_step", step, dict(metrics), at=at, lineage=lineage)
-
-    def log_metrics(self, step: int, metrics: Mapping[str, float], *, at: float) -> None:
-        """As Tracker.log_metrics."""
-        self._call("log_metrics", step, dict(metrics), at=at)
-
-    def log_evaluation(self, evaluated: TrackedEvaluation) -> None:
-        """As Tracker.log_evaluation."""
-        self._call("log_evaluation", evaluated)
-
-    def log_traces(self, samples: Sequence[TracedSample]) -> None:
-        """As Tracker.log_traces."""
-        self._call("log_traces", samples)
-
-    def log_machines(self, samples: Sequence[MachineSample]) -> None:
-        """As Tracker.log_machines."""
-        self._call("log_machines", samples)
-
-    def log_file(self, name: str, content: bytes | str) -> None:
-        """As Tracker.log_file."""
-        self._call("log_file", name, content)
-
-    def register_version(
-        self,
-        version: int,
-        *,
-        uri: str,
-        digest: str,
-        step: int,
-        store_uri: str,
-        lineage: Mapping[str, str] | None = None,
-        metrics: Mapping[str, float] | None = None,
-        at: float = 0.0,
-        evaluations: Sequence[TrackedEvaluation] = (),
-    ) -> str:
-        """As Tracker.register_version."""
-        given = {"uri": uri, "digest": digest, "step": step, "store_uri": store_uri}
-        shown = {"lineage": lineage, "metrics": metrics, "at": at, "evaluations": evaluations}
-        return str(self._call(REGISTER, version, **given, **shown))
-
-    def registered(self) -> dict[int, str]:
-        """As Tracker.registered."""
-        found: dict[int, str] = self._call("registered")
-        return found
-
-    def registered_versions(self) -> list[RegisteredVersion]:
-        """As Tracker.registered_versions."""
-        found: list[RegisteredVersion] = self._call("registered_versions")
-        return found
-
-    def let_go(self, versions: Collection[int]) -> set[int]:
-        """As Tracker.let_go."""
-        found: set[int] = self._call("let_go", versions)
-        return found
-
-    def take_back(self, versions: Collection[int]) -> None:
-        """As Tracker.take_back."""
-        self._call("take_back", versions)
-
-    def tag_removed(self, versions: Collection[int]) -> None:
-        """As Tracker.tag_removed."""
-        self._call("tag_removed", versions)
-
-    def tag(self, name: str, value: str) -> None:
-        """As Tracker.tag."""
-        self._call("tag", name, value)
-
-    def finish(self, status: str = "FINISHED") -> None:
-        """As Tracker.finish."""
-        self._call("finish", status)
-
-    def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        with self._waits_told(method):
-            return self._called(method, arguments, named)
+        method: Callable[Concatenate[Tracker, P], R],
+        /,
+        *arguments: P.args,
+        **named: P.kwargs,
+    ) -> R:
+        """What a method of Tracker does to the page, such as Tracker.log_step."""
+        with self._waits_told(method.__name__):
+            answer: R = self._called(method.__name__, arguments, named)
+            return answer
 
     def _called(self, method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         try:

@@ -1,6 +1,6 @@
 """A run's curves in trackers besides MLflow (tracking.also), fed from the flow: a write per step.
 
-Each has a queue that no step waits for (page_queue.py) and a process of its own (tracker_process.py).
+Each has a queue that no step waits for (mlflow_page.PageQueue), and a process (tracker_process.py).
 What is written is read from the run's commits, from the step on that the tracker has last.
 """
 
@@ -15,8 +15,13 @@ from storage.runs.live import is_done
 from storage.runs.run_store import RunStore, origin_of, start_of
 from storage.tracking.curve_trackers import CurvesOf, stored_run
 from storage.tracking.tracker import tags_of
-from tasks.reporting.mlflow_page import cost_of_run, tracked_evaluation, tracked_run
-from tasks.reporting.page_queue import PageQueue, Write
+from tasks.reporting.mlflow_page import (
+    PageQueue,
+    Write,
+    cost_of_run,
+    tracked_evaluation,
+    tracked_run,
+)
 from tasks.reporting.tracker_process import TrackerProcess
 from tasks.run.events import (
     BackFillBegan,
@@ -31,7 +36,7 @@ from tasks.run.events import (
 )
 from tasks.run.facts import RunFacts
 from tasks.run.metrics import numbers_of
-from tasks.run.recorded_flow import stored_settings
+from tasks.run.run_record import stored_settings
 
 # Seconds for which a run that has ended waits for a tracker that is away, and for one that is slow.
 PATIENCE, SLOW = 10.0, 120.0

@@ -1,4 +1,9 @@
-"""How a run's metrics get to Prometheus: by a file, at a port of its own, to a push gateway.
+"""A run as Prometheus reads it, and how that gets out: by a file, at a port, to a push gateway.
+
+What it has committed, what its stages do and what fails in them; and workers, queues, GPUs, vLLM,
+disks and the store, by the last look at them (tasks/run/machinery.py). The names follow Prometheus's
+conventions: base units, `_total` for what only grows. Every series has the labels run, flow, recipe
+and host, which are put on where the metrics are collected (WithLabels).
 
 The file, which `refrain exporter` reads, stays when the run has ended or died, so that its series go
 on, and say so. All three have the same metrics. Nothing here holds a step: looks, files and pushes
@@ -12,27 +17,456 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Final
 
 from prometheus_client import (
     CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Metric,
     generate_latest,
     push_to_gateway,
     start_http_server,
 )
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import basic_auth_handler, default_handler
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from configs.environment import push_gateway_login
 from configs.overrides import ConfigError
 from configs.storage import TrackingConfig
 from engines.failures import ClusterLost
+from engines.workers.worker_metrics import GpuState, WorkerMetrics
+from storage.objects.usage import BOUNDS, Latency, Usage
+from storage.runs.commit_log import Commit
 from tasks.reporting.exporter import SUFFIX
-from tasks.reporting.machinery_metrics import MachineryMetrics
-from tasks.reporting.run_metrics import RunMetrics, WithLabels, labels_of
-from tasks.run.events import Event, Listeners, Note, RunBegan, RunEnded
+from tasks.run.events import (
+    AttemptBegan,
+    AttemptEnded,
+    Event,
+    Listeners,
+    Note,
+    RunBegan,
+    RunEnded,
+    ShardSampled,
+    StepCommitted,
+)
 from tasks.run.facts import RunFacts
 from tasks.run.machinery import Machinery
+from tasks.run.metrics import numbers_of
+
+# Seconds, from a tiny model's stage to a step of hours.
+BUCKETS: Final = (0.1, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600, 1200, 1800, 3600, 7200)
+MOST_METRICS = 500  # series of refrain_metric; a reward function names as many as it likes
+
+
+class RunMetrics:
+    """What the events of one run tell. Safe to use from several threads."""
+
+    def __init__(self, steps: int, max_staleness: int) -> None:
+        self.registry = CollectorRegistry()
+        self._last: Commit | None = None
+        self._metric = Gauge(
+            "refrain_metric",
+            "A metric of the last committed step, by its name in the commit.",
+            ("metric",),
+            registry=self.registry,
+        )
+        self._names = set[str]()
+        self._left_out = self._gauge(
+            "refrain_metrics_left_out", f"Metrics of that step beyond the first {MOST_METRICS}."
+        )
+        self._gauge("refrain_target_steps", "Steps that the run is to make.").set(steps)
+        self._gauge(
+            "refrain_max_staleness_steps", "Versions by which samples may lag, as the settings say."
+        ).set(max_staleness)
+        self._active = self._gauge(
+            "refrain_run_active", "1 while a flow has the run, 0 when it has left it in order."
+        )
+        self._began = self._gauge(
+            "refrain_run_start_timestamp_seconds", "When this flow began or went on with the run."
+        )
+        self._step_seconds = Histogram(
+            "refrain_step_duration_seconds",
+            "Seconds between commits, or from a step's beginning to its commit.",
+            buckets=BUCKETS,
+            registry=self.registry,
+        )
+        self._stage_seconds = Histogram(
+            "refrain_stage_duration_seconds",
+            "Seconds of a stage's calls, those that failed too.",
+            ("stage",),
+            buckets=BUCKETS,
+            registry=self.registry,
+        )
+        self._in_progress = Gauge(
+            "refrain_stage_calls_in_progress",
+            "A stage's calls that are under way, those in the queue too.",
+            ("stage",),
+            registry=self.registry,
+        )
+        self._failures = Counter(
+            "refrain_stage_failures",
+            "A stage's calls that failed, by the kind of error; most are tried again.",
+            ("stage", "error"),
+            registry=self.registry,
+        )
+        self._tokens = Counter(
+            "refrain_sampled_tokens", "Tokens of finished shards.", registry=self.registry
+        )
+        self._samples = Counter(
+            "refrain_samples", "Samples of committed steps.", registry=self.registry
+        )
+        self._unscored = Counter(
+            "refrain_reward_failures",
+            "Samples of committed steps that a reward function could not score.",
+            registry=self.registry,
+        )
+        self._causes = Counter(
+            "refrain_reward_function_failures",
+            "The same by the function, where it is known.",
+            ("function",),
+            registry=self.registry,
+        )
+        self.registry.register(_Committed(self))
+
+    def _gauge(self, name: str, meaning: str) -> Gauge:
+        return Gauge(name, meaning, registry=self.registry)
+
+    @property
+    def last(self) -> Commit | None:
+        """The last commit."""
+        return self._last
+
+    def listen(self, listeners: Listeners) -> None:
+        """Hear what the run says."""
+        listeners.on(RunBegan, self.run_began)
+        listeners.on(AttemptBegan, self.attempt_began)
+        listeners.on(AttemptEnded, self.attempt_ended)
+        listeners.on(ShardSampled, lambda event: self._tokens.inc(event.tokens))
+        listeners.on(StepCommitted, self.step_committed)
+        listeners.on(RunEnded, lambda event: self._active.set(0))
+
+    def run_began(self, event: RunBegan) -> None:
+        """A flow has the run."""
+        self._active.set(1)
+        self._began.set(time.time())
+        if event.last is not None:
+            self.committed(event.last)
+
+    def attempt_began(self, event: AttemptBegan) -> None:
+        """One more is under way."""
+        self._in_progress.labels(event.attempt.stage).inc()
+
+    def attempt_ended(self, event: AttemptEnded) -> None:
+        """One less."""
+        attempt = event.attempt
+        self._in_progress.labels(attempt.stage).dec()
+        self._stage_seconds.labels(attempt.stage).observe(attempt.ended - attempt.started)
+        if attempt.error:
+            kind = attempt.error.partition(":")[0]
+            self._failures.labels(attempt.stage, kind).inc()
+
+    def step_committed(self, event: StepCommitted) -> None:
+        """A step is a part of the run."""
+        self._step_seconds.observe(event.metrics["time/step"])
+        self._samples.inc(sum(len(one.ref) for one in event.scored))
+        self._unscored.inc(sum(one.failures for one in event.scored))
+        for cause in (cause for one in event.scored for cause in one.causes):
+            self._causes.labels(cause.function).inc(cause.samples)
+        self.committed(event.record)
+
+    def committed(self, commit: Commit) -> None:
+        """Show a commit; a metric that it does not have is no longer shown."""
+        metrics = numbers_of(commit)
+        names = sorted(metrics)[:MOST_METRICS]
+        for name in self._names.difference(names):
+            self._metric.remove(name)
+        self._names = set(names)
+        for name in names:
+            self._metric.labels(name).set(metrics[name])
+        self._left_out.set(len(metrics) - len(names))
+        self._last = commit
+
+
+class _Committed(Collector):
+    """What the last commit alone tells, so that a run that goes on goes on with its counts."""
+
+    def __init__(self, metrics: RunMetrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        """Nothing before the first commit."""
+        commit = self._metrics.last
+        if commit is None:
+            return
+        yield CounterMetricFamily("refrain_steps", "Committed steps.", value=commit.step)
+        yield GaugeMetricFamily(
+            "refrain_last_commit_timestamp_seconds",
+            "When the last step was committed, since 1970.",
+            value=commit.committed_at,
+        )
+        ledger = commit.ledger
+        prompts = CounterMetricFamily(
+            "refrain_prompts",
+            "Prompts of committed steps by what became of them.",
+            labels=["outcome"],
+        )
+        prompts.add_metric(["trained"], ledger.trained)
+        prompts.add_metric(["filtered"], ledger.filtered)
+        prompts.add_metric(["dropped"], sum(ledger.dropped.values()))
+        yield prompts
+
+
+class WithLabels(Collector):
+    """The metrics of a registry with labels that all of them have; their own count more.
+
+    Without `_created` samples, which are series of their own in Prometheus's text format.
+    """
+
+    def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]) -> None:
+        self._registry, self._labels = registry, dict(labels)
+        self._lock = threading.Lock()
+
+    def collect(self) -> Iterator[Metric]:
+        """As they are now."""
+        with self._lock:  # one reader at a time sees one look
+            for family in self._registry.collect():
+                found = Metric(family.name, family.documentation, family.type, family.unit)
+                found.samples = [
+                    Sample(one.name, {**self._labels, **one.labels}, one.value)
+                    for one in family.samples
+                    if not one.name.endswith("_created")
+                ]
+                yield found
+
+
+def labels_of(facts: RunFacts, host: str) -> dict[str, str]:
+    """The labels of every series of a run; `host`: name of the flow's machine."""
+    return {
+        "run": facts.name,
+        "flow": facts.flow.rpartition(":")[2],
+        "recipe": facts.config.name,
+        "host": host,
+    }
+
+
+Place = tuple[str, str]  # pool, host
+# vLLM's histograms that are passed on, of some thirty; its gauges and counters are, all of them.
+VLLM_HISTOGRAMS: Final = frozenset(
+    {
+        "vllm:time_to_first_token_seconds",
+        "vllm:inter_token_latency_seconds",
+        "vllm:e2e_request_latency_seconds",
+        "vllm:request_queue_time_seconds",
+    }
+)
+FLOW = "flow"  # in place of a pool, the flow's own process
+NO_LATENCY, NO_USAGE = Latency(), Usage()
+
+
+class MachineryMetrics(Collector):
+    """See the module's docstring. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seen: Machinery | None = None
+        self._at = 0.0
+        self._before: dict[str, WorkerMetrics] = {}  # by worker process, its last look
+        self._usage: dict[Place, Usage] = {}
+        self._latencies: dict[tuple[Place, str], Latency] = {}  # by operation
+        self._cpu_seconds: dict[Place, float] = {}
+
+    def update(self, seen: Machinery | None, at: float) -> None:
+        """Take a look over; `at`: when it was, since 1970. None: there were no workers to ask."""
+        with self._lock:
+            self._at = at
+            if seen is None:
+                return
+            self._seen = seen
+            self._add(FLOW, seen.flow)
+            for pool, worker in seen.workers.values():
+                self._add(pool, worker)
+            there = {one.process for _, one in seen.workers.values()} | {seen.flow.process}
+            self._before = {name: one for name, one in self._before.items() if name in there}
+
+    def _add(self, pool: str, now: WorkerMetrics) -> None:
+        place, before = (pool, now.host), self._before.get(now.process)
+        usage = now.usage - (NO_USAGE if before is None else before.usage)
+        self._usage[place] = self._usage.get(place, NO_USAGE) + usage
+        spent = now.cpu_seconds - (0.0 if before is None else before.cpu_seconds)
+        self._cpu_seconds[place] = self._cpu_seconds.get(place, 0.0) + max(0.0, spent)
+        for operation, latency in now.latencies.items():
+            old = NO_LATENCY if before is None else before.latencies.get(operation, NO_LATENCY)
+            key = (place, operation)
+            self._latencies[key] = self._latencies.get(key, NO_LATENCY) + (latency - old)
+        self._before[now.process] = now
+
+    def collect(self) -> Iterator[Metric]:
+        """As they were at the last look; nothing before the first one."""
+        with self._lock:
+            if self._at:
+                yield GaugeMetricFamily(
+                    "refrain_update_timestamp_seconds",
+                    "When the run last looked at itself, since 1970; it does so while it lives.",
+                    value=self._at,
+                )
+            if self._seen is not None:
+                yield from self._pools(self._seen)
+                yield from self._store()
+                yield from _disks(self._seen)
+                yield from _workers(self._seen)
+                yield from _gpus(self._seen)
+                yield from _engines(self._seen)
+
+    def _pools(self, seen: Machinery) -> Iterable[Metric]:
+        live = _gauge("refrain_workers", "Workers that there are.", "pool", "role")
+        wanted = _gauge("refrain_workers_wanted", "Workers that there should be.", "pool", "role")
+        for pool in seen.pools:
+            labels = [pool.name, "+".join(pool.roles)]
+            live.add_metric(labels, pool.live)
+            wanted.add_metric(labels, pool.wanted)
+        slots = _gauge("refrain_slots", "Calls that live workers take at once.", "pool", "role")
+        busy = _gauge("refrain_slots_in_use", "Calls on workers now.", "pool", "role")
+        queue = _gauge("refrain_queued_calls", "Calls that wait for a slot.", "pool", "role")
+        for one in seen.loads:
+            slots.add_metric([one.pool, one.role], one.load.slots)
+            busy.add_metric([one.pool, one.role], one.load.calls)
+            queue.add_metric([one.pool, one.role], one.load.waiting)
+        cpu = CounterMetricFamily(
+            "refrain_cpu_seconds",
+            "Processor seconds of workers and of what they started, and of the flow alone.",
+            labels=["pool", "host"],
+        )
+        for place, seconds in self._cpu_seconds.items():
+            cpu.add_metric(place, seconds)
+        return live, wanted, slots, busy, queue, cpu
+
+    def _store(self) -> Iterable[Metric]:
+        latency = HistogramMetricFamily(
+            "refrain_store_operation_duration_seconds",
+            "Seconds of each try of an operation on the store, with the disk's or the network's.",
+            labels=["operation", "pool", "host"],
+        )
+        failures = CounterMetricFamily(
+            "refrain_store_operation_failures",
+            "Tries that failed; most are made again.",
+            labels=["operation", "pool", "host"],
+        )
+        for (place, operation), one in self._latencies.items():
+            labels, count, buckets = [operation, *place], 0, []
+            for bound, more in zip([*map(str, BOUNDS), "+Inf"], one.counts, strict=True):
+                count += more
+                buckets.append((bound, float(count)))
+            latency.add_metric(labels, buckets, sum_value=one.seconds)
+            failures.add_metric(labels, one.failures)
+        places = ["pool", "host"]
+        read = CounterMetricFamily("refrain_store_read_bytes", "Read of the store.", labels=places)
+        written = CounterMetricFamily(
+            "refrain_store_written_bytes", "Written to the store.", labels=places
+        )
+        requests = CounterMetricFamily(
+            "refrain_store_requests", "Made of the store.", labels=places
+        )
+        for place, usage in self._usage.items():
+            read.add_metric(place, usage.bytes_read)
+            written.add_metric(place, usage.bytes_written)
+            requests.add_metric(place, usage.requests)
+        return latency, failures, read, written, requests
+
+
+def _gauge(name: str, meaning: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, meaning, labels=labels)
+
+
+def _roles(seen: Machinery) -> Mapping[str, str]:
+    return {pool.name: "+".join(pool.roles) for pool in seen.pools}
+
+
+def _workers(seen: Machinery) -> Iterable[Metric]:
+    names = ("worker", "pool", "role", "host")
+    calls = _gauge("refrain_worker_calls", "Calls that a worker runs.", *names)
+    memory = _gauge(
+        "refrain_worker_memory_bytes",
+        "Resident memory of a worker's processes; what they share counts in each.",
+        *names,
+    )
+    roles = _roles(seen)
+    for name, (pool, one) in seen.workers.items():
+        labels = [name, pool, roles.get(pool, ""), one.host]
+        calls.add_metric(labels, one.calls)
+        memory.add_metric(labels, one.memory)
+    return calls, memory
+
+
+def _disks(seen: Machinery) -> Iterable[Metric]:
+    free = _gauge("refrain_disk_free_bytes", "Free space where something lies.", "place", "host")
+    size = _gauge("refrain_disk_size_bytes", "Size of that file system.", "place", "host")
+    found = {(place, seen.flow.host): space for place, space in seen.disks.items()}
+    for one in (seen.flow, *(worker for _, worker in seen.workers.values())):
+        found["temporary", one.host] = one.temporary
+    for labels, space in found.items():
+        free.add_metric(labels, space.free)
+        size.add_metric(labels, space.size)
+    return free, size
+
+
+def _gpus(seen: Machinery) -> Iterable[Metric]:
+    """Each GPU once on its machine, with the worker that has it."""
+    names = ["gpu", "worker", "pool", "role", "host"]
+    gauges = (
+        ("utilization_ratio", "Share of the last moments in which a kernel ran.", _utilization),
+        ("memory_used_bytes", "Memory in use, by all processes.", lambda gpu: gpu.memory_used),
+        ("memory_size_bytes", "Memory that it has.", lambda gpu: gpu.memory_total),
+        ("power_watts", "Power that it draws.", lambda gpu: gpu.power),
+        ("temperature_celsius", "Its temperature.", lambda gpu: gpu.temperature),
+    )
+    roles, found = _roles(seen), dict[tuple[str, str], tuple[list[str], GpuState]]()
+    for name, (pool, one) in seen.workers.items():
+        for gpu in one.gpus:
+            labels = [gpu.uuid, name, pool, roles.get(pool, ""), one.host]
+            found.setdefault((gpu.uuid, one.host), (labels, gpu))
+    for suffix, meaning, value in gauges:
+        family = GaugeMetricFamily(f"refrain_gpu_{suffix}", meaning, labels=names)
+        for labels, gpu in found.values():
+            if (known := value(gpu)) is not None:
+                family.add_metric(labels, known)
+        yield family
+    energy = CounterMetricFamily(
+        "refrain_gpu_energy_joules", "Energy since its driver was loaded.", labels=names
+    )
+    for labels, gpu in found.values():
+        if gpu.joules is not None:
+            energy.add_metric(labels, gpu.joules)
+    yield energy
+
+
+def _utilization(gpu: GpuState) -> float | None:
+    return gpu.utilization
+
+
+def _engines(seen: Machinery) -> Iterable[Metric]:
+    """What engines' libraries measure, under their own names, with the worker and its role."""
+    families: dict[str, Metric] = {}
+    for name, (pool, one) in seen.workers.items():
+        for role, metrics in one.engines.items():
+            more = {"worker": name, "pool": pool, "role": role, "host": one.host}
+            for metric in metrics:
+                if metric.type in ("histogram", "summary") and metric.name not in VLLM_HISTOGRAMS:
+                    continue
+                family = families.setdefault(
+                    metric.name, Metric(metric.name, metric.documentation, metric.type)
+                )
+                family.samples += [
+                    Sample(sample.name, {**sample.labels, **more}, sample.value)
+                    for sample in metric.samples
+                ]
+    return families.values()
+
 
 KEPT = 7 * 24 * 3600.0  # seconds for which the file of a run that is over stays
 PUSH_TIMEOUT = 10.0  # seconds

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, Status, StatusCode, set_span_in_context
 
+from engines.workers.engine import TraceContext, set_trace
 from engines.workers.spans import close_within, provider_to, traceparent
-from engines.workers.trace_context import TraceContext, set_trace
 from tasks.run.attempts import Attempt
 from tasks.run.events import (
     AttemptBegan,

@@ -15,9 +15,16 @@ from multiprocessing.connection import Connection
 from operator import methodcaller
 from typing import Any
 
-from engines.processes.child_messages import Broken, Packed, by_name, packed, unpacked
 from engines.processes.child_process import CallLost, ChildProcess, NotStarted, Program
-from engines.processes.user_code import answer_calls, begin
+from engines.processes.user_code import (
+    Broken,
+    Packed,
+    answer_calls,
+    begin,
+    by_name,
+    packed,
+    unpacked,
+)
 from storage.tracking.connection import TrackerUnusable, TrackingError
 from storage.tracking.curve_trackers import (
     INIT_SECONDS,
@@ -94,7 +101,7 @@ class TrackerProcess:
 
     @property
     def where(self) -> str:
-        """As page_queue.Place.where."""
+        """As mlflow_page.Place.where."""
         return self.name
 
     @property

@@ -12,11 +12,11 @@ from engines.workers.cluster import Cluster
 from engines.workers.engine import EngineSpec
 from engines.workers.pool import EnginePool
 from storage.runs.run_store import RunStore
-from tasks.run.roles.role import EngineRole, PoolVariables, pool_of, start_pool
-from tasks.run.roles.specs import common
+from tasks.run.contract import EngineRole, PoolVariables, pool_of, start_pool
+from tasks.run.roles import common
 
 if TYPE_CHECKING:
-    from tasks.run.run_view import Caller
+    from tasks.run.contract import Caller
 
 
 def reward_model_spec(config: GRPOConfig, files: RunStore) -> RewardModelSpec:

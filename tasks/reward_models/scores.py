@@ -5,9 +5,9 @@ from __future__ import annotations
 from engines.data.results import ModelScores
 from engines.reward_models.contract import RewardModels
 from tasks.reward_models.role import REWARD_MODEL
+from tasks.run.contract import StageView
 from tasks.run.features import ScoredFirst
 from tasks.run.stage import Stage
-from tasks.run.stage_view import StageView
 
 
 def model_scores(run: StageView, asked: ScoredFirst) -> ModelScores | None:

@@ -1,38 +1,43 @@
-"""The engines of a run, by role (tasks/run/roles): opened, started in the background, closed."""
+"""The engines of a run, by role (tasks/run/roles.py): opened, started in the background, closed.
+
+And the line that people read while a run waits for workers.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
+from prefect.context import TaskRunContext
+from prefect.exceptions import MissingContextError
+from prefect.logging import get_run_logger
+
 from configs.cluster import Role, TemporaryTls
 from engines.clusters.opening import open_cluster
-from engines.processes.certificates import Certificates
+from engines.processes.dask_settings import Certificates
 from engines.train.trainer import Trainer
-from engines.workers.cluster import Cluster
-from engines.workers.machines import look_at_machines
+from engines.workers.cluster import Cluster, Say, Wait
+from engines.workers.inspection import look_at_machines, running_calls, start_phases
 from engines.workers.pool import Assignment, EnginePool
-from engines.workers.spent import SpentOfPool, SpentSince
-from engines.workers.start_phases import running_calls, start_phases
-from engines.workers.worker_metrics import DiskSpace, measured_flow
+from engines.workers.worker_metrics import DiskSpace, SpentOfPool, SpentSince, measured_flow
 from storage.objects.usage import COUNTER, Usage
 from storage.tracking.machine_samples import MachineSample
 from tasks.results import Metrics
-from tasks.run.events import EngineStarted, WorkersAsked
+from tasks.run.attempts import ATTEMPTS, backoff
+from tasks.run.contract import C, Clients, EngineRole
+from tasks.run.events import EngineStarted, Event, Note, WorkersAsked
 from tasks.run.features import features_of
 from tasks.run.machinery import Machinery, PoolState, RoleLoad, Work, WorkerLooks
-from tasks.run.outage_lines import outage_lines
-from tasks.run.role_table import roles_of, variables_of
-from tasks.run.roles.role import C, Clients, EngineRole
-from tasks.run.roles.sampling import ROLLOUT
+from tasks.run.roles import ROLLOUT, roles_of, variables_of
 from tasks.run.run_log import WORKERS, folder_of
 
 if TYPE_CHECKING:
-    from tasks.run.run_view import RunView
+    from tasks.run.contract import RunView
+
 
 # What workers import before their first call, and vLLM's do not.
 ENGINE_MODULES = (
@@ -312,3 +317,33 @@ def _open(run: RunView, roles: list[EngineRole[Any]], cluster: Cluster | None) -
     else:  # of the run that this one goes on with
         cluster.outages.say = outage_lines(run.tell)
     return Opened(cluster, Clients({role: role.client(run, cluster) for role in roles}))
+
+
+def outage_lines(tell: Callable[[Event], object]) -> Say:
+    """Tells a wait on the terminal, by `tell`, and in the log of the task that waits."""
+
+    def say(wait: Wait) -> None:
+        context = TaskRunContext.get()
+        tries = 1 if context is None else ATTEMPTS - context.task_run.run_count + 1
+        line = sentence(wait, tries)
+        tell(Note(text=line, warning=True))
+        with contextlib.suppress(MissingContextError):
+            get_run_logger().warning("%s", line)
+
+    return say
+
+
+def sentence(wait: Wait, tries: int = 1) -> str:
+    """What is waited for, since when and until when; `tries`: of the task, this one included."""
+    until = wait.until + sum(
+        wait.limit + backoff(ATTEMPTS - left) for left in range(tries - 1, 0, -1)
+    )
+    cause = f" ({wait.cause})" if wait.cause else ""
+    return (
+        f"{wait.pool}: {wait.there} of {wait.needed} workers since {_clock(wait.since)}, gives up "
+        f"at {_clock(until)}{cause}"
+    )
+
+
+def _clock(when: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(when))

@@ -6,10 +6,12 @@ The run and its tasks tell; the terminal, the dashboard, MLflow and whatever els
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextvars
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from prefect.logging import get_run_logger
 
@@ -20,7 +22,7 @@ from storage.runs.curves import History
 from storage.tracking.machine_samples import MachineSample
 from tasks.results import Metrics, Scored
 from tasks.run.attempts import Attempt
-from tasks.run.background import Background
+from tasks.run.facts import RunFacts
 from tasks.run.machinery import Machinery, Work
 
 
@@ -196,7 +198,7 @@ class StepsEnded(Event):
 
     history: History  # what is shown of each step
     curves: bytes  # PNG of it
-    timeline: bytes  # PNG: what each engine did in the last steps (tasks/run/pictures.py)
+    timeline: bytes  # PNG: what each engine did in the last steps (tasks/run/life_cycle.py)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -297,3 +299,71 @@ class Listeners:
     def stop(self) -> None:
         """Let nobody hear what has not begun to be heard."""
         self._background.stop()
+
+
+class Background:
+    """One thread that works off what it is given, in order. A failure is raised by the next call."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="background")
+        self._last: Future[object] | None = None
+
+    def add(self, work: Callable[[], object]) -> None:
+        """Do `work` after all that was added before, in the caller's context (its flow run)."""
+        self._raise_failure()
+        self._last = self._thread.submit(contextvars.copy_context().run, work)
+
+    def drain(self) -> None:
+        """Wait until everything is done."""
+        if self._last is not None:
+            self._last.result()
+
+    def stop(self) -> None:
+        """Give up what has not begun."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _raise_failure(self) -> None:
+        if self._last is not None and self._last.done() and not self._last.cancelled():
+            self._last.result()
+
+
+class Tracking(Protocol):
+    """What the run asks the server that tracks it, from where the engines are ready on."""
+
+    @property
+    def registered(self) -> Mapping[int, str | None]:
+        """Policy version -> its number in the registry, None of one that waits to be registered."""
+
+    def retained(self) -> Collection[int]:
+        """The registered policy versions that retention leaves."""
+
+    def let_go(self, versions: Collection[int]) -> Collection[int]:
+        """Those of these policy versions that may be removed now."""
+
+    def removed(self, versions: Collection[int]) -> None:
+        """Have the registry say that the files of these policy versions are gone."""
+
+    @property
+    def model_name(self) -> str:
+        """Name of the run's model in the registry."""
+
+    @property
+    def link(self) -> str:
+        """Where a person sees the run."""
+
+    def tag(self, name: str, value: str) -> None:
+        """Write a tag on the run's page."""
+
+    def register(self, commit: Commit) -> str:
+        """Put the policy version that a step made into the registry; its number there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reports:
+    """See the module's docstring."""
+
+    listeners: Listeners
+    tracking: Tracking
+
+
+Reporting: TypeAlias = Callable[[RunFacts], Reports]

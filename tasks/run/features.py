@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from configs.cluster import Role
 from configs.grpo import GRPOConfig
 from configs.model import Model
+from configs.overrides import ConfigError
 from configs.rewards import RewardsConfig
 from configs.rollout import RolloutConfig
-from tasks.memory.holders import HoldersOf
-from tasks.run.findings import Finding
+from tasks.memory.holders import HoldersOf, Place
 
 if TYPE_CHECKING:  # what a refused setting does not wait for
     from prefect.futures import PrefectFuture
@@ -32,15 +32,19 @@ if TYPE_CHECKING:  # what a refused setting does not wait for
     from storage.runs.commit_log import Commit, GuardRecord, Outline
     from storage.runs.run_store import RunStore
     from tasks.results import Carried, Metrics, Prompts, Sampled, SampledShards, WholeShards
-    from tasks.run.facts import RunFacts
-    from tasks.run.feature_view import FeatureView
-    from tasks.run.known_rows import KnownRows, RowTracker
-    from tasks.run.opened_run import OpenedRun, Position
-    from tasks.run.reports import Reports
-    from tasks.run.roles.role import ByRole, EngineRole
-    from tasks.run.run_view import Caller, RunView
+    from tasks.run.clock import KnownRows, RowTracker
+    from tasks.run.contract import (
+        ByRole,
+        Caller,
+        EngineRole,
+        FeatureView,
+        RunView,
+        StageView,
+        StepView,
+    )
+    from tasks.run.events import Reports
+    from tasks.run.facts import OpenedRun, Position, RunFacts
     from tasks.run.shard_driver import ShardRange
-    from tasks.run.stage_view import StageView, StepView
 
     StartRollout = Callable[[ShardRange], PrefectFuture[SampledShards]]
     Groups = Sequence[PrefectFuture[WholeShards] | WholeShards]
@@ -248,3 +252,17 @@ def _record(path: str) -> Feature:
     found = getattr(import_module(module), name)
     assert isinstance(found, Feature), path
     return found
+
+
+class PreflightError(ConfigError):
+    """The run cannot start; the message says what, which value, and what to set."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """What one check looked at and found good."""
+
+    check: str  # one word
+    found: str  # for people
+    place: Place | None = None  # of a memory plan, which `found` sums up
+    warning: bool = False  # nothing that stops the run, and still to be read before it

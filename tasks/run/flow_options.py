@@ -10,17 +10,15 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any, TypedDict, TypeVar
 
+import httpx
 from prefect import Task
+from prefect.client.base import PrefectResponse
 from prefect.client.schemas.objects import RunInput
 from prefect.context import AsyncClientContext, FlowRunContext, TagsContext
 from prefect.futures import PrefectConcurrentFuture, PrefectFuture
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.utilities.annotations import opaque
 from prefect.utilities.asyncutils import run_coro_as_sync
-
-from tasks.run.state_data import refuse_state_data
-
-refuse_state_data()  # here, since every flow of a run takes its options from this module
 
 Result = TypeVar("Result")
 
@@ -80,7 +78,7 @@ class StepOptions(TypedDict):
     task_runner: TaskThreads
 
 
-# Its flow run is named by tasks/run/flow_run_names.py.
+# Its flow run is named by tasks/run/flow_run.py.
 RUN = RunOptions(persist_result=False, task_runner=TaskThreads())
 # What is tried again is a task, or the whole run from its last commit: never a step, whatever
 # PREFECT_FLOWS_DEFAULT_RETRIES says.
@@ -133,3 +131,33 @@ def one_client() -> Iterator[None]:
             yield
         finally:
             run_coro_as_sync(context.client.__aexit__(None, None, None))
+
+
+def without_state_data(record: dict[str, Any]) -> dict[str, Any]:
+    """A JSON object of an answer; where it is a state, without its data.
+
+    Prefect's server gives details with each state, and its client takes whatever has a storage key
+    for the place of a result.
+    """
+    data = record.get("data")
+    if data is None:
+        return record
+    if "state_details" in record or (isinstance(data, dict) and "storage_key" in data):
+        return {**record, "data": None}
+    return record
+
+
+def _json(answer: httpx.Response, **options: Any) -> Any:
+    """An answer of Prefect's API, whose states have no data: no results are taken from there.
+
+    Refrain persists no results, so none of its own states has such data at the API. Somebody who can
+    write there could force a flow run into a state whose data name a pickle in a storage block of
+    theirs, and the flow's engine would load it, whatever `persist_result` says (Prefect 3.7.7). It is
+    dropped where an answer is parsed, before a model of Prefect's sees it: to check the name of a
+    serializer's library, those import it.
+    """
+    return httpx.Response.json(answer, **{"object_hook": without_state_data, **options})
+
+
+# Here, since every flow of a run takes its options from this module.
+PrefectResponse.json = _json  # type: ignore[method-assign, assignment]

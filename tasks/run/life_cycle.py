@@ -1,25 +1,43 @@
-"""How a run starts and ends: its hold on the store, its engines, what people see of it."""
+"""How a run starts and ends: its hold on the store, its engines, what people see of it.
+
+Ctrl-C, SIGTERM and a cancel from the dashboard each end every wait of the run at once.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import contextvars
+import itertools
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+from uuid import UUID
 
+import httpx
 import numpy as np
+from prefect.client.orchestration import get_client
+from prefect.exceptions import PrefectException
 
 from configs.grpo import warnings_of
 from engines.data.contract import Scorer
 from engines.failures import ClusterLost, InfrastructureError
 from engines.workers.cluster import Cluster
 from storage.prompts.datasets import open_source
+from storage.runs.commit_log import Commit, history
+from storage.runs.curves import History
 from storage.runs.live import DataOver, End, workers_ended, write_end
 from storage.runs.retention import clear
+from storage.runs.run_store import RunStore
 from storage.runs.seen_rows import write_rows
+from storage.tracking.plots import TimelineCall, progress_png, timeline_png
 from tasks.results import RunSummary
-from tasks.run.code_changes import code_sentence
 from tasks.run.events import (
     Note,
+    Reporting,
     RunBegan,
     RunClosed,
     RunClosing,
@@ -28,18 +46,14 @@ from tasks.run.events import (
     RunStopped,
     StepsEnded,
 )
+from tasks.run.facts import OpenedRun, Position
 from tasks.run.features import tidy
 from tasks.run.flow_options import one_client
-from tasks.run.flow_run import flow_run_id, flow_run_url
-from tasks.run.flow_run_names import name_after
-from tasks.run.interruption import dashboard_ends, set_closes, signals_end
-from tasks.run.meaning_changes import meaning_sentence
+from tasks.run.flow_run import flow_run_id, flow_run_url, name_after
+from tasks.run.meaning_changes import code_sentence, meaning_sentence
 from tasks.run.metrics import cost_at_end
-from tasks.run.opened_run import OpenedRun, Position
 from tasks.run.opening import begin, open_run, take_over
-from tasks.run.pictures import curves_key, draw_curves, draw_timeline
-from tasks.run.reports import Reporting
-from tasks.run.roles.scoring import SCORER
+from tasks.run.roles import SCORER
 from tasks.run.run import Run
 from tasks.run.run_log import folder_of, kept
 
@@ -238,3 +252,177 @@ def row_digests(run: Run) -> np.ndarray:
         return source.row_digests()
     with ThreadPoolExecutor(max(1, workers)) as threads:
         return np.concatenate(list(threads.map(made, starts)))
+
+
+LOOK_EVERY = 5.0  # seconds between looks at whether there is still something to close
+ASK_EVERY = 5.0  # seconds between questions to the dashboard, of 2 ms each
+PATIENCE = 4.0  # seconds in which the body must have ended after a signal
+INTERRUPTED = 130  # exit codes: by a signal,
+CANCELLED = 3  # by a person on the dashboard, so that nothing starts the run again
+ENDING = (int(signal.SIGINT), int(signal.SIGTERM))
+
+
+@contextlib.contextmanager
+def signals_end(waits: threading.Event, last_words: Callable[[], object]) -> Iterator[None]:
+    """During the body, SIGINT and SIGTERM set `waits` and end the run as they did before.
+
+    Prefect's own handler, under a worker, says whether the run was cancelled; where there is none,
+    KeyboardInterrupt is raised.
+
+    The tasks' threads wait on workers, and Prefect waits for the tasks' threads before it lets an
+    interrupt through, so the waits have to be ended first. A thread that cannot be woken (it sleeps
+    before a retry, or the store hangs) is not waited for longer than PATIENCE: then, after
+    `last_words`, the process ends as it would by SIGKILL, which loses nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    asked, over, raised = threading.Event(), threading.Event(), threading.Event()
+
+    def give_up() -> None:
+        if not over.wait(PATIENCE):
+            words = threading.Thread(target=last_words, daemon=True)  # who reads may hang too
+            words.start()
+            words.join(0.5)
+            os._exit(INTERRUPTED)
+
+    def begin() -> None:
+        if not asked.is_set():
+            asked.set()
+            waits.set()
+            threading.Thread(target=give_up, name="give-up", daemon=True).start()
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        if raised.is_set():
+            return  # it is on its way out
+        raised.set()
+        begin()
+        handler = before[signum]
+        if callable(handler):
+            handler(signum, frame)
+        raise KeyboardInterrupt
+
+    before = {number: signal.getsignal(number) for number in ENDING}
+    for caught in ENDING:
+        signal.signal(caught, stop)
+    try:
+        with _signals_noticed(begin):
+            yield
+    finally:
+        over.set()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _signals_noticed(begin: Callable[[], None]) -> Iterator[None]:
+    """During the body, `begin` is called on SIGINT and SIGTERM, whoever handles them.
+
+    Every flow and sub-flow of Prefect takes SIGTERM for itself and then waits for its tasks.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+
+    def watch() -> None:
+        while numbers := reader.recv(16):
+            if any(number in ENDING for number in numbers):
+                begin()
+
+    watcher = threading.Thread(target=watch, name="signals", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        writer.close()  # ends the watcher
+        watcher.join()
+        reader.close()
+
+
+@contextlib.contextmanager
+def set_closes(waits: threading.Event, close: Callable[[], object]) -> Iterator[None]:
+    """During the body, `close` is called as soon as `waits` is set, whatever the body does."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.is_set():
+            if waits.wait(LOOK_EVERY):
+                close()
+                return
+
+    threading.Thread(target=watch, name="closing", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+@contextlib.contextmanager
+def dashboard_ends(
+    waits: threading.Event, flow_run_id: UUID | None, cancelled: threading.Event | None = None
+) -> Iterator[None]:
+    """During the body, cancelling the flow run on the dashboard sets `cancelled` and `waits`."""
+    if flow_run_id is None:
+        yield
+        return
+    over = threading.Event()
+
+    def watch() -> None:
+        with get_client(sync_client=True) as client:
+            while not over.wait(ASK_EVERY):
+                with contextlib.suppress(PrefectException, httpx.HTTPError):
+                    state = client.read_flow_run(flow_run_id).state
+                    if state is not None and (state.is_cancelling() or state.is_cancelled()):
+                        if cancelled is not None:
+                            cancelled.set()
+                        waits.set()
+                        return
+
+    # The server's address stands in a context variable, which a new thread does not inherit.
+    run = contextvars.copy_context().run
+    threading.Thread(target=run, args=(watch,), name="dashboard-cancel", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+TIMELINE_STEPS = 12  # the last ones; more would only blur
+TRAINERS = "train"  # in the timeline, for calls that all train workers carry out together
+
+
+def curves_key(run: str) -> str:
+    """Where a run's curves are."""
+    return f"{run}/progress.png"
+
+
+def draw_curves(files: RunStore, steps: History) -> bytes:
+    """Keep the curves of a run's steps as a PNG, and return it."""
+    numbers, metrics = zip(*steps, strict=True)
+    image = progress_png(list(numbers), list(metrics), title=files.run)
+    files.store.write(curves_key(files.run), image)
+    return image
+
+
+def draw_timeline(files: RunStore) -> bytes:
+    """Keep a picture of which engine did what and when over the last steps, and return it."""
+    image = timeline_png(work_of(itertools.islice(history(files), TIMELINE_STEPS)), files.run)
+    files.store.write(f"{files.run}/timeline.png", image)
+    return image
+
+
+def work_of(commits: Iterable[Commit]) -> list[TimelineCall]:
+    """What the engines did for some steps, by the attempts that their commits keep."""
+    return [
+        TimelineCall(
+            engine=str(attempt["worker"] or TRAINERS),
+            stage=str(attempt["stage"]),
+            step=commit.step,
+            start=float(str(attempt["started"])),
+            seconds=float(str(attempt["seconds"])),
+        )
+        for commit in commits
+        for attempt in commit.attempts
+    ]

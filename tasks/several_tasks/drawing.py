@@ -11,9 +11,9 @@ from storage.prompts.cursor import Cursor, TasksCursor
 from storage.prompts.tasks import TaskRows, draw_tasks, shared_out
 from storage.runs.commit_log import read_outline
 from storage.runs.run_store import committer
+from tasks.run.clock import KnownRows
+from tasks.run.contract import RunView
 from tasks.run.features import NextRows
-from tasks.run.known_rows import KnownRows
-from tasks.run.run_view import RunView
 
 PARTS = 1000  # in which shares are counted that are measured, so that what is owed stays short
 

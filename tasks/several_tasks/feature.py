@@ -5,8 +5,8 @@ from __future__ import annotations
 from storage.batches.refs import BatchRef
 from storage.prompts.cursor import TasksCursor
 from tasks.results import Prompts
+from tasks.run.contract import StepView
 from tasks.run.features import Feature, ToCommit
-from tasks.run.stage_view import StepView
 from tasks.several_tasks.drawing import RowsOfTasks
 
 

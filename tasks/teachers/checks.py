@@ -17,9 +17,9 @@ from storage.objects.documents import Row
 from storage.objects.store import Store
 from storage.prompts.datasets import open_source
 from storage.prompts.source import PromptSource
-from tasks.run.findings import Finding
-from tasks.run.roles.training import FrozenModel
-from tasks.run.vllm_checks import check_vllm, check_vllm_on_cpu
+from tasks.run.features import Finding
+from tasks.run.preflight import check_vllm, check_vllm_on_cpu
+from tasks.run.roles import FrozenModel
 from tasks.teachers.models import address_of, distillation, resolved
 
 ROWS = 1024  # of the data that are read at once

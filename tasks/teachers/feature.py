@@ -11,8 +11,8 @@ from engines.models.traced_shape import Shape
 from engines.rollout.memory_plan import engine_bytes
 from tasks.memory.holders import Holder, Ranks, Vllm, WorkerEngine, sizes_of
 from tasks.results import Metrics
+from tasks.run.contract import ByRole
 from tasks.run.features import Feature, OwnVllm
-from tasks.run.roles.role import ByRole
 from tasks.teachers.checks import check_teachers
 from tasks.teachers.models import distillation, keep_versions, pinned
 from tasks.teachers.off_policy import given_answers

@@ -14,9 +14,9 @@ from storage.objects.store import Store
 from storage.runs.forks import NoSuchOrigin, begin_at
 from storage.runs.retention import pin_version
 from storage.runs.run_store import Origin, RunStore
-from tasks.run.continue_from import place_of
-from tasks.run.forking import parent_config
-from tasks.run.roles.training import FrozenModel
+from tasks.run.beginning import place_of
+from tasks.run.roles import FrozenModel
+from tasks.run.run_record import parent_config
 
 
 def distillation(config: GRPOConfig) -> DistillConfig:

@@ -9,10 +9,10 @@ from engines.data.contract import Scorer
 from engines.rollout.contract import RolloutResult, ShardStats
 from storage.objects.documents import key_of
 from tasks.results import Sampled
+from tasks.run.contract import StageView
 from tasks.run.features import PromptShard
-from tasks.run.roles.scoring import SCORER
+from tasks.run.roles import SCORER
 from tasks.run.stage import Stage
-from tasks.run.stage_view import StageView
 from tasks.sampling import sampled
 from tasks.teachers.models import distillation
 

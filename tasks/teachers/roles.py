@@ -14,13 +14,12 @@ from engines.teachers.pool import SPARE_WORDS, TeacherPool, VllmTeacherSpec
 from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster
 from storage.runs.run_store import RunStore
-from tasks.run.roles.role import ByRole, EngineRole, PoolVariables, StartingEngines
-from tasks.run.roles.sampling import rollout_spec
-from tasks.run.roles.training import ACTOR, FrozenModel, check_computed, trainer_of
+from tasks.run.contract import ByRole, EngineRole, PoolVariables, StartingEngines
+from tasks.run.roles import ACTOR, FrozenModel, check_computed, rollout_spec, trainer_of
 from tasks.teachers.models import address_of, distillation, resolved
 
 if TYPE_CHECKING:
-    from tasks.run.run_view import RunView
+    from tasks.run.contract import RunView
 
 OwnTeachers: TypeAlias = Mapping[str, Trainer | TeacherPool]  # by name
 Services: TypeAlias = Mapping[str, TeacherClient]  # by name

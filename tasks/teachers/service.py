@@ -25,9 +25,9 @@ from storage.objects.errors import StoreError
 from storage.objects.store import Store
 from storage.runs.retention import YOUNG, pin_version
 from storage.runs.run_store import Origin, RunStore
-from tasks.launch.service_keys import check_key
-from tasks.run.forking import parent_config
-from tasks.run.roles.specs import MODELS
+from tasks.launch.server_process import check_key
+from tasks.run.roles import MODELS
+from tasks.run.run_record import parent_config
 from tasks.teachers.models import origin_of_version
 
 if TYPE_CHECKING:

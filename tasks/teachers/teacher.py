@@ -18,9 +18,8 @@ from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.documents import key_of
 from tasks.results import WholeShards, samples_of_shards
-from tasks.run.retries import OPTIONS
 from tasks.run.run import Run
-from tasks.run.stage import Stage
+from tasks.run.stage import OPTIONS, Stage
 from tasks.teachers.checks import teacher_of
 from tasks.teachers.models import distillation
 from tasks.teachers.roles import teacher_of_name

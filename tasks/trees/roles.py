@@ -10,11 +10,11 @@ from engines.workers.cluster import Cluster
 from engines.workers.engine import EngineSpec
 from engines.workers.pool import EnginePool
 from storage.objects.store import Store
-from tasks.run.roles.role import EngineRole, pool_of
-from tasks.run.roles.specs import common
+from tasks.run.contract import EngineRole, pool_of
+from tasks.run.roles import common
 
 if TYPE_CHECKING:
-    from tasks.run.run_view import Caller
+    from tasks.run.contract import Caller
 
 
 def tree_spec(config: GRPOConfig, store: Store) -> TreeSpec:

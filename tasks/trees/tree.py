@@ -26,10 +26,9 @@ from tasks.episodes import together
 from tasks.results import Prompts, Sampled, WholeShards
 from tasks.rollout import shards_of
 from tasks.run.events import ShardSampled
-from tasks.run.retries import OPTIONS
 from tasks.run.run import Run
 from tasks.run.shard_driver import ShardRange
-from tasks.run.stage import Stage
+from tasks.run.stage import OPTIONS, Stage
 from tasks.sampling import SamplingStage, sample_or_leave
 from tasks.sampling import sampled as sampled_of
 from tasks.trees.roles import TREES

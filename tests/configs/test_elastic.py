@@ -7,9 +7,9 @@ import pytest
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from configs.recipe import load_recipe
-from tasks.run.findings import PreflightError
+from tasks.run.features import PreflightError
+from tasks.run.opening import may_change
 from tasks.run.preflight import check_lengths
-from tasks.run.resuming import may_change
 from tests.tasks.memory.settings import plan
 
 ELASTIC = "train.engine=elastic"

@@ -42,7 +42,7 @@ def test_the_named_recipes_are_there() -> None:
         (["train.sequence_parallel=2"], "Set train.sequence_parallel to a divisor of 1"),
         (["rollout.shards=5"], "Set rollout.shards to at most 4"),
         (["rollout.engine=vlm"], "rollout.engine = 'vlm': input should be 'vllm' or 'transformers'"),
-        (["data.source.kind=foo"], "data.source.kind = foo: it must be file, hub, reasoning_gym, function or tasks"),
+        (["data.source.kind=foo"], "data.source.kind = foo: it must be file, hub, reasoning_gym, function, coding or tasks"),
         (["model.path=x", "model.kind=random"], "model.path: model.kind = random has no such setting. Set model.kind to pretrained"),
         (["model.kind=pretrained"], "model.path: a value is needed"),
         (["cluster.roles.actor=gpu"], "cluster.roles.actor = gpu is no pool"),

@@ -16,7 +16,7 @@ from configs.episodes import AgentEnvironment, EpisodesConfig
 from configs.model import PretrainedModel, RandomModel
 from engines.data.environment_engine import EnvironmentEngine, EnvironmentSpec
 from engines.environments.sessions import Environments
-from engines.models.making import draw
+from engines.models.checkpoints import draw
 from storage.batches.columns import Author
 from tests.engines.data.test_environment_engine import Play
 from tests.engines.environments.playing import begin, call

@@ -18,8 +18,7 @@ from configs.cluster import ClusterConfig, PoolConfig
 from engines.clusters.opening import open_cluster
 from engines.failures import NoWorkers, WorkerLost
 from engines.workers import calls
-from engines.workers.cluster import Cluster
-from engines.workers.outages import Wait
+from engines.workers.cluster import Cluster, Wait
 from tests.engines.conftest import one_pool_roles
 from tests.engines.workers.dummies import dummy, request
 from tests.ports import free_port

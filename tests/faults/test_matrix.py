@@ -88,7 +88,7 @@ RANK_0 = {
 FLOW = {
     "start": Fault(
         id="start",
-        target="engines.processes.node_process:NodeProcess.__init__",
+        target="engines.processes.node:NodeProcess.__init__",
         when="after",
         action="kill",
     ),

@@ -11,7 +11,7 @@ from uuid import UUID
 from prefect.client.orchestration import get_client
 from prefect.flow_engine import run_flow
 
-from tasks.run.recorded_flow import load_flow
+from tasks.run.run_record import load_flow
 
 
 def main() -> None:

@@ -37,8 +37,8 @@ from storage.runs.run_store import RUN_FORMAT, RunStore, origin_of
 from tasks.commands import inspect as commands_inspect
 from tasks.commands.command import Request
 from tasks.reporting.artifacts import key
-from tasks.run.forking import origin_of_fork
-from tasks.run.recorded_flow import settings_of
+from tasks.run.beginning import origin_of_fork
+from tasks.run.run_record import settings_of
 from tests.flows.conftest import ROOT, settings_for
 
 pytestmark = pytest.mark.cluster

@@ -20,7 +20,7 @@ from storage.runs.commit_log import head, read_commit
 from storage.runs.run_store import DATA_SUFFIX, RunStore
 from storage.tracking.metric_meanings import meaning_of
 from tasks.reporting.artifacts import key, lineage
-from tasks.run.recorded_flow import settings_of
+from tasks.run.run_record import settings_of
 from tests.faults.planted import Faults
 from tests.flows.conftest import AFTER_STEP_3, Launch, Launched, starting
 from tests.traced import attempts_of

@@ -88,7 +88,7 @@ def test_a_guard_takes_the_run_back_and_it_ends_by_itself(launch: Launch) -> Non
 
 INSTRUCTIONS = {
     "decided": Fault(id="x", target="tasks.run.run:Run.advance", action="kill", nth=4),
-    "given up": Fault(id="x", target="tasks.guards.rollback:went_back", action="kill"),
+    "given up": Fault(id="x", target="tasks.guards.acting:went_back", action="kill"),
     "pages": Fault(id="x", target="tasks.run.life_cycle:last_pages", action="kill", when="after"),
     "taken over": Fault(id="x", target="tasks.run.opening:begin", action="kill", nth=2),
     "pinned": Fault(id="x", target="storage.runs.forks:pin", action="kill"),

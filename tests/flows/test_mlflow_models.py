@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from configs.environment import installed
 from configs.storage import TrackingConfig
 from storage.runs.commit_log import read_commit
 from storage.runs.run_store import RunStore
 from storage.tracking.tracker import TrackedData, TrackedRun
 from tasks.reporting.mlflow_page import record_of
 from tasks.reporting.registered_files import Page
-from tasks.run.packages import installed
 from tests.flows.conftest import ROOT, starting
 from tests.mlflow_servers import mlflow_server, with_refrain, without_refrain
 

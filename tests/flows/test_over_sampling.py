@@ -84,9 +84,7 @@ KILLED = {
     "sampling": Fault(
         id="kill", target="engines.rollout.rollout_pool:RolloutPool.generate", action="kill", nth=15
     ),
-    "queued": Fault(
-        id="kill", target="engines.workers.slot_queue:SlotQueue.take", action="kill", nth=16
-    ),
+    "queued": Fault(id="kill", target="engines.workers.pool:SlotQueue.take", action="kill", nth=16),
     "carried": Fault(id="kill", target="tasks.over_sampling.groups:settled", action="kill", nth=3),
     "scored": Fault(id="kill", target="tasks.reward:scored", action="kill", nth=11),
     "training": Fault(

@@ -16,7 +16,7 @@ from configs.overrides import ConfigError
 from storage.objects.store import Store
 from storage.runs.commit_log import head, read_commit
 from storage.runs.run_store import RunStore
-from tasks.run.recorded_flow import load_flow, path_of, settings_class
+from tasks.run.run_record import load_flow, path_of, settings_class
 from tests.faults.planted import Faults
 from tests.flows.conftest import AFTER_STEP_3, ROOT, Launch
 from tests.flows.test_grpo import digests
@@ -117,7 +117,7 @@ def test_the_program_that_runs_is_named_as_others_import_it(tmp_path: Path) -> N
     shutil.copy(OWN, tmp_path / "lab/my_flows.py")
     text = (tmp_path / "lab/my_flows.py").read_text()
     probe = (
-        "    from tasks.run.recorded_flow import load_flow, path_of\n"
+        "    from tasks.run.run_record import load_flow, path_of\n"
         "    path = path_of(my_flow)\n"
         "    print(path, load_flow(path) is my_flow)\n"
     )

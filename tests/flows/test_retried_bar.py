@@ -7,7 +7,7 @@ from prefect import flow, task
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from engines.failures import WorkerLost
-from tasks.run.retries import OPTIONS
+from tasks.run.stage import OPTIONS
 from tests.flows.conftest import settings_for
 
 

@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from tasks.run.packages import installed
+from configs.environment import installed
 from tests.engines.conftest import left_after
 from tests.flows.conftest import ROOT, Launched
 from tests.infra.test_caddyfile import NAME, caddy

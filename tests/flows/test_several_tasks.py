@@ -21,7 +21,7 @@ from storage.prompts.datasets import first_place, open_source
 from storage.prompts.tasks import shared_out
 from storage.runs.commit_log import Commit
 from storage.runs.run_store import RunStore
-from tasks.run.recorded_flow import settings_of
+from tasks.run.run_record import settings_of
 from tasks.several_tasks.drawing import weights
 from tests.faults.ledger import committed
 from tests.faults.planted import Fault

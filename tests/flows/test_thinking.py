@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from configs.model import RandomModel
-from engines.models.making import character_tokenizer, draw
+from engines.models.checkpoints import character_tokenizer, draw
 from storage.audit.audit import audit
 from storage.audit.samples import tokenizer_of
 from storage.batches.columns import Author

@@ -79,7 +79,7 @@ def test_every_metric_of_the_commit_that_is_asked_for_is_made_somewhere() -> Non
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 def test_vllms_metrics_that_are_asked_for_are_vllms() -> None:
-    from tasks.reporting.machinery_metrics import VLLM_HISTOGRAMS
+    from tasks.reporting.prometheus import VLLM_HISTOGRAMS
 
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.origin is not None

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.algorithms.aggregation import Normaliser
-from engines.algorithms.jagged import Rows
+from engines.algorithms.aggregation import Normaliser, Rows
 from tests.parity.vectors import Case
 
 Answer = Mapping[str, Any]  # output name -> tensor, number, list, or metrics by name

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from configs.algorithm.corrections import BandCorrection, RejectCorrection, TruncateCorrection
-from engines.algorithms.jagged import Rows
-from engines.algorithms.rollout_correction import CORRECTIONS, Mismatch, correct
-from engines.algorithms.rollout_correction_metrics import correction_metrics
+from engines.algorithms.aggregation import Rows
+from engines.algorithms.rollout_correction import CORRECTIONS, Mismatch, correct, correction_metrics
 from tests.parity.answers import Adapter, Answer, shaped
 from tests.parity.vectors import Case
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engines.algorithms.aggregation import aggregate, masked_mean
-from engines.algorithms.groups import moments, whitened
-from engines.algorithms.jagged import Rows, cumulative_sums
+from engines.algorithms.aggregation import Rows, aggregate, cumulative_sums, masked_mean
+from engines.algorithms.group_advantages import moments, whitened
 from engines.train.logprobs import TokenStatistics, token_statistics
 from tests.parity.answers import Adapter, Answer, leaf, mode_of, normaliser, shaped
 from tests.parity.vectors import Case

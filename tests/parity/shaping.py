@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from configs.algorithm.corrections import OverlongPenalty
-from engines.algorithms.jagged import Rows
+from engines.algorithms.aggregation import Rows
 from engines.algorithms.reward_shaping import overlong_penalty, repetition_penalty
 from engines.algorithms.sample_selection import informative_groups
 from tests.parity.answers import Adapter, Answer

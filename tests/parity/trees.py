@@ -9,8 +9,8 @@ import torch
 from configs.algorithm.advantages import TreeAdvantage, TreeSegmentAdvantage, TreeSiblingAdvantage
 from configs.base import Method
 from engines.algorithms.advantages import ADVANTAGES
+from engines.algorithms.aggregation import Rows
 from engines.algorithms.inputs import AdvantageBatch, Paths
-from engines.algorithms.jagged import Rows
 from tests.parity.answers import Adapter, Answer, group_numbers
 from tests.parity.vectors import Case
 

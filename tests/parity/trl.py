@@ -10,14 +10,12 @@ from torch import Tensor
 
 from configs.algorithm import advantages as settings
 from engines.algorithms.advantages import ADVANTAGES
-from engines.algorithms.aggregation import Normaliser, aggregate
+from engines.algorithms.aggregation import Normaliser, Rows, aggregate
 from engines.algorithms.inputs import AdvantageBatch, PolicyBatch, TokenLoss
-from engines.algorithms.jagged import Rows
 from engines.algorithms.kl import KL_ESTIMATORS
+from engines.algorithms.losses import cispo, clipped, luspo, sapo, vespo
 from engines.algorithms.objective import high_entropy
 from engines.algorithms.rollout_correction import CORRECTIONS, Mismatch, off_policy_sequence
-from engines.algorithms.sequence_losses import luspo, vespo
-from engines.algorithms.token_losses import cispo, clipped, sapo
 from engines.data.sample_metrics import Measured, sample_metrics
 from tests.parity.answers import Adapter, Answer, leaf, shaped
 from tests.parity.vectors import Case

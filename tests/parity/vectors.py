@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.algorithms.jagged import Rows
+from engines.algorithms.aggregation import Rows
 from tests.parity import distillation, embodied
 
 Json = Any  # a value read from JSON

@@ -13,7 +13,7 @@ from configs.recipe import load_recipe
 from configs.recipe_files import FOLDER, remarks
 from engines.workers import placement
 from flows.recipe import settings_of
-from tasks.memory import places
+from tasks.memory import holders
 from tasks.run.preflight import check
 from tests.recipes.stand_ins import empty_model, flow, of_hub, recipe, rows
 
@@ -39,7 +39,7 @@ def test_it_fits_the_hardware_that_it_names(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
     node = replace(placement.this_node(), cores=8 * gpus)
     monkeypatch.setattr(placement, "this_node", lambda: node)
-    monkeypatch.setattr(places, "host_memory", lambda: (HOST[gpus] * GIB, "as stated"))
+    monkeypatch.setattr(holders, "host_memory", lambda: (HOST[gpus] * GIB, "as stated"))
     words = [f"store.uri={tmp_path}/store", *rows(name, tmp_path)]
     words.append(f"model.path={empty_model(settings['model']['path'], tmp_path)}")
     for teacher, one in settings.get("teachers", {}).items():

@@ -22,7 +22,7 @@ from storage.audit.audit import audit
 from storage.objects.store import Store
 from storage.runs.commit_log import head, history
 from storage.runs.run_store import RunStore
-from tasks.run.recorded_flow import settings_of
+from tasks.run.run_record import settings_of
 from tests.flows.conftest import Launch
 
 ARCHIVE = Path(__file__).parent / "f941b39.tar.xz"

@@ -24,7 +24,7 @@ from storage.runs.commit_log import Commit, Ledger
 from tasks.commit import ledger_after
 from tasks.dynamic_sampling import Rounds, is_over, round_size
 from tasks.reporting.artifacts import left_out, sampled_in_rounds
-from tasks.reporting.progress_tracker import ProgressTracker
+from tasks.reporting.progress import ProgressTracker
 from tasks.results import LeftOver, Prompts, TrainBatch
 from tasks.run.events import Listeners, RoundBegan, ShardSampled, StepBegan
 from tasks.run.shard_driver import ShardDriver

@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 
 from engines.failures import WorkerLost
-from engines.workers.device_time import DeviceTime
-from engines.workers.engine import Engine
-from engines.workers.messages import CallId
+from engines.workers.devices import DeviceTime
+from engines.workers.engine import CallId, Engine
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
-from tasks.parts import Part, discard, slices, spread
-from tasks.run.attempt_log import AttemptLog
+from tasks.run.attempts import AttemptLog
+from tasks.run.stage import Part, discard, slices, spread
 
 
 class Squares(Engine):

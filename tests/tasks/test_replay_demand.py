@@ -9,7 +9,7 @@ import pytest
 from pydantic import JsonValue
 
 from engines.train.spec import MadeOn, TensorDifference, WeightsComparison
-from tasks.commands.replay_demand import ReplayDemand, demand_of, share_of_way
+from tasks.commands.replay import ReplayDemand, demand_of, share_of_way
 
 CPU = MadeOn(device="CPU (AVX2)", torch="2.13.0+cpu", fixed=True)
 GPU = MadeOn(device="NVIDIA H100 80GB HBM3", torch="2.13.0+cu130", fixed=True)

@@ -14,8 +14,8 @@ from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
+from tasks.advantage import causes_of
 from tasks.results import FailureCause, Scored
-from tasks.scoring_causes import causes_of
 
 GUESSING = str(Path(__file__).parents[2] / "examples" / "guessing.yaml")
 FAILED, DONE = int(SampleStatus.FAILED), int(SampleStatus.OK)

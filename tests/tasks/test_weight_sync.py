@@ -14,8 +14,7 @@ from engines.failures import WeightMismatch, WorkerLost
 from engines.rollout.weight_probe import Probe
 from storage.runs.weights import WeightsRef
 from tasks import weight_sync
-from tasks.run.roles.sampling import ROLLOUT
-from tasks.run.roles.training import ACTOR
+from tasks.run.roles import ACTOR, ROLLOUT
 
 REF = WeightsRef(version=3, key="runs/r/weights/3", digest="d", nbytes=8)
 SLOW = 0.3  # seconds for which the store has it later

@@ -46,7 +46,7 @@ class OpenVLAConfig(PreTrainedConfig):
     towers: list[dict[str, Any]] | None = None  # sizes of both, where the backbone has no name here
     tie_word_embeddings: bool = False
 
-    def __post_init__(self, **rest: Any) -> None:
+    def __post_init__(self, **named: Any) -> None:
         if isinstance(self.text_config, dict):
             kind = self.text_config.get("model_type", "llama")
             if kind != "llama":
@@ -58,7 +58,7 @@ class OpenVLAConfig(PreTrainedConfig):
         elif self.text_config is None:
             self.text_config = LlamaConfig()
         towers_of(self.vision_backbone_id, self.towers)
-        super().__post_init__(**rest)
+        super().__post_init__(**named)
 
     @property
     def shapes(self) -> tuple[TowerShape, TowerShape]:
@@ -84,8 +84,8 @@ class Projector(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, patches, vision] to [B, patches, language]."""
         gelu = nn.functional.gelu
-        found: Tensor = self.fc3(gelu(self.fc2(gelu(self.fc1(x)))))
-        return found
+        projected: Tensor = self.fc3(gelu(self.fc2(gelu(self.fc1(x)))))
+        return projected
 
 
 class VisionBackbone(nn.Module):
@@ -102,8 +102,8 @@ class VisionBackbone(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         """[B, 6, image, image], normalised for each tower, to [B, patches, D1 + D2]."""
-        one, other = pixels.split(3, dim=1)
-        return torch.cat([self.featurizer(one), self.fused_featurizer(other)], dim=2)
+        first, second = pixels.split(3, dim=1)
+        return torch.cat([self.featurizer(first), self.fused_featurizer(second)], dim=2)
 
 
 class OpenVLA(PreTrainedModel):
@@ -119,7 +119,7 @@ class OpenVLA(PreTrainedModel):
         super().__init__(config)
         shapes, language = config.shapes, config.get_text_config()
         self.vision_backbone = VisionBackbone(shapes)
-        self.projector = Projector(sum(one.width for one in shapes), language.hidden_size)
+        self.projector = Projector(sum(shape.width for shape in shapes), language.hidden_size)
         self.language_model = LlamaForCausalLM(language)
         self.patches = shapes[0].patches  # of an image
         self._keys_to_ignore_on_load_unexpected = [
@@ -154,14 +154,14 @@ class OpenVLA(PreTrainedModel):
         """Images uint8 [F, H, W, 3] as embeddings [F patches, hidden]."""
         weight = self.projector.fc1.weight
         pixels = pixels_of(images, self.config.shapes[0].image).to(weight.dtype)
-        found: Tensor = self.projector(self.vision_backbone(pixels))
-        return found.flatten(0, 1)
+        features: Tensor = self.projector(self.vision_backbone(pixels))
+        return features.flatten(0, 1)
 
     def embedded(self, tokens: Tensor, seen: Tensor) -> Tensor:
         """Tokens int64 [T] as embeddings [T, hidden]; `seen`: what `see` made of the images."""
         words = self.get_input_embeddings()(tokens.clamp(min=0))
-        own = torch.arange(len(tokens), device=tokens.device)
-        places = torch.where(tokens < 0, len(tokens) - 1 - tokens, own)
+        places = torch.arange(len(tokens), device=tokens.device)
+        places = torch.where(tokens < 0, len(tokens) - 1 - tokens, places)
         return torch.cat([words, seen.to(words.dtype)]).index_select(0, places)
 
     def forward(
@@ -176,11 +176,11 @@ class OpenVLA(PreTrainedModel):
         """
         if seen is None:
             seen = self.projector.fc3.weight.new_zeros(0, self.config.get_text_config().hidden_size)
-        found: CausalLMOutputWithPast = self.language_model(
+        output: CausalLMOutputWithPast = self.language_model(
             inputs_embeds=self.embedded(input_ids[0], seen)[None], **rest
         )
         first, stop = self.config.action_tokens
-        plain: Any = found.logits
+        plain: Any = output.logits
         logits = torch.full_like(plain, -torch.inf)
         logits[..., first:stop] = plain[..., first:stop]
         return CausalLMOutputWithPast(logits=logits)  # type: ignore[arg-type]
@@ -223,7 +223,7 @@ def pixels_of(images: Tensor, size: int) -> Tensor:
         ).clamp(0.0, 1.0)
     parts = []
     for numbers in COLOURS:
-        mean, deviation = (planes.new_tensor(one).reshape(1, 3, 1, 1) for one in numbers)
+        mean, deviation = (planes.new_tensor(values).reshape(1, 3, 1, 1) for values in numbers)
         parts.append((planes - mean) / deviation)
     return torch.cat(parts, dim=1)
 

@@ -59,14 +59,14 @@ class VisionShape:
     @property
     def features(self) -> int:
         """Width of both towers, which stand side by side."""
-        return sum(one.width for one in self.towers)
+        return sum(tower.width for tower in self.towers)
 
     @property
     def parameters(self) -> int:
         """Weights of towers and projector."""
         wide, out = 4 * self.features, self.language
         projector = (self.features + 1) * wide + (wide + 1) * out + (out + 1) * out
-        return sum(one.parameters for one in self.towers) + projector
+        return sum(tower.parameters for tower in self.towers) + projector
 
 
 # Those that OpenVLA's checkpoints name (vision_backbone_id).
@@ -82,8 +82,8 @@ BACKBONES = {"dinosiglip-vit-so-224px": (DINOV2, SIGLIP)}
 def towers_of(backbone: str, towers: list[dict[str, Any]] | None) -> tuple[TowerShape, TowerShape]:
     """The two that config.json names, or gives the sizes of. ValueError where it does neither."""
     if towers is not None:
-        one, other = (TowerShape(**sizes) for sizes in towers)
-        return one, other
+        first, second = (TowerShape(**sizes) for sizes in towers)
+        return first, second
     if backbone not in BACKBONES:
         raise ValueError(
             f"vision_backbone_id = {backbone} is none of {', '.join(BACKBONES)}. Set model.path to a "
@@ -92,13 +92,13 @@ def towers_of(backbone: str, towers: list[dict[str, Any]] | None) -> tuple[Tower
     return BACKBONES[backbone]
 
 
-def vision_of(said: Mapping[str, Any]) -> VisionShape | None:
+def vision_of(config: Mapping[str, Any]) -> VisionShape | None:
     """By a model's config.json; None where it looks at no images. ValueError: see `towers_of`."""
-    if said.get("model_type") != "openvla":
+    if config.get("model_type") != "openvla":
         return None
-    backbone = said.get("vision_backbone_id", next(iter(BACKBONES)))
-    width = said.get("text_config", {}).get("hidden_size", 4096)  # as LlamaConfig has it
-    return VisionShape(towers=towers_of(backbone, said.get("towers")), language=width)
+    backbone = config.get("vision_backbone_id", next(iter(BACKBONES)))
+    width = config.get("text_config", {}).get("hidden_size", 4096)  # as LlamaConfig has it
+    return VisionShape(towers=towers_of(backbone, config.get("towers")), language=width)
 
 
 def tiny_towers(

@@ -54,8 +54,8 @@ class PatchEmbedding(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """[B, 3, image, image] to [B, patches, D]."""
-        found: Tensor = self.proj(images).flatten(2).transpose(1, 2)
-        return found
+        patches: Tensor = self.proj(images).flatten(2).transpose(1, 2)
+        return patches
 
 
 class Block(GradientCheckpointingLayer):
@@ -73,8 +73,8 @@ class Block(GradientCheckpointingLayer):
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] to the same."""
         x = x + self.ls1(self.attn(self.norm1(x)))
-        found: Tensor = x + self.ls2(self.mlp(self.norm2(x)))
-        return found
+        output: Tensor = x + self.ls2(self.mlp(self.norm2(x)))
+        return output
 
 
 class Attention(nn.Module):
@@ -92,8 +92,8 @@ class Attention(nn.Module):
         qkv = self.qkv(x).reshape(batch, tokens, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(query, key, value)
-        found: Tensor = self.proj(mixed.transpose(1, 2).reshape(batch, tokens, width))
-        return found
+        output: Tensor = self.proj(mixed.transpose(1, 2).reshape(batch, tokens, width))
+        return output
 
 
 class FeedForward(nn.Module):
@@ -106,8 +106,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] to the same."""
-        found: Tensor = self.fc2(nn.functional.gelu(self.fc1(x)))
-        return found
+        output: Tensor = self.fc2(nn.functional.gelu(self.fc1(x)))
+        return output
 
 
 class Scale(nn.Module):

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engines.algorithms.jagged import Rows
+from engines.algorithms.aggregation import Rows
 from engines.models.vla.openvla import turn
 from engines.train.batching.packed_batch import Ints, PackedBatch, pack, put
 from storage.batches.columns import Author

@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engines.algorithms.jagged import Rows
-from engines.models.longrope import LONG
+from engines.algorithms.aggregation import Rows
+from engines.models.attention import LONG
 from engines.models.routed_experts import RoutedExperts, as_ids, extended
 from engines.train.batching.forest_sequences import Sequences
 from engines.train.batching.tree_training import in_order

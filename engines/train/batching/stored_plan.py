@@ -15,8 +15,7 @@ import numpy as np
 
 from engines.train.batching.mfu import CostModel
 from engines.train.batching.packing import MiniBatch, plan_update, read_lengths
-from engines.workers.engine import Engine
-from engines.workers.store_spec import StoreSpec
+from engines.workers.engine import Engine, StoreSpec
 from storage.batches.refs import BatchRef
 from storage.batches.writing import Jagged, write_batch
 from storage.objects.store import Store

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from engines.failures import WeightMismatch
 from engines.models.adapters import stream_whole, whole_entries
-from engines.models.checkpoint_names import CheckpointNames
+from engines.models.tensor_files import CheckpointNames
 from engines.models.vla.openvla import VisionBackbone
 from engines.start_progress import report
 from engines.train.model.expert_parallel import find_experts, spread_experts

@@ -16,11 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engines.models.checkpoint_names import CheckpointNames, distinct_weights, match
 from engines.models.checkpoints import build_empty, load_for_training
 from engines.models.tensor_files import (
+    CheckpointNames,
     StackedTensor,
     StoredTensor,
+    distinct_weights,
+    match,
     part_equals,
     read_part,
     stored_tensors,

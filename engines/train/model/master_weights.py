@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from engines.train.model.fsdp import own_part
 from engines.train.optimizer_pieces import parts_of
-from engines.workers.pinned_memory import pin
+from engines.workers.device_memory import pin
 
 TIE = 1 << 15  # between two neighbours in bfloat16, in units of float32's last bit
 

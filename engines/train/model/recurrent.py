@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from engines.models.mixers import mixers
+from engines.models.attention import mixers
 from engines.train.model.attention import AttentionLayout, Bucket, collapse, expand
 
 LAYOUT = "packed_layout"  # the argument that the decoder hands to its layers

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from engines.models.longrope import rope_limit
-from engines.models.mixers import hands_on, mixers
+from engines.models.attention import hands_on, mixers, rope_limit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

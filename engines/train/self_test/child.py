@@ -13,8 +13,8 @@ from pathlib import Path
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PretrainedConfig
 
+from engines.models.attention import mixers
 from engines.models.checkpoints import UNPACKED, build_empty, quantisation
-from engines.models.mixers import mixers
 from engines.models.routers import number_of_experts
 from engines.train.model.expert_parallel import count_experts, find_experts
 from engines.train.model.lora import expert_weights, linear_layers

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from engines.models.making import quiet
+from engines.models.checkpoints import quiet
 
 LONGEST = 48  # tokens of the twin's longest sample
 WORDS = 256  # of its vocabulary

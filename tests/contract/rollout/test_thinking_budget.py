@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engines.models.making import character_tokenizer
+from engines.models.checkpoints import character_tokenizer
 from engines.rollout.contract import RolloutRequest, Sampling
 from engines.rollout.engine import RolloutEngine
 from engines.rollout.samples import NOTHING, Completion, PromptTokens

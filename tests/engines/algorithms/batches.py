@@ -8,8 +8,8 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from engines.algorithms.aggregation import Rows
 from engines.algorithms.inputs import AdvantageBatch, PolicyBatch
-from engines.algorithms.jagged import Rows
 
 TOKEN_FIELDS = (
     "mask",

@@ -11,9 +11,9 @@ from pydantic import TypeAdapter
 from configs.algorithm.advantages import Advantage
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.algorithms.advantages import ADVANTAGES
+from engines.algorithms.aggregation import Rows
 from engines.algorithms.from_config import advantages_of
 from engines.algorithms.inputs import AdvantageBatch
-from engines.algorithms.jagged import Rows
 from engines.algorithms.kl import KL_ESTIMATORS
 from tests.engines.algorithms.batches import (
     ADVANTAGE_ROW_FIELDS,

@@ -5,13 +5,11 @@ import math
 import pytest
 from torch import tensor
 
-from engines.algorithms.aggregation import MetricSums
-from engines.algorithms.group_advantages import dr_grpo
-from engines.algorithms.groups import Groups
+from engines.algorithms.aggregation import MetricSums, Rows
+from engines.algorithms.group_advantages import Groups, dr_grpo
 from engines.algorithms.inputs import AdvantageBatch, PolicyBatch
-from engines.algorithms.jagged import Rows
+from engines.algorithms.losses import gspo
 from engines.algorithms.rollout_correction import Mismatch
-from engines.algorithms.sequence_losses import gspo
 
 
 def test_rows():

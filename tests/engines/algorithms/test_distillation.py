@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engines.algorithms.aggregation import Rows
 from engines.algorithms.distillation import (
     BIN_DIVERGENCES,
     DistillationTerm,
@@ -15,7 +16,6 @@ from engines.algorithms.distillation import (
     with_tail,
 )
 from engines.algorithms.inputs import PolicyBatch
-from engines.algorithms.jagged import Rows
 
 
 def logits(words: int = 9) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,9 +9,8 @@ from pydantic import TypeAdapter
 from configs.algorithm.advantages import Advantage
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.algorithms.advantages import ADVANTAGES
-from engines.algorithms.aggregation import Normaliser
+from engines.algorithms.aggregation import Normaliser, Rows
 from engines.algorithms.from_config import objective_of
-from engines.algorithms.jagged import Rows
 from engines.algorithms.losses import POLICY_LOSSES
 from engines.train.logprobs import token_statistics
 from tests.engines.algorithms.batches import advantage_batch, policy_batch, vars_of

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from engines.algorithms.groups import moments, whitened
-from engines.algorithms.jagged import BLOCK, Rows, cumulative_sums, discounted_sums, divide
+from engines.algorithms.aggregation import BLOCK, Rows, cumulative_sums, discounted_sums, divide
+from engines.algorithms.group_advantages import moments, whitened
 from tests.engines.algorithms.batches import random_rows
 
 LENGTHS = torch.tensor([3, 0, 1, 4, 0])

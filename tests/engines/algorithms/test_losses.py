@@ -9,13 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.algorithm.algorithm import AlgorithmConfig
-from engines.algorithms.aggregation import Normaliser, aggregate
+from engines.algorithms.aggregation import Normaliser, Rows, aggregate
 from engines.algorithms.from_config import objective_of
 from engines.algorithms.inputs import PolicyBatch
-from engines.algorithms.jagged import Rows
-from engines.algorithms.losses import POLICY_LOSSES
+from engines.algorithms.losses import POLICY_LOSSES, select_m2po
 from engines.algorithms.objective import Objective
-from engines.algorithms.token_selection_losses import select_m2po
 from tests.engines.algorithms.batches import TOKEN_FIELDS, padded, policy_batch, rows_of, vars_of
 
 EXAMPLES = settings(max_examples=6, deadline=None, derandomize=True)

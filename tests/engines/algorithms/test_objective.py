@@ -11,9 +11,8 @@ from engines.algorithms.aggregation import MetricSums, Normaliser, aggregate, la
 from engines.algorithms.from_config import objective_of
 from engines.algorithms.inputs import TokenLoss
 from engines.algorithms.kl_controller import adapted_coefficient
-from engines.algorithms.losses import POLICY_LOSSES, PolicyLoss, value_loss
+from engines.algorithms.losses import POLICY_LOSSES, PolicyLoss, reinforce, value_loss
 from engines.algorithms.objective import Objective, high_entropy
-from engines.algorithms.token_losses import reinforce
 from tests.engines.algorithms.batches import policy_batch, vars_of
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from configs.algorithm.algorithm import AlgorithmConfig
-from engines.algorithms.aggregation import Normaliser, aggregate
+from engines.algorithms.aggregation import Normaliser, Rows, aggregate
 from engines.algorithms.from_config import (
     corrections_of,
     objective_of,
@@ -22,13 +22,13 @@ from engines.algorithms.from_config import (
     shaped_rewards,
 )
 from engines.algorithms.inputs import PolicyBatch
-from engines.algorithms.jagged import Rows
 from engines.algorithms.kl import KL_ESTIMATORS
 from engines.algorithms.losses import value_loss
 from engines.algorithms.objective import Objective
 from engines.algorithms.reward_shaping import repetition_penalty
-from engines.algorithms.rollout_correction import Mismatch, correct
-from engines.algorithms.rollout_correction_sums import (
+from engines.algorithms.rollout_correction import (
+    Mismatch,
+    correct,
     correction_sums,
     gap_sums,
     sample_sizes,

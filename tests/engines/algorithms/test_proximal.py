@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nan, tensor
 
 from configs.algorithm.algorithm import AlgorithmConfig
-from engines.algorithms.aggregation import Normaliser
+from engines.algorithms.aggregation import Normaliser, Rows
 from engines.algorithms.from_config import objective_of
 from engines.algorithms.inputs import PolicyBatch
-from engines.algorithms.jagged import Rows
 from engines.algorithms.losses import POLICY_LOSSES
 from engines.algorithms.objective import Objective, loglinear
-from engines.algorithms.rollout_correction_sums import sample_sizes
+from engines.algorithms.rollout_correction import sample_sizes
 from tests.engines.algorithms.batches import policy_batch
 
 CORRECTED = {"correction": [{"kind": "truncate", "upper": 1.5}]}

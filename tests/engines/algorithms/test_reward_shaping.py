@@ -5,9 +5,9 @@ import torch
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.algorithm.corrections import ShapingConfig
+from engines.algorithms.aggregation import Rows
 from engines.algorithms.from_config import selection_of, shaped_rewards
-from engines.algorithms.groups import Groups
-from engines.algorithms.jagged import Rows
+from engines.algorithms.group_advantages import Groups
 from engines.algorithms.reward_shaping import (
     length_penalty,
     overlong_penalty,

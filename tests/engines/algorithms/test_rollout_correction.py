@@ -5,20 +5,20 @@ import math
 import pytest
 import torch
 
-from engines.algorithms.jagged import Rows
+from engines.algorithms.aggregation import Rows
 from engines.algorithms.rollout_correction import (
     CORRECTIONS,
     Mismatch,
     band,
     correct,
+    correction_metrics,
     dppo,
+    effective_sample_size,
     off_policy_sequence,
     reject,
     truncate,
     veto,
 )
-from engines.algorithms.rollout_correction_metrics import correction_metrics
-from engines.algorithms.rollout_correction_sums import effective_sample_size
 
 LN2 = math.log(2)
 

@@ -154,7 +154,7 @@ def test_settings_import_no_torch():
 def test_a_users_path_is_checked_without_running_it():
     code = (
         "import sys; from configs.algorithm.algorithm import AlgorithmConfig as A;"
-        "A.model_validate({'loss': {'kind': 'function', 'path': 'engines.algorithms.token_losses:sapo'}});"
+        "A.model_validate({'loss': {'kind': 'function', 'path': 'engines.algorithms.losses:sapo'}});"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -20,8 +20,8 @@ from configs.algorithm.advantages import (
 )
 from configs.base import Method
 from engines.algorithms.advantages import ADVANTAGES
+from engines.algorithms.aggregation import Rows
 from engines.algorithms.inputs import AdvantageBatch, Advantages, Paths
-from engines.algorithms.jagged import Rows
 from tests.engines.algorithms.batches import advantage_batch
 
 EXAMPLES = settings(max_examples=30, deadline=None, derandomize=True)

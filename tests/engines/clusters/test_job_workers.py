@@ -14,9 +14,9 @@ import pytest
 
 from configs.cluster import ClusterConfig, PoolConfig
 from engines.clusters import slurm as slurm_cluster
-from engines.clusters.job_scripts import job_scripts
 from engines.clusters.job_workers import shares
 from engines.clusters.opening import open_cluster
+from engines.clusters.slurm import job_scripts
 from tests.engines.clusters.test_slurm import call, until
 from tests.engines.conftest import one_pool_roles
 from tests.slurm import Slurm
@@ -64,8 +64,8 @@ def nanny(log_folder: Path, name: str) -> psutil.Process:
 
 
 def test_a_job_asks_for_what_all_its_workers_need(tmp_path: Path) -> None:
-    wanted = slurm_cluster.wanted_scripts(config(tmp_path, "run"), "run", {}, "tls://h:1", None)
-    lines = job_scripts(wanted)["pair"].splitlines()
+    scripts = job_scripts(config(tmp_path, "run"), "run", {}, "tls://h:1", None)
+    lines = scripts["pair"].splitlines()
     for line in ("#SBATCH -n 1", "#SBATCH --cpus-per-task=4", "#SBATCH --mem=3G"):
         assert line in lines
     assert "#SBATCH --gres=gpu:2" in lines

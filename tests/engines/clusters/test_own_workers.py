@@ -21,11 +21,11 @@ from configs.cluster import ClusterConfig, PoolConfig
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from configs.recipe import load_recipe
-from engines.clusters import own_workers
+from engines.clusters import job_workers, own_workers
 from engines.clusters.job_workers import JobWorker
 from engines.clusters.opening import open_cluster
 from engines.clusters.own_workers import check_fits, keep
-from engines.processes.certificates import Certificates
+from engines.processes.dask_settings import Certificates
 from engines.workers import calls
 from engines.workers.cluster import Cluster
 from engines.workers.placement import NodeResources
@@ -176,7 +176,7 @@ def test_a_worker_that_ends_at_once_is_started_later_each_time_and_waits_for_the
 ) -> None:
     for name, value in (("LOOK_EVERY", 0.01), ("ASK_EVERY", 0.05), ("FIRST_WAIT", 0.01)):
         monkeypatch.setattr(own_workers, name, value)
-    monkeypatch.setattr(own_workers, "kill_orphans", lambda known: None)  # those of other tests
+    monkeypatch.setattr(job_workers, "kill_orphans", lambda alive: None)  # those of other tests
     port = free_port()
     workers: Sequence[JobWorker] = [QuickWorker("p-0", [], {}, tmp_path / "p-0.log")]
     told: list[int] = []

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from configs.cluster import KubernetesConfig, KubernetesPool, NetworkDestination
-from engines.clusters.pods import both, merge_patch, metadata, pod_spec
+from engines.clusters.pods import joined, merge_patch, metadata, pod_spec
 
 SPEC: dict[str, Any] = {
     "containers": [
@@ -104,7 +104,7 @@ def test_a_pools_settings_are_added_to_those_of_all_pods() -> None:
         host_network=True,
     )
     own = KubernetesPool(annotations={"b": "own"}, tolerations=[{"key": "own"}], grace_seconds=900)
-    pods = both(common, own)
+    pods = joined(common, own)
     assert metadata(pods) == {"annotations": {"a": "all", "b": "own"}}
     spec = pod_spec(pods, {"name": "worker", "image": "i"})
     assert spec["tolerations"] == [{"key": "all"}, {"key": "own"}]

@@ -14,10 +14,10 @@ import pytest
 
 from configs.cluster import ClusterConfig, PoolConfig
 from engines.clusters import slurm as slurm_cluster
-from engines.clusters.job_scripts import Wanted, job_scripts
 from engines.clusters.opening import open_cluster
+from engines.clusters.slurm import job_scripts
 from engines.clusters.slurm_jobs import seconds
-from engines.processes.certificates import certificates_for
+from engines.processes.dask_settings import certificates_for
 from engines.processes.process_setup import C_LIBRARIES
 from engines.workers import calls
 from engines.workers.cluster import Cluster
@@ -75,17 +75,7 @@ def test_a_pools_script_asks_for_its_resources(tmp_path: Path) -> None:
     assert files is not None
     files = files.as_files(tmp_path / "tls")
     assert (tmp_path / "tls/key.pem").stat().st_mode & 0o777 == 0o600
-    scripts = job_scripts(
-        Wanted(
-            config=wanted,
-            environment={"solo": {"A": "it's"}, "pair": {}},
-            scheduler="tls://h:1",
-            certificates=files,
-            job_names={"solo": "run-solo", "pair": "run-pair"},
-            python_path="/a:/b",
-            logs="/logs",
-        )
-    )
+    scripts = job_scripts(wanted, "run", {"solo": {"A": "it's"}}, "tls://h:1", files)
     text = scripts["solo"]
     lines = text.splitlines()
     for line in (
@@ -122,8 +112,8 @@ def test_a_pools_script_asks_for_its_resources(tmp_path: Path) -> None:
 
 def test_a_script_is_this_to_the_letter(tmp_path: Path) -> None:
     wanted = config(tmp_path, python="/opt/python", account="team", time_limit=61)
-    request = slurm_cluster.wanted_scripts(wanted, "run", {"solo": {"A": "1 2"}}, "tcp://h:1", None)
-    assert job_scripts(request)["solo"].splitlines() == [
+    scripts = job_scripts(wanted, "run", {"solo": {"A": "1 2"}}, "tcp://h:1", None)
+    assert scripts["solo"].splitlines() == [
         "#!/usr/bin/env bash",
         "",
         "#SBATCH -J run-solo",

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from engines.models.making import character_tokenizer
+from engines.models.checkpoints import character_tokenizer
 
 SPECIAL = (
     "<|im_start|>",

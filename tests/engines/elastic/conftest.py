@@ -11,7 +11,7 @@ import pytest
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.elastic.aggregator import Aggregator
-from engines.elastic.spec import Offered, UnitDone
+from engines.elastic.contract import Offered, UnitDone
 from engines.elastic.worker import GradientEngine
 from engines.train.spec import TrainSpec, UpdateResult
 from storage.batches.refs import BatchRef

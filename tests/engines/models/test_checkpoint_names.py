@@ -24,9 +24,8 @@ from configs.algorithm.algorithm import AlgorithmConfig
 from configs.model import PretrainedModel
 from engines.failures import WeightMismatch
 from engines.models.adapters import stream_whole
-from engines.models.checkpoint_names import checkpoint_names
 from engines.models.checkpoints import build_untied, load_for_training, tensor_shapes
-from engines.models.tensor_files import stored_tensors
+from engines.models.tensor_files import checkpoint_names, stored_tensors
 from engines.rollout.weight_reader import check_manifest
 from engines.train.fsdp_engine import FSDPEngine
 from storage.objects.errors import ObjectDamaged
@@ -34,7 +33,8 @@ from storage.objects.store import Store
 from storage.runs.run_store import Origin, RunStore
 from storage.runs.weights import FILE_NAMES, WeightsRef, open_manifest, stream
 from storage.runs.weights_writing import copy_whole
-from tasks.run.version_names import FIELD, names_to_begin_with, version_names
+from tasks.run.run_record import VERSION_NAMES as FIELD
+from tasks.run.run_record import names_to_begin_with, version_names
 from tests.engines.train.train_ranks import samples, spec, stored, update_of
 
 SIZES = {

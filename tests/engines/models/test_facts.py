@@ -12,9 +12,9 @@ from transformers import AutoConfig
 
 from benchmarks.families import FAMILIES, HEADS, make
 from configs.model import PretrainedModel
+from engines.models.attention import mixers
 from engines.models.checkpoints import build_empty
 from engines.models.facts import LIKE_LLAMA, UNSAID, ModelFacts, model_facts
-from engines.models.mixers import mixers
 from engines.train.model.row_needs import row_needs
 
 # What published files of these say, and no more: the rest are defaults of transformers' class.

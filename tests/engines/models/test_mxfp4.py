@@ -14,8 +14,8 @@ from torch import Tensor
 from benchmarks.families import FAMILIES
 from configs.model import PretrainedModel
 from engines.models import checkpoints
+from engines.models.checkpoints import character_tokenizer
 from engines.models.facts import model_facts
-from engines.models.making import character_tokenizer
 from engines.train.self_test.child import verdict
 from engines.train.self_test.twin import build
 

@@ -10,9 +10,8 @@ from threading import Timer
 import psutil
 import pytest
 
-from engines.processes.child_messages import Packed, by_name, packed, unpacked
 from engines.processes.child_process import CallTimedOut, ChildProcess, ProcessDied, Program
-from engines.processes.user_code import begin
+from engines.processes.user_code import Packed, begin, by_name, packed, unpacked
 
 
 @dataclass(frozen=True)

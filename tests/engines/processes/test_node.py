@@ -11,8 +11,7 @@ import pytest
 
 from configs.cluster import ClusterConfig, PoolConfig
 from engines.clusters.opening import open_cluster
-from engines.processes.node import WORKER_IMAGE, NodePlan, WorkerPlan
-from engines.processes.node_process import NodeProcess
+from engines.processes.node import WORKER_IMAGE, NodePlan, NodeProcess, WorkerPlan
 from engines.workers import calls
 from tests.engines.conftest import one_pool_roles
 from tests.engines.workers.dummies import request

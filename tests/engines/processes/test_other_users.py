@@ -11,7 +11,7 @@ import pytest
 
 from configs.grpo import GRPOConfig
 from configs.recipe import load_recipe
-from engines.processes.other_users import other_people
+from engines.processes.process_tree import other_people
 from tasks.run import preflight
 
 

@@ -21,8 +21,8 @@ from engines.reward_models.contract import RewardModelSpec
 from engines.reward_models.local_judge import JudgingEngine, LocalJudge
 from engines.reward_models.model import check_local_judge
 from engines.rewards.checks import check_rewards
-from engines.rewards.failing_samples import LoggedMetric
 from engines.rewards.protocol import Unscored
+from engines.rewards.runner import LoggedMetric
 from engines.rollout.contract import EngineDead, RolloutRequest, RolloutResult, ShardStats
 from storage.batches.columns import UNFINISHED
 from storage.batches.writing import write_batch

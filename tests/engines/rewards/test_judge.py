@@ -13,9 +13,7 @@ from configs.data import DataConfig, FileSource
 from configs.rewards import SCORE_LINE, JudgeReward, RewardsConfig
 from engines.rewards.checks import check_rewards
 from engines.rewards.child import Logged
-from engines.rewards.judge import JudgeScorer, judge_scorer
-from engines.rewards.judge_answers import JudgeAnswers
-from engines.rewards.judge_endpoint import Pace, retry_after
+from engines.rewards.judge import JudgeAnswers, JudgeScorer, Pace, judge_scorer, retry_after
 from engines.rewards.judge_rubric import Rubric, as_text, read_rubric, score_of
 from engines.rewards.protocol import RewardCall, Unscored
 from engines.rewards.runner import RewardRunner

@@ -8,8 +8,7 @@ import numpy as np
 
 from configs.data import DataConfig
 from configs.rewards import RewardsConfig
-from engines.rewards.failing_samples import Column
-from engines.rewards.runner import RewardRunner
+from engines.rewards.runner import Column, RewardRunner
 
 CODE = '''
 def strict(completions, answer, log_extra, **columns):

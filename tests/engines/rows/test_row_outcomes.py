@@ -10,7 +10,7 @@ from configs.data import QuarantineConfig
 from engines.rows.contract import RowHistoryRequest
 from engines.rows.row_history_engine import RowHistoryEngine
 from engines.rows.row_outcomes import row_outcomes
-from engines.workers.store_spec import StoreSpec
+from engines.workers.engine import StoreSpec
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch

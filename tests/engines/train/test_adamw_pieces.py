@@ -18,8 +18,8 @@ from engines.train.adamw import MOMENTS, FetchingAdamW, make_adamw
 from engines.train.model.fsdp import own_part, shard
 from engines.train.model.master_weights import MasterWeights
 from engines.train.model.rendezvous import meet
-from engines.workers import pinned_memory
-from engines.workers.pinned_memory import pin
+from engines.workers import device_memory
+from engines.workers.device_memory import pin
 
 SHAPES = [(300, 70), (7,), (1,), (0, 5), (2048,), (33, 3, 5)]
 STEPS = 4
@@ -134,13 +134,13 @@ def test_a_piece_waits_for_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pinned_tensors_stay_and_begin_with_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned_memory, "BLOCK", 3 * 4096)
+    monkeypatch.setattr(device_memory, "BLOCK", 3 * 4096)
     tensors = [torch.full(shape, 7.0) for shape in ((1024,), (1500,), (0, 3), (), (9000,))]
     tensors.append(torch.ones(5, 5, dtype=torch.bfloat16))
     names = [id(tensor.untyped_storage()) for tensor in tensors]
     registered: dict[int, int] = {}
 
-    def register(address: int, nbytes: int) -> pinned_memory.Unregister:
+    def register(address: int, nbytes: int) -> device_memory.Unregister:
         registered[address] = nbytes
         return lambda: registered.pop(address)
 
@@ -174,7 +174,7 @@ def test_this_ranks_part_of_a_sharded_tensor_is_pinned() -> None:
     moments = [torch.empty_like(one) for one in module.parameters()]
     registered: list[tuple[int, int]] = []
 
-    def register(address: int, nbytes: int) -> pinned_memory.Unregister:
+    def register(address: int, nbytes: int) -> device_memory.Unregister:
         registered.append((address, nbytes))
         return registered.clear
 
@@ -189,7 +189,7 @@ def test_this_ranks_part_of_a_sharded_tensor_is_pinned() -> None:
 
 
 def test_memory_that_is_not_pinned_is_used_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    def register(address: int, nbytes: int) -> pinned_memory.Unregister:
+    def register(address: int, nbytes: int) -> device_memory.Unregister:
         raise RuntimeError("no more locked memory")
 
     tensor = torch.ones(10)

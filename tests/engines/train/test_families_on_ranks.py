@@ -10,7 +10,7 @@ import torch
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.model import PretrainedModel
-from engines.models.making import character_tokenizer, save
+from engines.models.checkpoints import character_tokenizer, save
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.self_test.twin import build
 from storage.batches.refs import BatchRef

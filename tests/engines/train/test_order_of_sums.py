@@ -16,7 +16,7 @@ from engines.train.order_of_sums import in_fixed_order, made_on
 from engines.train.policy_update import PolicyUpdater
 from engines.train.spec import MadeOn, UpdateResult
 from storage.batches.refs import BatchRef
-from tasks.commands.replay_demand import TOLERANCE, share_of_way
+from tasks.commands.replay import TOLERANCE, share_of_way
 from tests.engines.train.conftest import Make
 from tests.engines.train.train_ranks import samples, stored, update_of
 

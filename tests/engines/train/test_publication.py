@@ -21,7 +21,7 @@ from engines.train.publication import (
     digest_together,
     publish_together,
 )
-from engines.workers import lanes
+from engines.workers import device_memory
 from storage.objects.errors import StoreError
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef, open_manifest, stream
@@ -236,12 +236,12 @@ def _raise(error: Exception) -> None:
 @pytest.fixture
 def lanes_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A lone rank publishes as on a GPU, by plain memory and in small pieces."""
-    for module in (lanes, publication):
+    for module in (device_memory, publication):
         monkeypatch.setattr(module, "by_lanes", lambda device: True)
-    monkeypatch.setattr(lanes, "PIECE", 64)
-    lanes._lanes.cache_clear()
+    monkeypatch.setattr(device_memory, "PIECE", 64)
+    device_memory._lanes.cache_clear()
     yield
-    lanes._lanes.cache_clear()
+    device_memory._lanes.cache_clear()
 
 
 def _files(store: Store, key: str) -> list[bytes]:

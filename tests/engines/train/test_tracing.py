@@ -18,9 +18,8 @@ from configs.lora import LoraConfig
 from configs.model import PretrainedModel
 from configs.rollout import RolloutConfig
 from configs.train import TrainConfig
-from engines.models.checkpoints import build_empty
+from engines.models.checkpoints import build_empty, save
 from engines.models.facts import model_facts
-from engines.models.making import save
 from engines.models.traced_shape import Amount, TracedShape
 from engines.train import traced
 from engines.train.cached_child import BrokeOff, CachedChild

@@ -14,8 +14,16 @@ from typing import Any, TypeVar
 
 from engines.failures import InfrastructureError
 from engines.start_progress import report
-from engines.workers.engine import Call, Engine, EngineSpec, Memory, Ranked, joined_by
-from engines.workers.messages import CallId, Moved
+from engines.workers.engine import (
+    Call,
+    CallId,
+    Engine,
+    EngineSpec,
+    Memory,
+    Moved,
+    Ranked,
+    joined_by,
+)
 
 T = TypeVar("T")
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from engines.workers import call_watch
-from engines.workers.call_watch import LOOK, CallWatch
+from engines.workers import transport
+from engines.workers.transport import LOOK, CallWatch
 
 SOON = 15 * LOOK  # seconds, on a machine with company too
 
@@ -118,7 +118,7 @@ def test_closing_wakes_everyone(watch: CallWatch) -> None:
 def test_who_is_told_that_something_happened_looks_at_once(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(call_watch, "LOOK", 600.0)
+    monkeypatch.setattr(transport, "LOOK", 600.0)
     watch, lost = CallWatch(workers), Call("tcp://b")
     with watch.over(lost):
         workers.found = {"tcp://a": "cpu"}

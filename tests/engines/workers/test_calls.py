@@ -13,11 +13,9 @@ from distributed import Client, LocalCluster, get_worker
 
 from engines.failures import ClusterLost, WorkerLost
 from engines.workers import calls
-from engines.workers.call_watch import CallWatch
 from engines.workers.calls import PendingCall
-from engines.workers.messages import CallResult
-from engines.workers.pushed import MOST, PushedResults, push
-from engines.workers.sending import Sender
+from engines.workers.engine import CallResult
+from engines.workers.transport import PUSHED_BYTES, CallWatch, PushedResults, Sender, push
 
 
 @pytest.fixture
@@ -45,9 +43,9 @@ def test_slow_answers_of_the_scheduler_end_no_other_call(
         client=client,
         sender=Sender(client),
         pool_of=lambda address: "pool",
-        name_of=lambda address: "rollout-0",
+        table=SimpleNamespace(name_of=lambda address: "rollout-0"),
         check=lambda: None,
-        told=lambda pool, ended: None,
+        count=lambda pool, result: None,
         watch=CallWatch(lambda: {address: "pool"}),
     )
     fetch = client._gather_remote
@@ -75,7 +73,7 @@ def test_a_call_that_meets_a_closed_client_is_a_lost_cluster(client: Client) -> 
         client=client,
         sender=Sender(client),
         pool_of=lambda address: "pool",
-        name_of=lambda address: "rollout-0",
+        table=SimpleNamespace(name_of=lambda address: "rollout-0"),
         why_lost=ClusterLost,
     )
     client.close()
@@ -96,10 +94,10 @@ def cluster(client: Client) -> Iterator[Any]:
         sender=Sender(client),
         address=address,
         pool_of=lambda address: "pool",
-        name_of=lambda address: "rollout-0",
+        table=SimpleNamespace(name_of=lambda address: "rollout-0"),
         log_hint=lambda worker: "",
         check=lambda: None,
-        told=lambda pool, ended: None,
+        count=lambda pool, result: None,
         watch=CallWatch(lambda: {address: "pool"}),
         pushed=PushedResults(client),
     )
@@ -129,7 +127,9 @@ def test_a_small_result_is_pushed_and_a_large_one_is_fetched(
     for number in range(20):
         assert len(call_of(cluster, f"small-{number}", topic, 1000).wait(60.0).value or b"") == 1000
     assert not fetched
-    assert len(call_of(cluster, "large", topic, MOST).wait(60.0).value or b"") == MOST
+    assert (
+        len(call_of(cluster, "large", topic, PUSHED_BYTES).wait(60.0).value or b"") == PUSHED_BYTES
+    )
     assert fetched
     assert not cluster.pushed._came, "nothing is kept of calls that have ended"
 

@@ -29,8 +29,8 @@ from engines.processes import dask_settings
 from engines.processes.process_setup import C_LIBRARIES
 from engines.processes.process_tree import session
 from engines.workers import calls
-from engines.workers.broadcast import submit_to_all
-from engines.workers.messages import CallId
+from engines.workers.calls import submit_to_all
+from engines.workers.engine import CallId
 from tests.engines.conftest import left_after, one_pool_roles
 from tests.engines.workers.dummies import dummy, request
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engines.workers.device_time import DeviceTime, HeldSeconds
+from engines.workers.devices import DeviceTime, HeldSeconds
 
 
 class Clock:

@@ -9,7 +9,7 @@ import pytest
 
 from engines.failures import CallCancelled, GangLost
 from engines.workers.devices import DeviceTurns
-from engines.workers.messages import Moved
+from engines.workers.engine import Moved
 
 
 class Engines:

@@ -10,6 +10,7 @@ import pytest
 
 from engines.workers.engine import (
     Call,
+    CallId,
     Engine,
     EngineSpec,
     Ranked,
@@ -17,7 +18,6 @@ from engines.workers.engine import (
     join_of,
     joined_by,
 )
-from engines.workers.messages import CallId
 from tests.engines.workers.dummies import Dummy, Payload, dummy
 
 
@@ -68,7 +68,7 @@ from engines.data.contract import EnvironmentHost, Scorer
 from engines.train.contract import TrainEngine
 from engines.workers.engine import Call
 from engines.workers.gang import Gang
-from engines.workers.messages import CallId
+from engines.workers.engine import CallId
 from engines.workers.pool import EnginePool
 from storage.runs.weights import WeightsRef
 

@@ -15,8 +15,8 @@ from engines.failures import (
     InfrastructureError,
     OutOfMemory,
 )
+from engines.workers.engine import CallId
 from engines.workers.gang import Gang
-from engines.workers.messages import CallId
 from tests.engines.workers.dummies import Dummy, Lone, Summing, lone, summing
 
 pytestmark = pytest.mark.cluster

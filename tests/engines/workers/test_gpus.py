@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engines.workers import gpus
+from engines.workers import worker_metrics
 
 
 class NoCounter(Exception):
@@ -43,15 +43,15 @@ def driver(count: int, **functions: Any) -> ModuleType:
 
 @pytest.fixture(autouse=True)
 def looked_anew() -> Iterator[None]:
-    gpus._driver.cache_clear()
+    worker_metrics._driver.cache_clear()
     yield
-    gpus._driver.cache_clear()
+    worker_metrics._driver.cache_clear()
 
 
 def test_numbers_are_in_base_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", driver(1))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (gpu,) = gpus.gpu_states()
+    (gpu,) = worker_metrics.gpu_states()
     assert gpu.uuid == "GPU-a0"
     assert gpu.utilization == pytest.approx(0.5)
     assert (gpu.memory_used, gpu.memory_total) == (2**30, 2**33)
@@ -67,15 +67,15 @@ def test_a_worker_tells_of_its_own_alone(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", driver(3))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert [one.index for one in gpus.gpu_states()] == seen
-    assert list(gpus.gpu_joules()) == [f"GPU-a{index}" for index in seen]
-    assert [one.index for one in gpus.machine_gpu_states()] == [0, 1, 2]
+    assert [one.index for one in worker_metrics.gpu_states()] == seen
+    assert list(worker_metrics.gpu_joules()) == [f"GPU-a{index}" for index in seen]
+    assert [one.index for one in worker_metrics.machine_gpu_states()] == [0, 1, 2]
 
 
 def test_what_a_gpu_has_no_counter_of_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", driver(1, nvmlDeviceGetPowerUsage=not_here))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (gpu,) = gpus.gpu_states()
+    (gpu,) = worker_metrics.gpu_states()
     assert gpu.power is None and gpu.temperature == 60.0
 
 
@@ -88,17 +88,17 @@ def test_gpus_that_are_lost_or_older_than_the_counter_of_energy_have_no_joules(
     }
     monkeypatch.setitem(sys.modules, "pynvml", driver(3, **functions))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert [one.index for one in gpus.gpu_states()] == [1, 2]
-    assert gpus.gpu_joules() == {"GPU-a2": 7.0}
+    assert [one.index for one in worker_metrics.gpu_states()] == [1, 2]
+    assert worker_metrics.gpu_joules() == {"GPU-a2": 7.0}
 
 
 def test_without_a_driver_or_the_package_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setitem(sys.modules, "pynvml", driver(1, nvmlInit=not_here))
-    assert gpus.gpu_states() == gpus.machine_gpu_states() == []
-    gpus._driver.cache_clear()
+    assert worker_metrics.gpu_states() == worker_metrics.machine_gpu_states() == []
+    worker_metrics._driver.cache_clear()
     monkeypatch.setitem(sys.modules, "pynvml", driver(1, nvmlDeviceGetCount=not_here))
-    assert gpus.gpu_states() == [] and gpus.gpu_joules() == {}
-    gpus._driver.cache_clear()
+    assert worker_metrics.gpu_states() == [] and worker_metrics.gpu_joules() == {}
+    worker_metrics._driver.cache_clear()
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gpus.gpu_states() == [] and gpus.gpu_joules() == {}
+    assert worker_metrics.gpu_states() == [] and worker_metrics.gpu_joules() == {}

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from engines.workers import lanes
-from engines.workers.lanes import Lane, fill, on_lanes
+from engines.workers import device_memory
+from engines.workers.device_memory import Lane, fill, on_lanes
 
 CPU = torch.device("cpu")
 
@@ -16,11 +16,11 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def staged(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As for a GPU, with plain memory and small pieces."""
-    monkeypatch.setattr(lanes, "PIECE", 64)
-    monkeypatch.setattr(lanes, "by_lanes", lambda device: True)
-    lanes._lanes.cache_clear()
+    monkeypatch.setattr(device_memory, "PIECE", 64)
+    monkeypatch.setattr(device_memory, "by_lanes", lambda device: True)
+    device_memory._lanes.cache_clear()
     yield
-    lanes._lanes.cache_clear()
+    device_memory._lanes.cache_clear()
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (32,), (33,), (5, 40), (257, 3)])

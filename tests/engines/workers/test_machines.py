@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from engines.failures import ClusterLost
-from engines.workers.gpus import GpuState
-from engines.workers.machines import gpu_metrics, look, look_at_machines
-from engines.workers.membership import Member
+from engines.workers.cluster import Member
+from engines.workers.inspection import look_at_machines
+from engines.workers.worker_metrics import GpuState, gpu_metrics, machine_sample
 from storage.tracking.machine_samples import MachineSample
 
 
@@ -39,7 +39,7 @@ def test_names_are_those_of_mlflows_own_monitor() -> None:
     for monitor in (CPUMonitor(), DiskMonitor(), NetworkMonitor()):
         monitor.collect_metrics()
         wanted |= set(monitor.aggregate_metrics())
-    found = look()
+    found = machine_sample()
     assert {name for name in found.metrics if not name.startswith("gpu_")} == wanted
     assert 0 < found.metrics["system_memory_usage_percentage"] < 100
     assert found.host == socket.gethostname()

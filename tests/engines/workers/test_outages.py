@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from engines.workers.outages import EVERY, GAP, Outages, Wait
+from engines.workers.cluster import EVERY, GAP, Outages, Wait
 
 
 class Clock:

@@ -13,8 +13,8 @@ from distributed import Client, LocalCluster, get_worker
 from distributed.client import ClosedClientError
 
 from engines.clusters.opening import stop_timers
-from engines.workers import sending
-from engines.workers.sending import Outgoing, Sender
+from engines.workers import transport
+from engines.workers.transport import Outgoing, Sender
 
 WAIT = 30.0  # seconds
 
@@ -76,7 +76,7 @@ def calls(client: Client, monkeypatch: pytest.MonkeyPatch) -> Calls:
 def test_calls_of_one_moment_go_together_each_to_its_worker(
     calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sending, "GATHER", 0.5)
+    monkeypatch.setattr(transport, "GATHER", 0.5)
     first, settled = calls.send("first", 0, "a")
     assert settled.wait(WAIT)
     sent = [calls.send(f"call-{number}", number % 3, number) for number in range(30)]
@@ -90,8 +90,8 @@ def test_calls_of_one_moment_go_together_each_to_its_worker(
 def test_a_message_has_so_many_calls_and_no_more(
     calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sending, "GATHER", 0.5)
-    monkeypatch.setattr(sending, "MOST", 4)
+    monkeypatch.setattr(transport, "GATHER", 0.5)
+    monkeypatch.setattr(transport, "CALLS_TOGETHER", 4)
     assert calls.send("first", 0, 0)[1].wait(WAIT)
     sent = [calls.send(f"call-{number}", 0, number) for number in range(10)]
     assert all(settled.wait(WAIT) for _, settled in sent)
@@ -101,7 +101,7 @@ def test_a_message_has_so_many_calls_and_no_more(
 def test_one_that_cannot_be_sent_keeps_back_no_other(
     calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sending, "GATHER", 0.5)
+    monkeypatch.setattr(transport, "GATHER", 0.5)
     assert calls.send("first", 0, 0)[1].wait(WAIT)
     good, good_settled = calls.send("good", 1, "a")
     bad, bad_settled = calls.send("bad", 1, threading.Lock())
@@ -113,7 +113,7 @@ def test_one_that_cannot_be_sent_keeps_back_no_other(
 def test_one_that_is_dropped_before_it_was_sent_never_goes(
     calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sending, "GATHER", 0.5)
+    monkeypatch.setattr(transport, "GATHER", 0.5)
     assert calls.send("first", 0, 0)[1].wait(WAIT)
     dropped, _ = calls.send("dropped", 1, "a")
     _, settled = calls.send("kept", 1, "b")
@@ -125,7 +125,7 @@ def test_one_that_is_dropped_before_it_was_sent_never_goes(
 def test_the_only_one_that_waits_is_dropped_and_the_next_is_sent(
     calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sending, "GATHER", 0.3)
+    monkeypatch.setattr(transport, "GATHER", 0.3)
     assert calls.send("first", 0, 0)[1].wait(WAIT)
     calls.sender.drop(calls.send("dropped", 1, "a")[0])
     call, settled = calls.send("next", 1, "b")

@@ -11,7 +11,7 @@ import pytest
 
 from engines.failures import CallCancelled
 from engines.workers.cluster import raise_if_set
-from engines.workers.slot_queue import SlotQueue
+from engines.workers.pool import SlotQueue
 
 
 class Pool:

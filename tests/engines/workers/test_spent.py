@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engines.workers.spent import Meter, Spent, SpentSince, cpu_seconds
+from engines.workers.worker_metrics import Meter, Spent, SpentSince, cpu_seconds
 
 
 def test_the_processes_that_a_process_started_count() -> None:
@@ -80,8 +80,8 @@ def test_nvidias_own_package_reads_the_drivers_library(tmp_path: Path) -> None:
     source.write_text(LIBRARY)
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
     program = (
-        "from engines.workers.gpus import machine_gpu_states\n"
-        "from engines.workers.spent import METER\n"
+        "from engines.workers.worker_metrics import machine_gpu_states\n"
+        "from engines.workers.worker_metrics import METER\n"
         "print(METER.spent().joules, *(gpu.uuid for gpu in machine_gpu_states()))"
     )
 

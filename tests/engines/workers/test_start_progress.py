@@ -11,7 +11,7 @@ import pytest
 from engines.failures import InfrastructureError, NoProgress
 from engines.start_progress import StartProgress, heard_by, report, reporting_growth
 from engines.workers.calls import build
-from engines.workers.start_phases import running_calls, start_phases
+from engines.workers.inspection import running_calls, start_phases
 from tests.engines.workers.dummies import slow
 
 BOUND = 1.5  # seconds

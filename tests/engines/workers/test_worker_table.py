@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from engines.workers.membership import ListedWorker, WorkerTable, why_gone
+from engines.workers.cluster import ListedWorker, WorkerTable, why_gone
 
 
 class Scheduler:

@@ -147,7 +147,7 @@ def simulated(run: RunStore, steps: int, **fields: Any) -> Simulated:
 
 
 def forked(made: Simulated, at: int, to: int, group_size: int = 3) -> Simulated:
-    """A fork that goes on with what the parent had begun; numbers as tasks/run/forking.py has them."""
+    """A fork that goes on with what the parent had begun; numbers as tasks/run/beginning.py has them."""
     groups = made.first_group + (at - made.start) * (2 + made.over)
     first = max(groups, -(-groups * made.group_size // group_size))
     run = RunStore(made.run.store, f"{made.run.run}-child")

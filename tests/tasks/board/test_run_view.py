@@ -17,10 +17,17 @@ from storage.batches.writing import write_batch
 from storage.objects.store import Store
 from storage.runs.commit_log import head, read_commit
 from storage.runs.run_store import RunStore
-from tasks.board.pictures import form_of, frames_of, is_picture, png
-from tasks.board.run_view import RunView, Wanted
-from tasks.board.token_values import token_numbers, token_texts
-from tasks.commands.stored_samples import samples_of_step
+from tasks.board.run_view import (
+    RunView,
+    Wanted,
+    form_of,
+    frames_of,
+    is_picture,
+    png,
+    token_numbers,
+    token_texts,
+)
+from tasks.commands.samples import samples_of_step
 from tests.stored_runs.test_stored_runs import NAMES
 from tests.tasks.board.conftest import HOSTILE, evaluated, only_run
 

@@ -15,14 +15,13 @@ from pathlib import Path
 import pytest
 
 from configs.terminal_text import json_text, print_text, terminal_text, without_colours
-from engines.processes.node_process import _pass_on
+from engines.processes.node import _pass_on
 from storage.objects.store import Store
 from storage.runs.live import Live, write_live
 from storage.runs.run_store import RunStore
 from tasks.commands import command
 from tasks.commands.command import Answer, Request, heading, table, text
-from tasks.reporting.safe_console import SafeConsole
-from tasks.reporting.terminal import Terminal
+from tasks.reporting.terminal import SafeConsole, Terminal
 from tasks.run.run_log import LINES, kept
 
 ROOT = Path(__file__).parents[3]
@@ -136,7 +135,7 @@ def test_what_workers_print_goes_to_terminal_and_file_written_out(
     for output in (None, tmp_path / "logs" / "workers.log"):
         reading, writing = os.pipe()
         seen, terminal = os.pipe()
-        monkeypatch.setattr("engines.processes.node_process.STDERR", terminal)
+        monkeypatch.setattr("engines.processes.node.STDERR", terminal)
         split = "é".encode()
         for part in (*(said.encode("utf-8", "ignore") for said in HOSTILE.values()), split[:1]):
             os.write(writing, part)

@@ -16,10 +16,16 @@ from flows import samples as command
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
-from tasks.commands.pager import paged
-from tasks.commands.sample_diff import changes_of, pairs_of
-from tasks.commands.samples import as_lines, bounds, rows_of_episode
-from tasks.commands.stored_samples import StoredSamples, samples_of_step
+from tasks.commands.command import paged
+from tasks.commands.samples import (
+    StoredSamples,
+    as_lines,
+    bounds,
+    changes_of,
+    pairs_of,
+    rows_of_episode,
+    samples_of_step,
+)
 from tests.tasks.board.conftest import evaluated
 
 ARCHIVE = Path(__file__).parents[2] / "stored_runs/f941b39.tar.xz"

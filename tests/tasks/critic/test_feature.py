@@ -12,12 +12,11 @@ from configs.grpo import GRPOConfig
 from configs.ppo import PPOConfig
 from configs.recipe import load_recipe
 from tasks.critic.role import CRITIC
+from tasks.run.contract import Clients
 from tasks.run.engines import Engines
-from tasks.run.findings import PreflightError
+from tasks.run.features import PreflightError
 from tasks.run.preflight import check
-from tasks.run.role_table import roles_of
-from tasks.run.roles.role import Clients
-from tasks.run.roles.training import ACTOR
+from tasks.run.roles import ACTOR, roles_of
 from tests.tasks.memory.settings import plan
 
 

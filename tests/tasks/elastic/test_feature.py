@@ -10,7 +10,7 @@ from storage.objects.store import Store
 from storage.runs.gradients import gradients_key
 from storage.runs.run_store import RunStore
 from tasks.run.features import features_of, tidy
-from tasks.run.role_table import roles_of
+from tasks.run.roles import roles_of
 from tests.tasks.memory.settings import plan
 
 

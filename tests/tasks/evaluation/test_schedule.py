@@ -10,7 +10,7 @@ import pytest
 
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
-from tasks.evaluation.schedule import Evaluations
+from tasks.evaluation.evaluate import Evaluations
 from tasks.run.features import features_of
 from tests.storage.evaluations.stored import stored_evaluation
 

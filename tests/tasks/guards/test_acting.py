@@ -13,13 +13,11 @@ from storage.runs.commit_log import GuardRecord
 from storage.runs.forks import NoSuchOrigin
 from storage.runs.run_store import RollbackCause
 from tasks.guards import acting, listener
-from tasks.guards.acting import carry_out, guards_on, judge_step
-from tasks.guards.rollback import GuardStopped, WentBack, child_name
-from tasks.reporting.progress_line import ProgressLine
-from tasks.run.events import Listeners
+from tasks.guards.acting import GuardStopped, WentBack, carry_out, child_name, guards_on, judge_step
+from tasks.reporting.progress import ProgressLine
+from tasks.run.clock import Gate
+from tasks.run.events import Listeners, Reports
 from tasks.run.features import features_of
-from tasks.run.reports import Reports
-from tasks.run.staleness_gate import Gate
 
 BACK = (
     "guards=[{name: g, metric: m, above: 1, patience: 1, action: rollback, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from configs.overrides import ConfigError
-from tasks.guards.changes import check_rollbacks, settings_after
+from tasks.guards.judging import check_rollbacks, settings_after
 from tests.configs.test_guards import settings
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from storage.runs.commit_log import Commit, GuardRecord
-from tasks.guards.table import guard_table
+from tasks.guards.judging import guard_table
 from tests.tasks.guards.test_acting import commit, record
 from tests.tasks.reporting.test_markdown import MARKDOWN, kinds
 from tests.tasks.run import test_meaning_changes

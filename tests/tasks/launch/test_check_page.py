@@ -12,8 +12,8 @@ from configs.grpo import GRPOConfig
 from configs.recipe import load_recipe
 from tasks.launch.check_page import memory_table, page
 from tasks.launch.server import server_sentence
-from tasks.memory.places import Place
-from tasks.run.findings import Finding
+from tasks.memory.holders import Place
+from tasks.run.features import Finding
 from tests.flows.conftest import ROOT
 
 GIB = 2**30

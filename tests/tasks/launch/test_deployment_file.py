@@ -9,8 +9,7 @@ import pytest
 
 from configs.deployments import read_deployments
 from configs.overrides import ConfigError
-from tasks.launch.deployment_file import RECIPE, Deployments, deployments
-from tasks.launch.registration import PREFECT_FILE
+from tasks.launch.registration import PREFECT_FILE, RECIPE, Deployments, deployments
 
 TEAM = """
 settings: {tracking.uri: "http://mlflow:5000"}

@@ -14,8 +14,16 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
-from tasks.launch.prefect_login import LOGIN, headers_for, login_file, write_login
-from tasks.launch.server import FIRST_PORT, HOST, OTHER_PORTS, EmbeddedServer
+from tasks.launch.server import (
+    FIRST_PORT,
+    HOST,
+    LOGIN,
+    OTHER_PORTS,
+    EmbeddedServer,
+    headers_for,
+    login_file,
+    write_login,
+)
 from tests.storage.tracking.test_database_template import tables
 
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")

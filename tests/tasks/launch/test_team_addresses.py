@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from configs.overrides import ConfigError
-from tasks.launch.team_addresses import (
+from tasks.launch.team_servers import (
     check_free,
     check_places,
     own_addresses,

@@ -9,7 +9,7 @@ import pytest
 
 from configs.overrides import ConfigError
 from tasks.launch import team_servers
-from tasks.launch.team_addresses import Place, place
+from tasks.launch.team_servers import Place, place
 
 LOGINS = (team_servers.PREFECT_LOGIN, team_servers.MLFLOW_LOGIN)
 

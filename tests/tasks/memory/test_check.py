@@ -10,8 +10,8 @@ import pytest
 from configs.grpo import GRPOConfig
 from configs.ppo import PPOConfig
 from configs.recipe import load_recipe
-from tasks.memory import check, places
-from tasks.memory.machine_memory import gpu_memory, host_memory
+from tasks.memory import check, holders
+from tasks.memory.holders import gpu_memory, host_memory
 from tests.tasks.memory.settings import plan
 
 MIB = 2**20
@@ -83,7 +83,7 @@ def test_two_roles_on_a_gpu_share_it() -> None:
 
 
 def test_the_machine_is_a_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "host_memory", lambda: (8 * MIB, "its memory"))
+    monkeypatch.setattr(holders, "host_memory", lambda: (8 * MIB, "its memory"))
     said = refused("rollout.max_new_tokens=64")
     assert said.startswith("By the memory plan this machine has to hold ")
 

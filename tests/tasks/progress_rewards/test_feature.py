@@ -10,11 +10,10 @@ from configs.recipe import load_recipe
 from configs.srpo import SRPOConfig
 from engines.encoders.memory_plan import encoder_bytes
 from engines.models.facts import model_facts
-from tasks.memory import places
-from tasks.memory.holders import MemoryDemand
+from tasks.memory.holders import MemoryDemand, places
 from tasks.progress_rewards import checks
 from tasks.progress_rewards.feature import FEATURE
-from tasks.run.findings import PreflightError
+from tasks.run.features import PreflightError
 from tasks.run.preflight import check
 from tests.engines.encoders.test_encoders import drawn
 from tests.tasks.memory.settings import plan
@@ -33,7 +32,7 @@ def test_the_encoder_of_what_episodes_see_is_in_the_plan(tmp_path: Path) -> None
     assert [line for line in lines if line.startswith("encoder, each worker: encoder's weights")]
     config = found(eyes)
     seeing = (FEATURE.holders,)
-    (machine,) = places.places(
+    (machine,) = places(
         MemoryDemand(config=config, shape=model_facts(config.model).shape, of_features=seeing)
     )
     assert {what: machine.taken[what] for what in planned} == {

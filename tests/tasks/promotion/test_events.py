@@ -11,11 +11,10 @@ from configs.grpo import GRPOConfig
 from configs.promotion import PromotionConfig
 from configs.recipe import load_recipe
 from tasks.promotion import judging, listener
-from tasks.promotion.events import PolicyJudged
+from tasks.promotion.judging import PolicyJudged
 from tasks.promotion.listener import listen
-from tasks.run.events import Listeners
+from tasks.run.events import Listeners, Reports
 from tasks.run.features import features_of
-from tasks.run.reports import Reports
 
 JUDGED = PolicyJudged(
     version=4, promoted=True, reason="There is no champion yet.", alias="champion", model="m",

@@ -20,8 +20,8 @@ from storage.runs.run_store import RunStore
 from tasks.quarantine import row_histories
 from tasks.quarantine.feature import FEATURE
 from tasks.quarantine.row_histories import RowHistories
+from tasks.run.clock import KnownRows, RowTracker
 from tasks.run.features import features_of
-from tasks.run.known_rows import KnownRows, RowTracker
 
 SIZE = 6
 

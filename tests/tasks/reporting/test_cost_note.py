@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from storage.tracking.cost import AttemptCost, Pool, Used, Window, step_cost
-from tasks.reporting.cost_note import cost_lines
+from tasks.reporting.artifacts import cost_lines
 
 WINDOW = Window(begin=0.0, end=10.0, launched=False)
 CALLS = [

@@ -14,7 +14,7 @@ from storage.evaluations.results import ConfidenceInterval, EvaluationResult
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
 from storage.runs.weights import WeightsRef
-from tasks.reporting.evaluation_page import note
+from tasks.reporting.artifacts import evaluation_note as note
 from tests.traced import Record, check_figures, figure
 
 

@@ -67,7 +67,7 @@ def test_somebody_hears_every_fact(tmp_path: Path) -> None:
 def test_automations_hear_of_a_back_fill_whose_calls_fail(tmp_path: Path, monkeypatch: Any) -> None:
     sent: list[tuple[str, str]] = []
     monkeypatch.setattr(
-        "tasks.reporting.prefect_events.emit", lambda event, run, **facts: sent.append((event, run))
+        "tasks.reporting.artifacts.emit", lambda event, run, **facts: sent.append((event, run))
     )
     terminal, facts = Terminal(Console(file=StringIO())), facts_in(tmp_path)
     listeners = evaluation_listeners(terminal, "r-evaluation-1", facts.files, facts.config)
@@ -79,7 +79,7 @@ def test_automations_hear_of_a_back_fill_whose_calls_fail(tmp_path: Path, monkey
 def test_a_run_that_ends_before_it_began_is_told_too(tmp_path: Path, monkeypatch: Any) -> None:
     sent: list[str] = []
     monkeypatch.setattr(
-        "tasks.reporting.prefect_events.emit", lambda event, run, **facts: sent.append(event)
+        "tasks.reporting.artifacts.emit", lambda event, run, **facts: sent.append(event)
     )
     listeners = reporting_on(Terminal(Console(file=StringIO())))(facts_in(tmp_path)).listeners
     for event in (RunEnded(step=0), RunClosing(), RunClosed(error=RuntimeError("no worker"))):

@@ -12,8 +12,7 @@ from configs.storage import StoreConfig, TrackingConfig
 from storage.tracking.connection import TrackingError
 from storage.tracking.registry import RegisteredVersion
 from tasks.reporting import mlflow_page
-from tasks.reporting.mlflow_page import RunTracker
-from tasks.reporting.page_queue import Write
+from tasks.reporting.mlflow_page import RunTracker, Write
 from tasks.run.events import EnginesReady, Listeners, RunClosed, SnapshotStored, StepCommitted
 
 
@@ -30,6 +29,9 @@ class Writer:
         if self.away.is_set():
             raise TrackingError("MLflow is away.")
         self.asked.append(what)
+
+    def call(self, method: Any, *arguments: Any, **named: Any) -> Any:
+        return getattr(self, method.__name__)(*arguments, **named)
 
     def log_step(self, step: int, metrics: object, **_: object) -> None:
         self._hear(f"step {step}")
@@ -105,7 +107,7 @@ def test_no_step_waits_for_an_mlflow_that_is_away(
     tracker: RunTracker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(mlflow_page, "PATIENCE", 0.2)
-    monkeypatch.setattr("tasks.reporting.page_queue.PAUSES", (0.02, 0.02))
+    monkeypatch.setattr("tasks.reporting.mlflow_page.PAUSES", (0.02, 0.02))
     monkeypatch.setattr(
         "storage.tracking.connection.TrackingAddress.check_answers", lambda address: answers()
     )

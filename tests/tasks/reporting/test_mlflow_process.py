@@ -18,6 +18,7 @@ import pytest
 
 from configs.storage import TrackingConfig
 from storage.tracking.connection import TrackingError
+from storage.tracking.tracker import Tracker
 from tasks.reporting import mlflow_process
 from tasks.reporting.mlflow_process import PageWriter
 from tests.storage.tracking.test_tracker import client, page
@@ -67,18 +68,18 @@ def test_a_page_is_written_without_mlflow_in_this_process(
     code = f"""
 import sys
 from tasks.reporting.mlflow_process import PageWriter
+from storage.tracking.tracker import Tracker
 from configs.storage import TrackingConfig
 from tests.storage.tracking.test_tracker import page
 writer = PageWriter(TrackingConfig(uri={config.uri!r}))
 writer.start(page("quiet"))
-writer.log_step(1, {{"reward/mean": 0.5}}, at=1000.0)
-number = writer.register_version(
-    0, uri={store.url(ref.key)!r}, digest={ref.digest!r}, step=1, store_uri={store.uri!r}
+writer.call(Tracker.log_step, 1, {{"reward/mean": 0.5}}, at=1000.0)
+number = writer.call(Tracker.register_version, 0, uri={store.url(ref.key)!r}, digest={ref.digest!r}, step=1, store_uri={store.uri!r}
 )
-writer.log_file("plots/a.txt", "text")
-writer.tag("seen", "yes")
-print(writer.link, writer.last_step, writer.model_name, number, writer.registered())
-writer.finish()
+writer.call(Tracker.log_file, "plots/a.txt", "text")
+writer.call(Tracker.tag, "seen", "yes")
+print(writer.link, writer.last_step, writer.model_name, number, writer.call(Tracker.registered))
+writer.call(Tracker.finish)
 assert not [name for name in sys.modules if name.partition(".")[0] in ("mlflow", "sqlalchemy")]
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -95,7 +96,7 @@ def test_a_killed_process_loses_nothing(
 ) -> None:
     writer = PageWriter(config)
     writer.start(page("killed"))
-    writer.log_step(1, {"reward/mean": 0.1}, at=1000.0)
+    writer.call(Tracker.log_step, 1, {"reward/mean": 0.1}, at=1000.0)
     (process,) = _own()
     if when == "between calls":
         process.kill()
@@ -113,9 +114,9 @@ def test_a_killed_process_loses_nothing(
             return asked(self, method, *given)
 
         monkeypatch.setattr(PageWriter, "_asked", killed)
-    writer.log_step(2, {"reward/mean": 0.2}, at=1001.0)
+    writer.call(Tracker.log_step, 2, {"reward/mean": 0.2}, at=1001.0)
     assert writer.last_step == 2
-    writer.finish()
+    writer.call(Tracker.finish)
     assert [one.pid for one in _own()] != [process.pid]
     assert metrics_of(config, "killed")["reward/mean"] == [(1, 0.1), (2, 0.2)]
     (run,) = client(config).search_runs(["1"])
@@ -137,7 +138,7 @@ def test_a_process_that_dies_again_and_again_is_said(
 
     monkeypatch.setattr(PageWriter, "_asked", killed)
     with pytest.raises(TrackingError, match=r"was not written to: tag took longer than 0\.2 s"):
-        writer.tag("a", "b")
+        writer.call(Tracker.tag, "a", "b")
 
 
 def test_what_mlflow_refuses_is_raised_here(tmp_path: Path) -> None:
@@ -147,7 +148,7 @@ def test_what_mlflow_refuses_is_raised_here(tmp_path: Path) -> None:
     with pytest.raises(TrackingError, match="does not answer"):
         away.start(page())
     with pytest.raises(TrackingError, match="does not answer"):  # not that it never started
-        away.finish("FAILED")
+        away.call(Tracker.finish, "FAILED")
 
 
 def test_people_are_told_what_is_waited_for(
@@ -180,8 +181,8 @@ def test_runs_share_a_process_until_what_is_set_for_mlflow_changes(
     second.start(page("second"))
     assert len(_own()) == 1
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "a")
-    second.log_step(1, {"reward/mean": 0.2}, at=1000.0)
-    first.log_step(1, {"reward/mean": 0.1}, at=1000.0)
+    second.call(Tracker.log_step, 1, {"reward/mean": 0.2}, at=1000.0)
+    first.call(Tracker.log_step, 1, {"reward/mean": 0.1}, at=1000.0)
     assert metrics_of(config, "first")["reward/mean"] == [(1, 0.1)]
     assert metrics_of(config, "second")["reward/mean"] == [(1, 0.2)]
     (only,) = _own()

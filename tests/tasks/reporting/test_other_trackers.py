@@ -22,9 +22,9 @@ from storage.runs.commit_log import Commit
 from storage.runs.live import End, write_end
 from storage.runs.run_store import RunStore
 from storage.tracking.tracker import TrackedData, TrackedRun
-from tasks.reporting import other_trackers, page_queue, tracker_process
+from tasks.reporting import mlflow_page, other_trackers, tracker_process
 from tasks.reporting.other_trackers import OtherTracker
-from tasks.run import packages
+from tasks.run import preflight
 from tasks.run.events import (
     BackFillBegan,
     BackFillEnded,
@@ -75,7 +75,7 @@ def init(resume, config, **named):
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """Writes the package, with statements that break it; the file that says what it was told."""
-    monkeypatch.setattr(page_queue, "PAUSES", (0.05, 0.05))
+    monkeypatch.setattr(mlflow_page, "PAUSES", (0.05, 0.05))
     folder = tmp_path / "packages"
     folder.mkdir()
     monkeypatch.syspath_prepend(str(folder))
@@ -301,9 +301,9 @@ def test_results_of_a_back_fill_go_to_a_run_that_is_done(
 
 def test_a_tracker_that_is_not_installed_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_recipe(GRPOConfig, "tiny", ["tracking.also=[wandb]"])
-    known = packages.installed
+    known = preflight.installed
     monkeypatch.setattr(
-        packages, "installed", lambda name: None if name == "wandb" else known(name)
+        preflight, "installed", lambda name: None if name == "wandb" else known(name)
     )
     with pytest.raises(ConfigError, match=r"tracking\.also has wandb, .* Install it: pip install"):
-        packages.check_packages(config)
+        preflight.check_packages(config)

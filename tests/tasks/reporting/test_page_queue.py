@@ -11,9 +11,8 @@ import pytest
 
 from storage.tracking.connection import TrackerUnusable, TrackingAddress, TrackingError
 from storage.tracking.machine_samples import MachineSample
-from tasks.reporting import page_queue
-from tasks.reporting.machine_watch import MachineWatch
-from tasks.reporting.page_queue import PageQueue, Write
+from tasks.reporting import mlflow_page
+from tasks.reporting.mlflow_page import MachineWatch, PageQueue, Write
 from tests.ports import free_port
 
 FILE = TrackingAddress.of("sqlite:///mlflow.db")
@@ -21,8 +20,8 @@ FILE = TrackingAddress.of("sqlite:///mlflow.db")
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_queue, "PAUSES", (0.05, 0.05))
-    monkeypatch.setattr(page_queue, "LOOK", 0.1)
+    monkeypatch.setattr(mlflow_page, "PAUSES", (0.05, 0.05))
+    monkeypatch.setattr(mlflow_page, "LOOK", 0.1)
 
 
 @pytest.fixture
@@ -68,7 +67,7 @@ def test_what_is_refused_is_left_out_and_told_and_the_rest_is_written(
     begin(queue)
     queue.add("The tag x", refused)
     assert queue.ask("more", lambda: "yes") == "yes"
-    assert len(tries) == page_queue.TRIES
+    assert len(tries) == mlflow_page.TRIES
     assert told == ["The tag x is not in MLflow: no such tag"]
 
 
@@ -110,7 +109,7 @@ def test_a_server_that_is_away_is_told_once_and_waited_for_by_nobody(told: list[
 def test_a_run_that_ends_waits_for_a_server_that_is_away_so_long_and_no_longer(
     told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_queue, "ASKED", 0.3)
+    monkeypatch.setattr(mlflow_page, "ASKED", 0.3)
     address = TrackingAddress.of(f"http://127.0.0.1:{free_port()}")
     queue = PageQueue(address, told.append)
     begin(queue, address.check_answers)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tasks.reporting.progress_line import ProgressLine, untrained
+from tasks.reporting.progress import ProgressLine, untrained
 from tasks.reporting.terminal import Terminal
 from tasks.run.events import Listeners, StepBegan, StepCommitted
 from tasks.run.run_log import LINES

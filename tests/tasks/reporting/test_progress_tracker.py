@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from engines.workers.messages import RunningCall
+from engines.workers.engine import RunningCall
 from storage.runs.live import Phase, Progress
-from tasks.reporting.progress_tracker import ProgressTracker
+from tasks.reporting.progress import ProgressTracker
 from tasks.run.attempts import Attempt
 from tasks.run.events import (
     AttemptBegan,

@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from engines.workers.messages import RunningCall
+from engines.workers.engine import RunningCall
 from storage.objects.errors import StoreUnavailable
 from storage.objects.store import Store
 from storage.runs.live import Progress, read_progress
 from storage.runs.run_store import RunStore
-from tasks.reporting import progress_watch
-from tasks.reporting.progress_tracker import ProgressTracker
-from tasks.reporting.progress_watch import ProgressWatch
+from tasks.reporting import progress
+from tasks.reporting.progress import ProgressTracker, ProgressWatch
 from tasks.reporting.terminal import Terminal
 from tasks.run.attempts import Attempt
 from tasks.run.events import (
@@ -151,14 +150,14 @@ def test_the_store_is_told_what_the_engines_do_until_the_run_leaves(tmp_path: Pa
 
 
 def test_a_store_that_is_away_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    away, real = threading.Semaphore(0), progress_watch.write_progress
+    away, real = threading.Semaphore(0), progress.write_progress
 
     def write(files: RunStore, progress: Progress) -> None:
         if not away.acquire(blocking=False):
             return real(files, progress)
         raise StoreUnavailable("The store does not answer.")
 
-    monkeypatch.setattr(progress_watch, "write_progress", write)
+    monkeypatch.setattr(progress, "write_progress", write)
     listeners, _, files = listening(tmp_path, to_nobody())
     away.release()
     listeners.tell(WorkersAsked(starts=dict))

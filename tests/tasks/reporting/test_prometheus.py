@@ -22,12 +22,10 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.parser import text_string_to_metric_families
 
 from configs.overrides import ConfigError
-from engines.workers.gpus import GpuState
 from engines.workers.pool import PoolLoad
-from engines.workers.worker_metrics import DiskSpace, WorkerMetrics
+from engines.workers.worker_metrics import DiskSpace, GpuState, WorkerMetrics
 from storage.objects.usage import Latency, Usage
-from tasks.reporting.prometheus import LiveMetrics, push, write_metrics
-from tasks.reporting.run_metrics import MOST_METRICS
+from tasks.reporting.prometheus import MOST_METRICS, LiveMetrics, push, write_metrics
 from tasks.run.events import (
     AttemptBegan,
     AttemptEnded,

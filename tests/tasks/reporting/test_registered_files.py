@@ -20,8 +20,7 @@ from storage.objects.store import Store
 from storage.runs.weights import WeightsRef, open_manifest_at
 from storage.tracking.connection import TrackingError
 from storage.tracking.tracker import TrackedEvaluation
-from tasks.reporting.model_folder import MLMODEL, TOKENIZER, version_at
-from tasks.reporting.registered_files import Page
+from tasks.reporting.registered_files import MLMODEL, TOKENIZER, Page, version_at
 from tests.contract.conftest import s3, s3_server, s3_store  # noqa: F401
 from tests.storage.tracking.test_tracker import client, page
 from tests.tasks.reporting.versions import RUN, adapted, published

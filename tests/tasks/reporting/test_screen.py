@@ -13,9 +13,8 @@ import pytest
 from rich.console import Console
 
 from storage.runs.live import Phase, Progress
-from tasks.reporting.progress_line import step_line
-from tasks.reporting.screen import aged, duration, headline, plain, screen
-from tasks.reporting.terminal import Terminal
+from tasks.reporting.progress import step_line
+from tasks.reporting.terminal import Terminal, aged, duration, headline, plain, screen
 
 BUSY = Progress(
     epoch=1,

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from engines.workers.engine import Call
-from engines.workers.trace_context import TraceContext, current_trace, set_trace, span_of
+from engines.workers.engine import Call, TraceContext, set_trace, span_of
 from tasks.reporting.traces import StepTraces
 from tasks.run.attempts import Attempt
 from tasks.run.events import (
@@ -53,6 +52,10 @@ def committed(listeners: Listeners, step: int) -> None:
 
 def work() -> None:
     """What a call names."""
+
+
+def current_trace() -> TraceContext | None:
+    return Call.of("rollout", lambda self: work(), None).trace
 
 
 def test_a_step_is_a_trace_of_stages_and_calls(tmp_path: Path) -> None:

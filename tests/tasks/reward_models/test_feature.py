@@ -13,7 +13,7 @@ from configs.recipe import load_recipe
 from storage.objects.store import Store
 from tasks.reward_models.role import REWARD_MODEL
 from tasks.run.features import features_of
-from tasks.run.role_table import roles_of
+from tasks.run.roles import roles_of
 from tasks.run.suite import Suite
 
 MODEL = "rewards.functions=[{kind: reward_model, model: /nowhere}]"

@@ -33,7 +33,7 @@ from tasks.reward_models.role import REWARD_MODEL
 from tasks.reward_models.scores import model_scores
 from tasks.run import stage
 from tasks.run.features import ScoredFirst
-from tasks.run.roles.scoring import SCORER
+from tasks.run.roles import SCORER
 from tests.engines.reward_models.drawn import draw_reward_model
 
 SAMPLES = 4  # two of each of two prompts

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from engines.workers.device_time import HeldSeconds
+from engines.workers.devices import HeldSeconds
 from engines.workers.pool import Assignment
-from tasks.run.attempt_log import EVALUATION, AttemptLog, EvaluationLog
-from tasks.run.attempts import Attempt
+from tasks.run.attempts import EVALUATION, Attempt, AttemptLog, EvaluationLog
 
 
 def tried(step: int, stage: str, seconds: float, shard: int | None = None) -> Attempt:

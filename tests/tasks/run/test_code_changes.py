@@ -12,8 +12,8 @@ from storage.objects.store import Store
 from storage.runs.commit_log import Commit
 from storage.runs.curves import shown
 from storage.runs.run_store import RunStore
-from tasks.run.code_changes import FIELD, code_files, code_metrics, code_sentence
-from tasks.run.meaning_changes import marked
+from tasks.run.meaning_changes import CODE_FILES as FIELD
+from tasks.run.meaning_changes import code_files, code_metrics, code_sentence, marked
 from tests.tasks.run.test_meaning_changes import commit
 
 REWARD = "def short(prompts, completions, **columns):\n    return [1.0 for _ in completions]\n"

@@ -24,10 +24,8 @@ from storage.runs.snapshots import mark
 from storage.runs.weights_writing import publish
 from storage.tracking.registry import Registry
 from storage.tracking.tracker import TrackedData, TrackedRun, Tracker
-from tasks.run.continue_from import NothingNew, beginning, first_cursor, fresh_rows
-from tasks.run.forking import check_state_fits
-from tasks.run.opening import open_run
-from tasks.run.resuming import differing, may_change
+from tasks.run.beginning import NothingNew, beginning, check_state_fits, first_cursor, fresh_rows
+from tasks.run.opening import differing, may_change, open_run
 
 
 def write(folder: Path, numbers: range) -> PromptSource:

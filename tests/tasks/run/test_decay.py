@@ -12,8 +12,8 @@ from configs.recipe import load_recipe
 from storage.objects.store import Store
 from storage.runs.commit_log import Commit, commit
 from storage.runs.run_store import RunStore
-from tasks.run.decay import decay_steps
-from tasks.run.resuming import check_resumable
+from tasks.run.opening import check_resumable
+from tasks.run.run_record import decay_steps
 from tests.storage.runs.test_retention import publish_version
 
 FLOW = "flows.grpo:grpo"

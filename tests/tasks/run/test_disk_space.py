@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tasks.run.disk_space import FEWEST, GIB, DiskWarnings
+from tasks.run.facts import FEWEST, GIB, DiskWarnings
 
 
 class Disk:

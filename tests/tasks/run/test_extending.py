@@ -16,30 +16,25 @@ import pytest
 from configs.grpo import GRPOConfig
 from configs.recipe import load_recipe
 from engines.models.traced_shape import Shape
-from engines.workers.device_time import DeviceTime
-from engines.workers.engine import Engine, EngineSpec
-from engines.workers.messages import CallId
+from engines.workers.devices import DeviceTime
+from engines.workers.engine import CallId, Engine, EngineSpec, StoreSpec
 from engines.workers.pool import EnginePool
-from engines.workers.store_spec import StoreSpec
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.documents import key_of
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
 from tasks.memory.holders import WorkerEngine
-from tasks.run import features, role_table
-from tasks.run.attempt_log import AttemptLog
-from tasks.run.attempts import Attempt
+from tasks.run import features, roles
+from tasks.run.attempts import Attempt, AttemptLog
+from tasks.run.contract import EngineRole, pool_of, start_pool
 from tasks.run.engines import Engines
 from tasks.run.events import Listeners, StepCommitted
 from tasks.run.facts import RunFacts
-from tasks.run.features import Feature, features_of
-from tasks.run.findings import Finding
+from tasks.run.features import Feature, Finding, features_of
 from tasks.run.preflight import check_settings
-from tasks.run.retries import OPTIONS
-from tasks.run.roles.role import EngineRole, pool_of, start_pool
 from tasks.run.run import Run
-from tasks.run.stage import Stage
+from tasks.run.stage import OPTIONS, Stage
 from tests.examples.pages import blocks_of
 
 
@@ -89,7 +84,7 @@ def test_the_role_is_opened_and_the_task_asks_it_once(
     }  # fmt: skip
     exec(page("CACHE: "), names)
     started: list[str] = []
-    monkeypatch.setattr(role_table, "ROLES", (names["CACHE"],))
+    monkeypatch.setattr(roles, "ROLES", (names["CACHE"],))
     monkeypatch.setattr(EnginePool, "start", lambda pool: started.append(pool.role))
     cluster: Any = SimpleNamespace(
         config=run.config.cluster, close=lambda: None, outages=SimpleNamespace()
@@ -144,8 +139,8 @@ def test_the_feature_is_its_record_and_two_lines(run: Any, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "room_of_the_cache", room)
     monkeypatch.setitem(features.FEATURES, "cache", "room_of_the_cache:FEATURE")  # type: ignore[arg-type]
     config = load_recipe(CacheConfig, "tiny", [])
-    assert names["CACHE"] in role_table.roles_of(config)
-    assert names["CACHE"] not in role_table.roles_of(load_recipe(GRPOConfig, "tiny", []))
+    assert names["CACHE"] in roles.roles_of(config)
+    assert names["CACHE"] not in roles.roles_of(load_recipe(GRPOConfig, "tiny", []))
     found = {one.found for one in check_settings(config)}
     assert "cache, each worker: lengths 0 MiB" in found
     (finding,) = (one for feature in features_of(config) for one in feature.check(config))

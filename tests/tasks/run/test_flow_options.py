@@ -24,7 +24,7 @@ from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
 from tasks.run.flow_options import STEP, forget_results, one_client, result_of
-from tasks.run.retries import OPTIONS
+from tasks.run.stage import OPTIONS
 from tests.flows.conftest import prefect_api, settings_for
 
 __all__ = ["prefect_api"]  # a fixture

@@ -8,8 +8,8 @@ from typing import Any, Self
 import pytest
 from prefect.utilities.names import generate_slug
 
-from tasks.run import flow_run_names
-from tasks.run.flow_run_names import NOT_BEGUN, evaluation_name, made_up, name_after, name_before
+from tasks.run import flow_run
+from tasks.run.flow_run import NOT_BEGUN, evaluation_name, made_up, name_after, name_before
 
 
 def test_names_that_prefect_made_up_are_known() -> None:
@@ -73,10 +73,10 @@ class Server:
 def at(monkeypatch: pytest.MonkeyPatch) -> Any:
     def at(name: str, **how: bool) -> Server:
         server = Server(name, **how)
-        monkeypatch.setattr(flow_run_names, "FlowRunContext", server)
-        monkeypatch.setattr(flow_run_names, "get_client", lambda sync_client: server)
+        monkeypatch.setattr(flow_run, "FlowRunContext", server)
+        monkeypatch.setattr(flow_run, "get_client", lambda sync_client: server)
         called = SimpleNamespace(name=name, parameters={"config": SimpleNamespace(run="tiny-1-a")})
-        monkeypatch.setattr(flow_run_names, "flow_run", called)
+        monkeypatch.setattr(flow_run, "flow_run", called)
         return server
 
     return at

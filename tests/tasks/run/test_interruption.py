@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from tasks.run.interruption import signals_end
+from tasks.run.life_cycle import signals_end
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

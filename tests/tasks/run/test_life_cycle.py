@@ -17,7 +17,7 @@ from engines.failures import ClusterLost, WorkerLost
 from storage.prompts.datasets import open_source
 from storage.prompts.source import PromptSource
 from tasks.run import life_cycle
-from tasks.run.roles.scoring import SCORER
+from tasks.run.roles import SCORER
 
 
 class Workers:

@@ -16,7 +16,8 @@ from storage.runs.curves import shown
 from storage.runs.run_store import RunStore
 from storage.runs.weights import WeightsRef
 from storage.tracking.plots import progress_png
-from tasks.run.meaning_changes import FIELD, marked, meaning_metrics, meaning_sentence
+from tasks.run.meaning_changes import MEANINGS as FIELD
+from tasks.run.meaning_changes import marked, meaning_metrics, meaning_sentence
 from tasks.run.suite import Suite
 
 MATH = "rewards.functions=[{kind: math, name: right}]"

@@ -13,8 +13,8 @@ from storage.objects.store import Store
 from storage.runs.live import End, write_end
 from storage.runs.run_lease import RunLease
 from storage.runs.run_store import RunStore
-from tasks.run import named_run
-from tasks.run.named_run import begun, finished, wait_for_writer
+from tasks.run import opening
+from tasks.run.opening import begun, finished, wait_for_writer
 
 
 def config_for(folder: Path) -> GRPOConfig:
@@ -35,7 +35,7 @@ def test_it_is_finished_when_all_is_done(tmp_path: Path, monkeypatch: pytest.Mon
     config = config_for(tmp_path)
     run = RunStore(Store(config.store.uri), "sums-1")
     run.write_run({"config": {}, "flow": "flows.grpo:grpo"})
-    monkeypatch.setattr(named_run, "head", lambda files: 3)
+    monkeypatch.setattr(opening, "head", lambda files: 3)
     assert finished(config, "sums-1") == ""  # its policy is still to be tested
     write_end(run, End(step=3))
     assert finished(config, "sums-1") == "Run sums-1 is finished: 3 of 3 steps are committed."

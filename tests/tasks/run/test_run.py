@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from engines.workers.device_time import DeviceTime
+from engines.workers.devices import DeviceTime
 from tasks import train
 from tasks.results import Carried, LeftOver
 from tasks.run import clock as clocks
-from tasks.run.attempt_log import AttemptLog
+from tasks.run.attempts import AttemptLog
 from tasks.run.clock import Clock
 from tasks.run.events import Listeners
-from tasks.run.retries import attempted
-from tasks.run.roles.sampling import ROLLOUT
+from tasks.run.roles import ROLLOUT
 from tasks.run.run import Run
+from tasks.run.stage import attempted
 
 STEPS, AT_ONCE, SHARDS = 400, 3, 8
 

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 
 from engines.failures import WorkerLost
-from engines.workers.device_time import DeviceTime
-from engines.workers.engine import Engine
-from engines.workers.messages import CallId
+from engines.workers.devices import DeviceTime
+from engines.workers.engine import CallId, Engine
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
-from tasks.run.attempt_log import AttemptLog
-from tasks.run.attempts import Attempt
+from tasks.run.attempts import Attempt, AttemptLog
 from tasks.run.stage import Stage
 
 

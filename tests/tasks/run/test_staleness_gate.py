@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.failures import CallCancelled
-from tasks.run.staleness_gate import Gate, StepGivenUp, WaitTooLong
+from tasks.run.clock import Gate, StepGivenUp, WaitTooLong
 
 
 class Schedule:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import httpx
 
-from tasks.run.state_data import dropped
+from tasks.run.flow_options import without_state_data
 from tests.flows.conftest import ROOT, prefect_api, settings_for
 from tests.tasks.run.forged_results import Forgery, forge, pickled
 
@@ -139,7 +139,7 @@ def test_only_states_lose_their_data() -> None:
         "artifact": {"type": "markdown", "data": "text"},
         "block": {"data": {"basepath": "/tmp"}},
     }
-    read = json.loads(json.dumps(answer), object_hook=dropped)
+    read = json.loads(json.dumps(answer), object_hook=without_state_data)
     assert [read[name]["data"] for name in ("state", "bare", "value")] == [None] * 3
     assert read["state"]["type"] == "COMPLETED"
     assert read["artifact"] == answer["artifact"]

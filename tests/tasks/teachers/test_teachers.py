@@ -13,7 +13,7 @@ from configs.distill import DistillConfig
 from configs.model import RandomModel
 from configs.recipe import load_recipe
 from engines.models.checkpoints import materialize
-from tasks.run.findings import PreflightError
+from tasks.run.features import PreflightError
 from tasks.run.preflight import check
 from tasks.run.run import _shards_of
 from tasks.teachers.checks import check_teachers

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engines.models.longrope import LONG
+from engines.models.attention import LONG
 from engines.train.activations import checkpoint_layers
 from engines.train.batching.packed_batch import pack
 from engines.train.model.attention import Bucket

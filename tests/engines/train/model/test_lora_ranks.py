@@ -13,7 +13,7 @@ from transformers import Qwen3MoeConfig
 
 from benchmarks.families import FAMILIES
 from configs.model import PretrainedModel
-from engines.models.making import character_tokenizer, save
+from engines.models.checkpoints import character_tokenizer, save
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.self_test.twin import build
 from engines.train.spec import ColumnsResult, LogprobRequest, TrainSpec, UpdateResult
