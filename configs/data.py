@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
 from configs.base import FileAddress, FunctionPath, Settings
-from configs.coding import CodingSource
+from configs.coding import CodingSource, WorkspaceConfig
 from configs.episodes import Environment, EpisodesConfig
 from configs.rewards import SandboxConfig
 
@@ -98,8 +98,8 @@ OF_TASK = (
     *("prefill", "max_prompt_tokens"),
 )
 OF_EPISODES = (
-    *("environment", "max_turns", "max_turn_tokens", "past_turns", "full_turn", "turn_timeout"),
-    "timeout",
+    *("environment", "workspace", "max_turns", "max_turn_tokens", "past_turns", "full_turn"),
+    *("turn_timeout", "timeout", "deadline"),
 )
 TASK_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
 
@@ -153,6 +153,9 @@ class TaskConfig(Settings):
         None,
         description="What answers its turns; kind none: they are one. None: as episodes has it.",
     )
+    workspace: WorkspaceConfig | None = Field(
+        None, description="As episodes.workspace, whole: with a sandbox of its own."
+    )
     max_turns: int | None = Field(None, ge=1, description="As episodes.max_turns.")
     max_turn_tokens: int | None = Field(None, ge=1, description="As episodes.max_turn_tokens.")
     past_turns: Literal["as_sampled", "as_rendered"] | None = Field(
@@ -163,6 +166,7 @@ class TaskConfig(Settings):
         None, gt=0, description="As episodes.turn_timeout, in seconds."
     )
     timeout: float | None = Field(None, gt=0, description="As episodes.timeout, in seconds.")
+    deadline: float | None = Field(None, gt=0, description="As episodes.deadline, in seconds.")
 
     @property
     def of_episodes(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Episodes: an environment that answers what the model writes, turn by turn."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -81,7 +81,7 @@ class AgentEnvironment(Settings):
     """A program that asks the model by itself, over an OpenAI-compatible API of this machine.
 
     A function agent(base_url, api_key, model, seed, **row) that returns the reward. Each of its
-    requests is a turn of the model; those of an episode are one conversation.
+    requests is a turn of the model; those of an episode are a forest (episodes.branches).
     """
 
     kind: Literal["agent"] = "agent"
@@ -137,7 +137,10 @@ class EpisodesConfig(Settings):
     """Answers of several turns. rollout.max_new_tokens is then the limit of a whole conversation."""
 
     later: ClassVar[frozenset[str]] = frozenset(
-        {"past_turns", "max_tokens", "workspace", "deadline", "drive", "fewest_at_once"}
+        {
+            *("past_turns", "branches", "credit", "max_tokens", "workspace"),
+            *("deadline", "drive", "fewest_at_once"),
+        }
     )
     # What changes when episodes are played, and nothing of what they are: in no key.
     of_driving: ClassVar[frozenset[str]] = frozenset({"drive", "fewest_at_once"})
@@ -185,7 +188,20 @@ class EpisodesConfig(Settings):
         "as_sampled",
         description="What the model reads of its earlier turns where the chat template rewrites "
         "them, as those of thinking models do. as_sampled: the tokens that it wrote, thoughts too. "
-        "as_rendered: what the template makes of them; a template that rewrites them is refused.",
+        "as_rendered: what the template makes of them, each turn after a rendering of its own; what "
+        "these have in common is one sequence.",
+    )
+    branches: bool = Field(
+        True,
+        description="Whether an agent may ask for several turns at once, begin other conversations, "
+        "and go on from an earlier point or with another past. false: its requests are one "
+        "conversation that grows at its end; any other fails the episode.",
+    )
+    credit: Literal["episode", "branch"] = Field(
+        "episode",
+        description="Whose reward the tokens of an agent's turns get. episode: that of all, which is "
+        "the sum where the agent returns rewards by branch. branch: that of their own branch, "
+        "compared with the same branch of the group's other episodes.",
     )
     full_turn: Literal["ends", "counts"] = Field(
         "ends",
@@ -245,12 +261,36 @@ class EpisodesConfig(Settings):
     )
 
     @property
+    def of_requests(self) -> bool:
+        """Whether an episode's turns are answers to requests, each after tokens of its own."""
+        return self.environment.kind == "agent" or self.past_turns == "as_rendered"
+
+    @property
     def are_forests(self) -> bool:
         """Whether its samples are stored as forests (storage/batches/forest.py)."""
-        return self.environment.kind == "agent" or self.past_turns == "as_rendered"
+        return self.of_requests and (self.branches or self.past_turns == "as_rendered")
 
     def in_keys(self, exclude: Collection[str] = ()) -> dict[str, Any]:
         return super().in_keys({*exclude, *self.of_driving})
+
+    @model_validator(mode="after")
+    def _branches_have_rewards(self) -> Self:
+        if self.credit == "branch" and not (self.environment.kind == "agent" and self.branches):
+            raise ValueError(
+                "episodes.credit = branch is about agents that branch. Set episodes.environment.kind "
+                "= agent and episodes.branches = true, or episodes.credit = episode."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_rendered_past_is_of_one_player(self) -> Self:
+        if self.past_turns == "as_rendered" and (self.players > 1 or self.sees == "frames"):
+            name, value = ("players", self.players) if self.players > 1 else ("sees", self.sees)
+            raise ValueError(
+                "episodes.past_turns = as_rendered is about one player's text, and "
+                f"episodes.{name} = {value}. Set episodes.past_turns = as_sampled."
+            )
+        return self
 
     @model_validator(mode="after")
     def _fewest_are_not_more(self) -> Self:
@@ -261,15 +301,11 @@ class EpisodesConfig(Settings):
             )
         return self
 
-    @model_validator(mode="before")
-    @classmethod
-    def _a_workspace_has_settings(cls, settings: Any) -> Any:
-        if isinstance(settings, Mapping) and settings.get("workspace") is None:
-            played = settings.get("environment")
-            mapping = isinstance(played, Mapping) and played.get("kind") == "workspace"
-            if mapping or isinstance(played, WorkspaceEnvironment):
-                return {**settings, "workspace": {}}
-        return settings
+    @property
+    def workspaces(self) -> WorkspaceConfig | None:
+        """How repositories are worked on; None where none are."""
+        by_kind = WorkspaceConfig() if self.environment.kind == "workspace" else None
+        return self.workspace or by_kind
 
     @model_validator(mode="after")
     def _the_kind_has_players(self) -> Self:

@@ -169,8 +169,9 @@ def driving(config: RunConfig, _: Machine) -> Iterator[Decision]:
     episodes = config.episodes
     if episodes is None or "drive" in episodes.model_fields_set:
         return
-    if (kind := episodes.environment.kind) in ("agent", "openenv"):
-        because = f"episodes.environment.kind = {kind} takes its time"
+    kinds = [one.environment.kind for one in config.played.values()]
+    if slow := next((kind for kind in kinds if kind in ("agent", "openenv")), None):
+        because = f"episodes.environment.kind = {slow} takes its time"
         yield Decision(path=("episodes", "drive"), value="apart", because=because)
 
 

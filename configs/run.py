@@ -123,6 +123,11 @@ class RunConfig(Settings):
         return min((names or {"group_size": self.group_size}).items(), key=lambda item: item[1])
 
     @property
+    def same_sizes(self) -> bool:
+        """Whether all groups have as many completions."""
+        return self.smallest_group[1] == self.group_size
+
+    @property
     def trained_per_step(self) -> int:
         """Completions of one step that can train, at most: an opponent's do not."""
         alone = self.prompts_per_step * self.group_size
@@ -232,6 +237,11 @@ class RunConfig(Settings):
         return self.episodes is not None and self.episodes.sees == "frames"
 
     @property
+    def plays_requests(self) -> bool:
+        """Whether episodes, of one task at least, are answers to requests."""
+        return any(one.of_requests for one in self.played.values())
+
+    @property
     def plays_apart(self) -> bool:
         """Whether each episode goes on by itself."""
         return self.episodes is not None and self.episodes.drive == "apart"
@@ -273,7 +283,7 @@ class RunConfig(Settings):
             "elastic": self.train.engine == "elastic",
             "over_sampling": self.over_samples,
             "tasks": bool(self.data.tasks),
-            "coding": self.episodes is not None and self.episodes.workspace is not None,
+            "coding": any(one.workspaces is not None for one in self.played.values()),
             "quarantine": self.data.keeps_history,
             "guards": bool(self.guards),
             "promotion": self.promotion is not None,
@@ -329,6 +339,12 @@ class RunConfig(Settings):
         """The longest that an engine samples, prompt and completion together, in tokens."""
         longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
         return max(longest, *self.longest_of_suites.values(), 0)
+
+    @property
+    def most_paths(self) -> int:
+        """Paths of a sample that trains: more than one only where episodes may branch."""
+        forests = [one.max_turns for one in self.played.values() if one.are_forests]
+        return max(forests, default=1)
 
     @property
     def longest_response(self) -> int:

@@ -373,6 +373,7 @@ def write(folder: Path) -> None:
                 "tests": {file: task.tests},
                 "fail_to_pass": names_of(task.tests, file),
                 "pass_to_pass": names_of(task.files[small], small),
+                "edits": [[task.fixed[0], task.fixed[1], f"{task.fixed[1]} "], task.fixed],
             }
         )
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -19,10 +19,10 @@ def module_folders(path: list[str], ours: str, working: str) -> list[str]:
 
     ours: the folder of our packages, which the path of an editable installation need not name.
     """
-    folders = [one for one in path if ours == working or os.path.abspath(one) != working]
-    first = next((i for i, one in enumerate(folders) if _holds_ours(one)), len(folders))
+    folders = [folder for folder in path if ours == working or os.path.abspath(folder) != working]
+    first = next((i for i, folder in enumerate(folders) if _holds_ours(folder)), len(folders))
     again = max(1, len(path) - len(folders))
-    if [ours] != [os.path.abspath(one) for one in folders[first : first + 1]]:
+    if [ours] != [os.path.abspath(folder) for folder in folders[first : first + 1]]:
         folders.insert(first, ours)
     return folders if ours == working else [*folders, *[working] * again]
 

@@ -27,12 +27,12 @@ STARTED = '__name__ == "__main__"'  # in the text of a module that can be starte
 def main(words: Sequence[str] = ()) -> int:
     """Run the command that the first word names, with the others; returns the exit code."""
     name, *rest = list(words) or sys.argv[1:] or ["--help"]
-    found = commands()
+    about = commands()
     if name in ("-h", "--help"):
-        print_text(overview(found))
+        print_text(overview(about))
         return 0
-    if name not in found:
-        near = difflib.get_close_matches(name, found, n=1)
+    if name not in about:
+        near = difflib.get_close_matches(name, about, n=1)
         hint = f"Did you mean {near[0]}? " if near else ""
         print_text(f"There is no command {name}. {hint}See refrain --help.", error=True)
         return BAD_COMMAND
@@ -46,10 +46,10 @@ def main(words: Sequence[str] = ()) -> int:
     return 0
 
 
-def overview(found: Mapping[str, str]) -> str:
+def overview(commands_by_name: Mapping[str, str]) -> str:
     """What there is: flows that train, recipes for them, other commands."""
-    width = max(map(len, found))
-    lines = {name: f"  {name:<{width}}  {about}" for name, about in found.items()}
+    width = max(map(len, commands_by_name))
+    lines = {name: f"  {name:<{width}}  {about}" for name, about in commands_by_name.items()}
     train = [line for name, line in lines.items() if trains(name)]
     others = [line for name, line in lines.items() if not trains(name)]
     parts = ["Train:", *train, "", recipes(), "", "Other commands:", *others]
@@ -58,9 +58,9 @@ def overview(found: Mapping[str, str]) -> str:
 
 def recipes() -> str:
     """The recipes that come with Refrain, a line each."""
-    found = about_recipes()
-    width = max(map(len, found))
-    lines = [f"  {name:<{width}}  {what}" for name, what in found.items()]
+    about = about_recipes()
+    width = max(map(len, about))
+    lines = [f"  {name:<{width}}  {what}" for name, what in about.items()]
     return "\n".join(["Recipes (refrain recipe NAME > mine.yaml writes one to change):", *lines])
 
 
@@ -71,12 +71,12 @@ def trains(command: str) -> bool:
 
 def commands() -> dict[str, str]:
     """The commands by name, each with the first line of its docstring."""
-    found = {}
+    about = {}
     for path in sorted(Path(__file__).parent.glob("[!_]*.py")):
         text = path.read_text(encoding="utf-8")
         if STARTED in text:
-            found[path.stem] = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
-    return found
+            about[path.stem] = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+    return about
 
 
 if __name__ == "__main__":

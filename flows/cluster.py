@@ -44,7 +44,7 @@ def main(words: Sequence[str] = ()) -> int:
         "status": _status,
         "logs": _logs,
         "stop": _stop,
-        "work": lambda given: Submission(Path(given.name)).work(),
+        "work": lambda args: Submission(Path(args.name)).work(),
     }
     try:
         return commands[arguments.command](arguments)
@@ -107,14 +107,16 @@ def _described(status: SubmissionStatus) -> list[str]:
         lines.append(f"  run    {status.run}")
     for pool, tasks in sorted(status.pools.items()):
         states = Counter(task.state.lower() for task in tasks)
-        lines.append(f"  {pool:<8} " + ", ".join(f"{n} {one}" for one, n in states.items()))
+        lines.append(
+            f"  {pool:<8} " + ", ".join(f"{n} {state_name}" for state_name, n in states.items())
+        )
         lines += [f"    {_job(task)}" for task in tasks]
     return lines
 
 
 def _job(task: Task) -> str:
-    left = "" if task.left is None else f", {task.left / 60:.0f} min left"
-    return f"job {task.id} {task.state.lower()} ({task.reason.strip('()')}{left})"
+    rest = "" if task.left is None else f", {task.left / 60:.0f} min left"
+    return f"job {task.id} {task.state.lower()} ({task.reason.strip('()')}{rest})"
 
 
 def _logs(arguments: argparse.Namespace) -> int:
@@ -133,9 +135,9 @@ def _logs(arguments: argparse.Namespace) -> int:
 def _stop(arguments: argparse.Namespace) -> int:
     """End flow and pools, and say what is left, if anything is."""
     submission = Submission(Path(arguments.folder) / arguments.name)
-    left = submission.stop()
-    if left:
-        print_text(f"Jobs {', '.join(left)} are still ending; look again with squeue.", error=True)
+    jobs = submission.stop()
+    if jobs:
+        print_text(f"Jobs {', '.join(jobs)} are still ending; look again with squeue.", error=True)
         return FAILED
     again = submission.resume_command()
     print_text(
@@ -164,13 +166,17 @@ def _parser() -> argparse.ArgumentParser:
         ("logs", "what the flow or a worker printed"),
         ("stop", "end a run and all its jobs"),
     ):
-        one = commands.add_parser(command, help=about)
-        one.add_argument("--folder", default=FOLDER, help=f"cluster.slurm.folder [{FOLDER}]")
-        one.add_argument("name", nargs="?" if command == "status" else None)
+        command_parser = commands.add_parser(command, help=about)
+        command_parser.add_argument(
+            "--folder", default=FOLDER, help=f"cluster.slurm.folder [{FOLDER}]"
+        )
+        command_parser.add_argument("name", nargs="?" if command == "status" else None)
         if command == "logs":
-            one.add_argument("worker", nargs="?", help="such as rollout-0; none: the flow")
-            one.add_argument("-n", "--lines", type=int, default=50)
-            one.add_argument("-f", "--follow", action="store_true")
+            command_parser.add_argument(
+                "worker", nargs="?", help="such as rollout-0; none: the flow"
+            )
+            command_parser.add_argument("-n", "--lines", type=int, default=50)
+            command_parser.add_argument("-f", "--follow", action="store_true")
     work = commands.add_parser("work")  # what the flow's job runs
     work.add_argument("name")
     return parser

@@ -59,23 +59,23 @@ def main() -> int:
     from tasks.launch.server import ServerError
 
     try:
-        found, wanted = None, [registration.POOL]
+        declared, work_pools = None, [registration.POOL]
         if arguments.flow is None:
             team = _team(arguments.file)
-            found = deployments(registration.PREFECT_FILE, names, words, team)
-            wanted = found.pools
+            declared = deployments(registration.PREFECT_FILE, names, words, team)
+            work_pools = declared.pools
         elif arguments.file is not None:
             raise ConfigError("--file and --flow exclude each other: name the flow in the file.")
         api = registration.check_server(PREFECT_API_URL.value())
         with get_client(sync_client=True) as client:
-            pools = registration.patiently(lambda: registration.ensure_pools(client, wanted))
-        if found is None:
+            pools = registration.patiently(lambda: registration.ensure_pools(client, work_pools))
+        if declared is None:
             name = registration.register_flow(arguments.flow, arguments.recipe, arguments.names)
             print_text(f"Deployment   {name}")
         else:
-            registration.register_deployments(found)
-            print_text(f"Registered   {', '.join(found.names)}")
-            for sentence in found.warnings():
+            registration.register_deployments(declared)
+            print_text(f"Registered   {', '.join(declared.names)}")
+            for sentence in declared.warnings():
                 print_text(f"Warning      {sentence}")
         automations = registration.patiently(
             lambda: registration.register_automations(arguments.notify)
@@ -90,10 +90,10 @@ def main() -> int:
     return 0
 
 
-def _team(named: str | None) -> DeploymentFile | None:
+def _team(file: str | None) -> DeploymentFile | None:
     """The team's file: the one that is named, or the working folder's; None where it has none."""
-    path = Path(named or DEFAULT_FILE)
-    if named is None and not path.exists():
+    path = Path(file or DEFAULT_FILE)
+    if file is None and not path.exists():
         return None
     print_text(f"By           {path}")
     return read_deployments(path)

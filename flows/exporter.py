@@ -37,14 +37,19 @@ def main(words: Sequence[str] = ()) -> int:
     )  # fmt: skip
     parser.add_argument("--certificate", metavar="PEM", help="of the server, for TLS")
     parser.add_argument("--key", metavar="PEM", help="of that certificate")
-    asked = parser.parse_args(list(words) or sys.argv[1:])
-    if (asked.certificate is None) != (asked.key is None):
+    arguments = parser.parse_args(list(words) or sys.argv[1:])
+    if (arguments.certificate is None) != (arguments.key is None):
         parser.error("--certificate and --key go together")
     from tasks.reporting.exporter import serve  # late: --help answers at once
 
-    folders = [Path(one).absolute() for one in asked.folders]
+    folders = [Path(folder).absolute() for folder in arguments.folders]
     return serve(
-        folders, asked.keep_hours * HOUR, asked.host, asked.port, asked.certificate, asked.key
+        folders,
+        arguments.keep_hours * HOUR,
+        arguments.host,
+        arguments.port,
+        arguments.certificate,
+        arguments.key,
     )
 
 

@@ -59,18 +59,18 @@ def main(words: Sequence[str] = ()) -> int:
 
 def no_answer(pages: Sequence[str]) -> str:
     """A line for each page that is not well; empty if all are. They are asked at once."""
-    said = {page: f"{shown(page)} did not answer in {TIMEOUT:g} s." for page in pages}
+    faults = {page: f"{shown(page)} did not answer in {TIMEOUT:g} s." for page in pages}
 
     def ask(page: str) -> None:
-        said[page] = wrong_with(page)
+        faults[page] = wrong_with(page)
 
-    asked = [threading.Thread(target=ask, args=(page,), daemon=True) for page in said]
-    for one in asked:
-        one.start()
+    threads = [threading.Thread(target=ask, args=(page,), daemon=True) for page in faults]
+    for thread in threads:
+        thread.start()
     end = time.monotonic() + TIMEOUT
-    for one in asked:  # a page may send a byte now and then, which no socket's timeout ends
-        one.join(max(0.0, end - time.monotonic()))
-    return "\n".join(filter(None, list(said.values())))
+    for thread in threads:  # a page may send a byte now and then, which no socket's timeout ends
+        thread.join(max(0.0, end - time.monotonic()))
+    return "\n".join(filter(None, list(faults.values())))
 
 
 def wrong_with(page: str) -> str:
@@ -146,9 +146,9 @@ def at_rest(last: Path, proc: Path = Path("/proc")) -> str:
 
 def cpu_time(proc: Path) -> int:
     """Nanoseconds that the threads of all processes here have run, those of this health check not."""
-    own, total = {os.getpid(), os.getppid()}, 0
+    ours, total = {os.getpid(), os.getppid()}, 0
     for folder in proc.glob("[0-9]*"):
-        if int(folder.name) in own - {1}:
+        if int(folder.name) in ours - {1}:
             continue
         for file in folder.glob("task/*/schedstat"):
             try:

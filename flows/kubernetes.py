@@ -32,18 +32,18 @@ def main(words: Sequence[str] = ()) -> int:
 
     try:
         flow = load_flow(arguments.flow)
-        given = list(arguments.words)
-        recipe = given.pop(0) if given and "=" not in given[0] else DEMO
+        rest = list(arguments.words)
+        recipe = rest.pop(0) if rest and "=" not in rest[0] else DEMO
         shared = kubernetes.words_of(arguments.values) if arguments.values else []
-        config = read_recipe(settings_class(flow), recipe, [*shared, *given])
+        config = read_recipe(settings_class(flow), recipe, [*shared, *rest])
         name = arguments.name or new_name(config.name).lower().replace("_", "-").replace(".", "-")
-        made = kubernetes.render(config, path_of(flow).partition(":")[0], name)
+        manifests = kubernetes.render(config, path_of(flow).partition(":")[0], name)
     except ConfigError as error:
         print_text(error, error=True)
         return BAD_SETTINGS
     for file in kubernetes.local_files(config):
         print_text(f"{file} has to be in the image, under the same path.", error=True)
-    print_text(kubernetes.as_yaml(made), end="")
+    print_text(kubernetes.as_yaml(manifests), end="")
     return 0
 
 

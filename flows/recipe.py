@@ -47,14 +47,14 @@ def main() -> int:
     )
     parser.add_argument("recipe", nargs="?", metavar="NAME", help="a recipe, or a YAML file")
     parser.add_argument("words", nargs="*", metavar="key=value", help="settings that change it")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     try:
-        if asked.recipe is None:
-            found = about_recipes()
-            width = max(map(len, found))
-            print_text("\n".join(f"{name:<{width}}  {what}" for name, what in found.items()))
+        if arguments.recipe is None:
+            about = about_recipes()
+            width = max(map(len, about))
+            print_text("\n".join(f"{name:<{width}}  {what}" for name, what in about.items()))
         else:
-            text = commented_recipe(asked.recipe, asked.words, flows(), settings_of)
+            text = commented_recipe(arguments.recipe, arguments.words, flows(), settings_of)
             print_text(text.rstrip())
     except ConfigError as error:
         print_text(error, error=True)

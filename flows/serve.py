@@ -34,10 +34,10 @@ def main() -> int:
     parser.add_argument(
         "--follow", action="store_true", help="serve another version when the alias, or RUN, moves"
     )
-    asked = parser.parse_intermixed_args()
-    given = {"version": asked.version} | ({"follow": True} if asked.follow else {})
+    arguments = parser.parse_intermixed_args()
+    settings = {"version": arguments.version} | ({"follow": True} if arguments.follow else {})
     try:
-        config = change(ServeConfig, given, asked.words)
+        config = change(ServeConfig, settings, arguments.words)
         from tasks.launch.serving import serve  # late: a wrong setting is said at once
 
         return serve(config)

@@ -48,20 +48,20 @@ def main(words: Sequence[str] = ()) -> int:
     parser.add_argument(
         "--systemd", action="store_true", help="print a unit of systemd that runs this command"
     )
-    given = list(words) or sys.argv[1:]
-    asked = parser.parse_args(given)
-    folder = Path(asked.folder).absolute()
+    line = list(words) or sys.argv[1:]
+    arguments = parser.parse_args(line)
+    folder = Path(arguments.folder).absolute()
     # Late: --help answers at once.
     from tasks.launch.systemd_unit import unit, writable
     from tasks.launch.team_servers import check_places, place, serve
 
     try:
-        prefect = place("prefect", asked.host, asked.prefect_port, asked.prefect_url)
-        mlflow = place("mlflow", asked.host, asked.mlflow_port, asked.mlflow_url)
-        if asked.systemd:
+        prefect = place("prefect", arguments.host, arguments.prefect_port, arguments.prefect_url)
+        mlflow = place("mlflow", arguments.host, arguments.mlflow_port, arguments.mlflow_url)
+        if arguments.systemd:
             check_places(prefect, mlflow)
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # the unit may make none
-            rest = [word for word in given if word != "--systemd"]
+            rest = [word for word in line if word != "--systemd"]
             print_text(unit("servers", rest, writable(folder)))
             return 0
         return serve(prefect, mlflow, folder)

@@ -40,28 +40,30 @@ def main(words: Sequence[str] = ()) -> int:
     look.add_argument("--key-variable", default=KEY_VARIABLE, metavar="NAME")
     look.add_argument("--json", action="store_true", help="print one JSON object")
     commands.add_parser("settings", help="every setting of serve")
-    asked = parser.parse_args(list(words) or sys.argv[1:])
+    arguments = parser.parse_args(list(words) or sys.argv[1:])
     try:
-        return {"serve": _serve, "status": _status, "settings": _settings}[asked.command](asked)
+        return {"serve": _serve, "status": _status, "settings": _settings}[arguments.command](
+            arguments
+        )
     except (ConfigError, ValueError) as error:
         print_text(error, error=True)
         return BAD_SETTINGS
 
 
-def _serve(asked: argparse.Namespace) -> int:
-    config = resolve(change(TeacherServiceConfig, {}, asked.words), this_machine()).settings
+def _serve(arguments: argparse.Namespace) -> int:
+    config = resolve(change(TeacherServiceConfig, {}, arguments.words), this_machine()).settings
     from tasks.teachers.service import serve  # late: a wrong setting is said at once
 
     return serve(config)
 
 
-def _status(asked: argparse.Namespace) -> int:
+def _status(arguments: argparse.Namespace) -> int:
     from tasks.teachers.status import show
 
-    return show(asked.url, asked.key_variable, asked.json)
+    return show(arguments.url, arguments.key_variable, arguments.json)
 
 
-def _settings(asked: argparse.Namespace) -> int:
+def _settings(arguments: argparse.Namespace) -> int:
     for name, kind, default, meaning in fields(TeacherServiceConfig):
         print_text(f"{name}  {kind}  [{default}]\n    {meaning}")
     return 0

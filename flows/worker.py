@@ -27,24 +27,24 @@ BAD_SETTINGS = 2  # exit code
 @until_nobody_reads
 def main(words: Sequence[str] = ()) -> int:
     """Hold workers until Ctrl-C or SIGTERM; returns the exit code."""
-    given = list(words) or sys.argv[1:]
-    asked = _parser().parse_intermixed_args(given)
+    line = list(words) or sys.argv[1:]
+    arguments = _parser().parse_intermixed_args(line)
     from tasks.launch.own_workers import check, hold  # late: --help answers at once
     from tasks.run.run_record import load_flow, settings_class
 
-    rest = list(asked.words)
+    rest = list(arguments.words)
     recipe = rest.pop(0) if rest and "=" not in rest[0] else DEMO
     try:
-        config = load_recipe(settings_class(load_flow(asked.flow)), recipe, rest)
-        logs = Path(asked.logs).absolute()
-        if asked.systemd:
+        config = load_recipe(settings_class(load_flow(arguments.flow)), recipe, rest)
+        logs = Path(arguments.logs).absolute()
+        if arguments.systemd:
             from tasks.launch.systemd_unit import unit
 
-            check(config, asked.pool, asked.workers, asked.name)
-            run = [word for word in given if word != "--systemd"]
+            check(config, arguments.pool, arguments.workers, arguments.name)
+            run = [word for word in line if word != "--systemd"]
             print_text(unit("worker", run, ["LimitMEMLOCK=infinity", "TasksMax=infinity"]))
             return 0
-        return hold(config, asked.pool, asked.workers, asked.name, logs)
+        return hold(config, arguments.pool, arguments.workers, arguments.name, logs)
     except (ConfigError, ValueError) as error:
         print_text(error, error=True)
         return BAD_SETTINGS

@@ -62,9 +62,9 @@ def advantage(
     if taught:
         samples = samples.with_columns(BatchRef.concat(taught))
     samples = samples.of_policy(run.store)
-    kept = None
+    selected = None
     if logprobs is not None and len(logprobs) != len(samples):
-        kept, logprobs = logprobs, None
+        selected, logprobs = logprobs, None
     for columns in (logprobs, values):
         if columns is not None:
             samples = samples.with_columns(columns[[n for n in ADDED if n in columns.names]])
@@ -74,7 +74,7 @@ def advantage(
         samples.to_json(),
         None if baselines is None else baselines.to_json(),
         run.algorithm.model_dump(mode="json"),
-        *([] if kept is None else [kept.to_json()]),
+        *([] if selected is None else [selected.to_json()]),
     )
     stage = Stage(run=run, step=step, name="advantage", key=key)
     with repetitions(run, step, samples, key) as repetition:
@@ -86,7 +86,7 @@ def advantage(
             left_out=left_out(run, step),
             repetition=repetition,
             most_groups=run.config.prompts_per_step,
-            kept=kept,
+            kept=selected,
             part_tokens=PART_TOKENS,
         )
         with telling_causes(run, samples, scored):
@@ -159,10 +159,10 @@ def in_parts(
         )
         for number in numbers
     ]
-    written = spread(run, step, "advantage", calls, PartResult)
+    results = spread(run, step, "advantage", calls, PartResult)
     discard(run, measured, statistics)
     run.files.discard({out_key: parts.rows.objects})
-    return joined(parts, written)
+    return joined(parts, results)
 
 
 @contextlib.contextmanager
@@ -209,18 +209,20 @@ def causes_of(config: GRPOConfig, store: Store, samples: BatchRef, scored: Seque
             else:
                 counts[f"{cause.function}: {cause.error}"] += cause.samples
     total = len(samples)
-    said = [f"{count} of {total} samples: {cause}" for cause, count in counts.most_common(MOST)]
+    sentences = [
+        f"{count} of {total} samples: {cause}" for cause, count in counts.most_common(MOST)
+    ]
     if unrewarded and "episode" in samples.names:
-        said += episode_causes(config, store, samples)
+        sentences += episode_causes(config, store, samples)
     elif unrewarded:
-        said.append(f"{unrewarded} of {total} samples: {NO_FUNCTION}")
+        sentences.append(f"{unrewarded} of {total} samples: {NO_FUNCTION}")
     failed = sum(shard.failures for shard in scored)
     if config.rewards.on_failure == "drop" and failed < total:
-        said.append(
+        sentences.append(
             "rewards.on_failure = drop leaves out a whole group for one such sample; in a new run "
             f"complete trains on its others ({total - failed} were scored here)"
         )
-    return " ".join(f"{one.rstrip('.')}." for one in said)
+    return " ".join(f"{sentence.rstrip('.')}." for sentence in sentences)
 
 
 def episode_causes(config: GRPOConfig, store: Store, samples: BatchRef) -> list[str]:
@@ -231,14 +233,14 @@ def episode_causes(config: GRPOConfig, store: Store, samples: BatchRef) -> list[
     tasks = [""] * len(samples)
     if TASK in samples.names:
         tasks = list(map(str, samples.fetch_list(store, TASK)))
-    found: Counter[str] = Counter()
-    for end, error, one, task_name in zip(ends, errors, status.tolist(), tasks, strict=True):
-        if one == SampleStatus.FAILED:
+    counts: Counter[str] = Counter()
+    for end, error, state, task_name in zip(ends, errors, status.tolist(), tasks, strict=True):
+        if state == SampleStatus.FAILED:
             why = limit_of(config, end, task_name)
-            found[why + (f": {error.splitlines()[0]}" if error else "")] += 1
+            counts[why + (f": {error.splitlines()[0]}" if error else "")] += 1
     return [
         f"{count} of {len(ends)} episodes ended by {why} before the environment gave a reward"
-        for why, count in found.most_common(MOST)
+        for why, count in counts.most_common(MOST)
     ]
 
 

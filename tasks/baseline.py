@@ -30,9 +30,9 @@ def baseline(run: Run, step: int, prompts: Prompts, shards: ShardRange) -> Score
     def one(shard: int) -> Sampled:
         rows = prompts.ref.part(shard - 1, shards.of)
         # Numbered on from the samples' shards: a call of the same number would be the same call.
-        found = complete(run, step, rows, stage, shards.of + shard)
-        assert isinstance(found, Sampled), "only shards that train are left"
-        return found
+        shard_samples = complete(run, step, rows, stage, shards.of + shard)
+        assert isinstance(shard_samples, Sampled), "only shards that train are left"
+        return shard_samples
 
     sampled = tuple(run.shards.drive(step, "baseline", shards, one))
     return scored(run, step, sampled, shards.of + shards.first)

@@ -73,8 +73,8 @@ def sync_and_commit(
     the policy would have to be given once more. Raises the failure of the first task of the step that
     failed. `others`: updates of what is trained beside the policy.
     """
-    drawn = prompts if isinstance(prompts, Prompts) else prompts.result()
-    due = run.clock.snapshot_due(step, drawn.cursor, len(run.clock.carried[step + 1]))
+    step_prompts = prompts if isinstance(prompts, Prompts) else prompts.result()
+    due = run.clock.snapshot_due(step, step_prompts.cursor, len(run.clock.carried[step + 1]))
     if due and run.config.cluster.share_devices:
         updated = snapshot.submit(run, step, updated, wait_for=[*others])  # type: ignore[call-overload]
     synced = weight_sync.submit(run, step, updated, due)  # type: ignore[call-overload]
@@ -108,9 +108,9 @@ def commit(
     metrics |= logged_metrics(scored, metrics)
     left_over = run.clock.left_over.get(step, LeftOver())
     samples = samples_of(run, step, scored)
-    own = [feature.commit(run, step, prompts, samples) for feature in run.features]
-    for one in own:
-        metrics |= one.metrics
+    additions = [feature.commit(run, step, prompts, samples) for feature in run.features]
+    for addition in additions:
+        metrics |= addition.metrics
     verdicts = judged(run.features, run, step, metrics)
     metrics |= {BOUND: float(run.gate.max_staleness)} if run.config.max_staleness else {}
     metrics |= verdicts.metrics
@@ -120,21 +120,21 @@ def commit(
         "prompts": prompts.new,
         "samples": samples if batch.taught is None else samples.with_columns(batch.taught),
         "nodes": nodes_of(scored),
-        "frames": frames_of(shard for one in scored for shard in one.sampled),
+        "frames": frames_of(shard for part in scored for shard in part.sampled),
         "clusters": scored[0].clusters,
         "batch": batch.ref,
         "baselines": batch.baselines,
         "carried": left_over.carried.prompts,
         "begun": left_over.carried.begun,
         "left_out": left_over.samples,
-        **{name: ref for one in own for name, ref in one.refs.items()},
+        **{name: ref for addition in additions for name, ref in addition.refs.items()},
     }
     record = Commit(
         step=step,
         parent=run.head,
         refs={name: ref for name, ref in refs.items() if ref is not None},
         version_in=min(
-            (shard.weights for one in scored for shard in one.sampled), key=attrgetter("version")
+            (shard.weights for part in scored for shard in part.sampled), key=attrgetter("version")
         ),
         version_out=synced.weights,
         cursor=prompts.cursor.to_json(),
@@ -145,7 +145,9 @@ def commit(
         carried=list(left_over.carried.groups),
         readmissions=prompts.readmissions,
         dropped_rows=prompts.dropped,
-        reward_code={code_digest(one.code): [asdict(made) for made in one.code] for one in scored},
+        reward_code={
+            code_digest(part.code): [asdict(function) for function in part.code] for part in scored
+        },
         meanings=dict(VERSIONS),
         code_files=run.code_files,
         update=update_settings(run, updated),
@@ -159,15 +161,15 @@ def commit(
     for feature in run.features:
         feature.committed(run, record)
     run.advance(record)
-    told = StepCommitted(
+    event = StepCommitted(
         record=record,
         metrics=metrics,
         scored=scored,
         attempts=attempts,
         snapshot=run.clock.snapshot_after(record),
     )
-    written = metrics.get("store/bytes_written", 0.0)
-    run.tell(told, last=lambda: tidy(run, step, written))
+    nbytes = metrics.get("store/bytes_written", 0.0)
+    run.tell(event, last=lambda: tidy(run, step, nbytes))
     return StepSummary(
         step=step, version=updated.version, seconds=metrics["time/step"], metrics=metrics
     )
@@ -177,9 +179,9 @@ def update_settings(run: Run, updated: Updated) -> dict[str, JsonValue]:
     """What an update is made with besides the batch and the algorithm, to make it again."""
     config = run.config
     pool = config.cluster.pools[config.cluster.roles.actor]
-    made = updated.made_on
+    devices = updated.made_on
     return {
-        **({} if made is None else {"made_on": asdict(made)}),
+        **({} if devices is None else {"made_on": asdict(devices)}),
         "train": config.train.model_dump(mode="json"),
         "seed": config.seed,
         "steps": decay_steps(config, run.files),  # where a decaying schedule ends
@@ -211,10 +213,10 @@ def ledger_after(
     )
 
 
-def tidy(run: Run, step: int, written: float) -> None:
+def tidy(run: Run, step: int, nbytes: float) -> None:
     """Keep the curves, if they are due, and remove what the settings do not keep.
 
-    `written`: bytes that the step wrote to the store.
+    `nbytes`: that the step wrote to the store.
     Once everybody has heard of the step: which versions are registered is known then.
     """
     if are_due(step):
@@ -233,5 +235,5 @@ def tidy(run: Run, step: int, written: float) -> None:
     if removed:
         run.tracking.removed(removed_versions(run.files, removed))
         get_run_logger().info("Removed by store.keep_*: %s", ", ".join(removed))
-    if said := run.disk.after(step, written):
-        run.tell(Note(text=said, warning=True))
+    if warning := run.disk.after(step, nbytes):
+        run.tell(Note(text=warning, warning=True))

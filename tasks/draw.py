@@ -36,22 +36,22 @@ def draw(run: Run, step: int) -> Prompts:
     Groups are numbered through the run, and through the run that it was forked from.
     """
     config, cursor = run.config, run.clock.drawn[step]
-    own = next(filter(None, (feature.draw(run, step) for feature in run.features)), None)
-    own = own or ToDraw(count=config.prompts_per_step)
-    carried = own.carried or Carried()
+    plan = next(filter(None, (feature.draw(run, step) for feature in run.features)), None)
+    plan = plan or ToDraw(count=config.prompts_per_step)
+    carried = plan.carried or Carried()
     before = [] if carried.prompts is None else [carried.prompts]
-    found = draw_groups(run, step, cursor, run.clock.first_group(step), own.count, len(before))
-    check_enough(config, step, found.groups, len(carried))
+    groups = draw_groups(run, step, cursor, run.clock.first_group(step), plan.count, len(before))
+    check_enough(config, step, groups.groups, len(carried))
     if not config.carries:  # else the next step draws when it is known what this one hands on
-        run.clock.has_drawn(step, found.cursor, Carried())
+        run.clock.has_drawn(step, groups.cursor, Carried())
     return Prompts(
-        ref=BatchRef.concat([*before, *found.parts]),
-        cursor=found.cursor,
-        drawn=found.drawn,
-        dropped=found.dropped,
+        ref=BatchRef.concat([*before, *groups.parts]),
+        cursor=groups.cursor,
+        drawn=groups.drawn,
+        dropped=groups.dropped,
         carried=carried,
-        passed_over=found.passed_over,
-        readmissions=found.readmissions,
+        passed_over=groups.passed_over,
+        readmissions=groups.readmissions,
     )
 
 
@@ -79,48 +79,48 @@ def draw_groups(
     before: parts that the step has already, for the names of the new ones.
     """
     config, began = run.config, cursor
-    known = run.clock.rows.for_draw(step)
+    known_rows = run.clock.rows.for_draw(step)
     hooks = (feature.next_rows(run, step, cursor, count) for feature in run.features)
-    own = next(filter(None, hooks), None)
-    group, last, drawn = first_group, first_group + count, 0
+    next_rows = next(filter(None, hooks), None)
+    group, last, draws = first_group, first_group + count, 0
     parts: list[BatchRef] = []
     dropped: dict[str, list[int]] = {}
     made_by = config.data.in_keys({"last_step", "order", "quarantine"})
     while group < last and cursor.remaining(config.data.epochs) != 0:
-        if own is not None:
-            rows, cursor = own.draw(cursor, known)
+        if next_rows is not None:
+            rows, cursor = next_rows.draw(cursor, known_rows)
         else:
             rows, cursor = draw_rows(
                 *(run.source, cursor, last - group, config.data.epochs, run.fresh),
-                *(known.kept_out, known.ranks),
+                *(known_rows.kept_out, known_rows.ranks),
             )
         if not rows:  # all that was left is in quarantine
             continue
         key = key_of("prompts", TOKENS, run.source.digest, rows, group, made_by)
-        made = tokenized(run, step, rows, group, f"{before + len(parts) + 1}", key)
-        drawn += len(rows)
-        for row, reason in made.dropped:
+        result = tokenized(run, step, rows, group, f"{before + len(parts) + 1}", key)
+        draws += len(rows)
+        for row, reason in result.dropped:
             dropped.setdefault(reason, []).append(row)
-        if own is not None:
-            own.dropped([row for row, _ in made.dropped])
-        if made.ref is not None:
-            parts.append(made.ref)
-            group += len(made.ref)
+        if next_rows is not None:
+            next_rows.dropped([row for row, _ in result.dropped])
+        if result.ref is not None:
+            parts.append(result.ref)
+            group += len(result.ref)
     return DrawnPrompts(
         parts=parts,
         cursor=cursor,
-        drawn=drawn,
+        drawn=draws,
         dropped=dropped,
-        passed_over=cursor.place - began.place - drawn,
-        readmissions=known.readmissions,
+        passed_over=cursor.place - began.place - draws,
+        readmissions=known_rows.readmissions,
     )
 
 
-def check_enough(config: GRPOConfig, step: int, drawn: int, carried: int = 0) -> None:
+def check_enough(config: GRPOConfig, step: int, new: int, carried: int = 0) -> None:
     """Exhausted where a step has fewer prompts than it may be made with."""
-    if carried + drawn < config.fewest_prompts:
+    if carried + new < config.fewest_prompts:
         raise Exhausted(
-            f"data.epochs = {config.data.epochs} left {drawn} prompts for step {step} that "
+            f"data.epochs = {config.data.epochs} left {new} prompts for step {step} that "
             f"fit data.max_prompt_tokens, and a step takes {config.fewest_prompts}."
         )
 
@@ -149,9 +149,9 @@ def tokenized(
         )
         for part, (start, stop) in enumerate(cuts, 1)
     ]
-    found = spread(run, step, "prompts", parts, PromptsResult)
-    dropped = tuple(row for part in found for row in part.dropped)
-    refs = [part.ref for part in found if part.ref is not None]
+    results = spread(run, step, "prompts", parts, PromptsResult)
+    dropped = tuple(row for part in results for row in part.dropped)
+    refs = [part.ref for part in results if part.ref is not None]
     if not refs:
         return PromptsResult(ref=None, dropped=dropped)
     ref = BatchRef.concat(refs)

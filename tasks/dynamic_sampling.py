@@ -56,17 +56,17 @@ class Rounds:
     @property
     def prompts(self) -> Prompts:
         """The prompts of all rounds, as those of one step."""
-        groups = sum(len(one.ref) for one in self.drawn)
+        groups = sum(len(prompts.ref) for prompts in self.drawn)
         dropped: dict[str, list[int]] = {}
-        for one in self.drawn:
-            for reason, rows in one.dropped.items():
+        for round_prompts in self.drawn:
+            for reason, rows in round_prompts.dropped.items():
                 dropped[reason] = dropped.get(reason, []) + rows
         return Prompts(
-            ref=BatchRef.concat([one.ref for one in self.drawn if len(one.ref)]),
+            ref=BatchRef.concat([prompts.ref for prompts in self.drawn if len(prompts.ref)]),
             cursor=self.drawn[-1].cursor,
-            drawn=sum(one.drawn for one in self.drawn),
+            drawn=sum(prompts.drawn for prompts in self.drawn),
             dropped=dropped,
-            passed_over=sum(one.passed_over for one in self.drawn),
+            passed_over=sum(prompts.passed_over for prompts in self.drawn),
             readmissions=self.drawn[0].readmissions,
             metrics={
                 "sampling/rounds": float(len(self.drawn)),
@@ -85,21 +85,21 @@ def draw_round(run: Run, step: int, rounds: Rounds) -> Prompts:
     """
     config, first = settings(run), not rounds.drawn
     cursor = run.clock.drawn[step] if first else rounds.drawn[-1].cursor
-    number = run.clock.first_group(step) + sum(len(one.ref) for one in rounds.drawn)
-    found = draw_groups(run, step, cursor, number, round_size(config, rounds.groups))
+    number = run.clock.first_group(step) + sum(len(prompts.ref) for prompts in rounds.drawn)
+    groups = draw_groups(run, step, cursor, number, round_size(config, rounds.groups))
     if first:
-        check_enough(config, step, found.groups)
-    shards = sum(len(one.sampled) for one in rounds.scored)
+        check_enough(config, step, groups.groups)
+    shards = sum(len(part.sampled) for part in rounds.scored)
     if not first:
-        run.tell(RoundBegan(step=step, shards=min(config.rollout.shards, found.groups)))
+        run.tell(RoundBegan(step=step, shards=min(config.rollout.shards, groups.groups)))
     return Prompts(
-        ref=BatchRef.concat(found.parts) if found.parts else rounds.drawn[0].ref.rows(0, 0),
-        cursor=found.cursor,
-        drawn=found.drawn,
-        dropped=found.dropped,
+        ref=BatchRef.concat(groups.parts) if groups.parts else rounds.drawn[0].ref.rows(0, 0),
+        cursor=groups.cursor,
+        drawn=groups.drawn,
+        dropped=groups.dropped,
         shards_before=shards,
-        passed_over=found.passed_over,
-        readmissions=found.readmissions,
+        passed_over=groups.passed_over,
+        readmissions=groups.readmissions,
     )
 
 
@@ -129,15 +129,15 @@ def choose_groups(
     After the last one the next step may draw. Raises TooFewGroups where that is to end the run, and
     Exhausted where the data's epochs left too few, by data.last_step.
     """
-    drawn, every = (*rounds.drawn, prompts), (*rounds.scored, *scored)
+    rounds_prompts, every = (*rounds.drawn, prompts), (*rounds.scored, *scored)
     samples = samples_of(run, step, every).of_policy(run.store)
-    algorithm, wanted = run.algorithm, run.config.prompts_per_step
-    key = key_of("selection", samples.to_json(), algorithm.model_dump(mode="json"), wanted)
+    algorithm, target = run.algorithm, run.config.prompts_per_step
+    key = key_of("selection", samples.to_json(), algorithm.model_dump(mode="json"), target)
     with (
         repetitions(run, step, samples, key) as repetition,
         telling_causes(run, samples, every),
     ):
-        found = Stage(run=run, step=step, name="selection", key=key).call(
+        selection = Stage(run=run, step=step, name="selection", key=key).call(
             run.engines[SCORER],
             Scorer.informative,
             request=AdvantagesRequest(
@@ -145,42 +145,44 @@ def choose_groups(
                 algorithm=algorithm,
                 version=step - 1,
                 repetition=repetition,
-                most_groups=wanted,
+                most_groups=target,
             ),
         )
     with telling_causes(run, samples, every):
-        over = is_over(settings(run), step, drawn, found.groups)
+        over = is_over(settings(run), step, rounds_prompts, selection.groups)
     if over:
         run.clock.has_drawn(step, prompts.cursor, Carried())
-        if found.groups < wanted:
+        if selection.groups < target:
             get_run_logger().warning(
                 "Step %d trains on %d groups instead of %d: no more could be found in %d rounds.",
                 step,
-                found.groups,
-                wanted,
-                len(drawn),
+                selection.groups,
+                target,
+                len(rounds_prompts),
             )
-    return Rounds(drawn=drawn, scored=every, groups=found.groups, kept=found.kept, over=over)
+    return Rounds(
+        drawn=rounds_prompts, scored=every, groups=selection.groups, kept=selection.kept, over=over
+    )
 
 
-def is_over(config: DAPOConfig, step: int, drawn: Sequence[Prompts], groups: int) -> bool:
+def is_over(config: DAPOConfig, step: int, rounds_prompts: Sequence[Prompts], groups: int) -> bool:
     """Whether a step samples no more, where so many groups would train. Raises as choose_groups."""
-    limits, wanted, epochs = config.dynamic_sampling, config.prompts_per_step, config.data.epochs
-    if groups >= wanted:
+    limits, target, epochs = config.dynamic_sampling, config.prompts_per_step, config.data.epochs
+    if groups >= target:
         return True
-    count = sum(len(one.ref) for one in drawn)
-    if drawn[-1].cursor.remaining(epochs) == 0:
+    count = sum(len(prompts.ref) for prompts in rounds_prompts)
+    if rounds_prompts[-1].cursor.remaining(epochs) == 0:
         if groups < config.fewest_prompts:
             raise Exhausted(
                 f"data.epochs = {epochs} left {count} prompts for step {step}, of which {groups} "
                 f"have answers whose rewards differ, and a step takes {config.fewest_prompts}."
             )
         return True
-    if len(drawn) < limits.max_rounds:
+    if len(rounds_prompts) < limits.max_rounds:
         return False
     if limits.on_shortage == "stop":
         raise TooFewGroups(
-            f"Step {step} wants {wanted} groups whose rewards differ, and "
+            f"Step {step} wants {target} groups whose rewards differ, and "
             f"dynamic_sampling.max_rounds = {limits.max_rounds} rounds gave {groups}, out of {count} "
             "prompts. Go on with dynamic_sampling.max_rounds higher, or with "
             "dynamic_sampling.on_shortage = train; what was sampled is used again."

@@ -27,7 +27,8 @@ from engines.rollout.contract import ShardStats
 from storage.batches.columns import OPPONENTS_TURN, UNFINISHED
 from storage.batches.refs import BatchRef
 from storage.objects.documents import key_of
-from tasks.episodes_apart import discard, frames_of, fullest, played_apart, record_of, recorded
+from tasks import request_rounds
+from tasks.episodes_apart import discard, frames_of, played_apart, record_of, recorded
 from tasks.results import Sampled, Unsampled
 from tasks.reward import by_cause
 from tasks.run.contract import StageView
@@ -37,6 +38,7 @@ from tasks.sampling import (
     SamplingStage,
     opponents_turn,
     sample_or_leave,
+    together,
 )
 
 
@@ -137,6 +139,8 @@ def played_out(
 
     Of a round of turns the policy's come first, then the opponent's; nobody is asked who has none.
     """
+    if run.config.plays_requests:
+        return request_rounds.played_out(run, step, prompts, stage, shard, begun, played(run))
     own: Sampled | None = None  # the policy's last turn
     stats: ShardStats | None = None
     engine = other = environment = ""  # that had the last turn: they hold what the next one can use
@@ -226,19 +230,3 @@ def of_record(record: dict[str, Any]) -> AnswerResult:
     failures = tuple(SampleFailure(**one) for one in record["failures"])
     ref = BatchRef.from_json(record["ref"])
     return AnswerResult(**{**record, "ref": ref, "failures": failures, "frames": frames_of(record)})
-
-
-def together(before: ShardStats | None, turn: ShardStats) -> ShardStats:
-    """What a shard's turns cost, up to one of them."""
-    if before is None:
-        return turn
-    known = [version for version in (before.oldest, turn.oldest) if version is not None]
-    return dataclasses.replace(
-        turn,
-        tokens=before.tokens + turn.tokens,
-        seconds=before.seconds + turn.seconds,
-        oldest=min(known, default=None),
-        read=before.read + turn.read,
-        cached=before.cached + turn.cached,
-        cache_use=fullest((before, turn)),
-    )

@@ -22,8 +22,8 @@ def logprob(run: Run, step: int, sampled: list[WholeShards] | BatchRef) -> Batch
     that train, and those alone.
     """
     run.gate.check_turn(step)
-    given = sampled if isinstance(sampled, BatchRef) else samples_of_shards(sampled)
-    samples = given.of_policy(run.store)
+    batch = sampled if isinstance(sampled, BatchRef) else samples_of_shards(sampled)
+    samples = batch.of_policy(run.store)
     if not len(samples):
         return samples
     result = samples
@@ -43,6 +43,6 @@ def logprob(run: Run, step: int, sampled: list[WholeShards] | BatchRef) -> Batch
             attempted(run, step, "logprob") as attempt,
             run.engines.holding(attempt.assignment, role),
         ):
-            made = trainer.logprobs(version, samples, column, out_key, squared)
-        result = result.with_columns(made)
+            columns = trainer.logprobs(version, samples, column, out_key, squared)
+        result = result.with_columns(columns)
     return result

@@ -50,7 +50,9 @@ class Carried:
         unknown = samples.count(None)  # then all have as many
         each = len(self.begun or ()) // unknown if unknown else 0
         return list(
-            itertools.accumulate((each if one is None else one for one in samples), initial=0)
+            itertools.accumulate(
+                (each if sample is None else sample for sample in samples), initial=0
+            )
         )
 
 
@@ -140,7 +142,7 @@ class Scored:
 
 def nodes_of(scored: Iterable[Scored]) -> BatchRef | None:
     """The segments of all shards, in order; None where no trees were sampled."""
-    refs = [shard.nodes for one in scored for shard in one.sampled if shard.nodes is not None]
+    refs = [shard.nodes for part in scored for shard in part.sampled if shard.nodes is not None]
     return BatchRef.concat(refs) if refs else None
 
 

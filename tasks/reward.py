@@ -35,9 +35,9 @@ def reward(run: Run, step: int, sampled: WholeShards, number: int, count: int) -
     logs as TRL's do goes with the scores: columns of log_extra into their batch, values of
     log_metric to the commit (tasks/run/metrics.py).
     """
-    found = scored(run, step, sampled, number)
+    result = scored(run, step, sampled, number)
     run.tell(ShardsScored(step=step, shards=len(sampled)))
-    return found
+    return result
 
 
 def reward_shards(
@@ -97,9 +97,9 @@ def score(
         key: digest of what is scored, and by what.
         request: without the reward models' scores, which are made first.
     """
-    asked = ScoredFirst(step=step, number=number, key=key, request=request)
+    first = ScoredFirst(step=step, number=number, key=key, request=request)
     features = features_of(run.config)
-    models = next(filter(None, (feature.scores(run, asked) for feature in features)), None)
+    models = next(filter(None, (feature.scores(run, first) for feature in features)), None)
     piece = Stage(run=run, step=step, name=stage, key=key, shard=number)
     result = piece.call(
         run.engines[SCORER],
@@ -120,9 +120,9 @@ def with_scores(samples: BatchRef, models: ModelScores | None, scores: BatchRef)
 
     The latter is a column of the models' own batch, so a commit names all that was stored.
     """
-    found = samples.drop(["status"])
-    found = found if models is None else found.with_columns(models.ref)
-    return found.with_columns(scores)  # score/<function> too, of a failed sample not a number
+    columns = samples.drop(["status"])
+    columns = columns if models is None else columns.with_columns(models.ref)
+    return columns.with_columns(scores)  # score/<function> too, of a failed sample not a number
 
 
 def trainer_state(run: Run, step: int) -> TrainerState:
@@ -155,7 +155,7 @@ def samples_of(run: Run, step: int, scored: Sequence[Scored]) -> BatchRef:
 
 def by_cause(failures: Sequence[SampleFailure]) -> dict[tuple[str, str], list[int]]:
     """Sample numbers by function and error, so that one mistake is told once."""
-    found: dict[tuple[str, str], list[int]] = {}
+    samples_by_cause: dict[tuple[str, str], list[int]] = {}
     for failure in failures:
-        found.setdefault((failure.function, failure.error), []).append(failure.sample)
-    return found
+        samples_by_cause.setdefault((failure.function, failure.error), []).append(failure.sample)
+    return samples_by_cause

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from configs.data import Source
-from engines.rollout.contract import RolloutRequest, RolloutResult, Sampling
+from engines.rollout.contract import RolloutRequest, RolloutResult, Sampling, ShardStats
 from engines.rollout.partial import PartialSamples
 from storage.batches.refs import BatchRef
 from storage.objects.documents import key_of
@@ -118,3 +119,20 @@ def opponents_turn(
 def sampled(prompts: BatchRef, weights: WeightsRef, found: RolloutResult, key: str = "") -> Sampled:
     """A finished shard: of two attempts, the one that finished first."""
     return Sampled(prompts=prompts, weights=weights, ref=found.ref, stats=found.stats, key=key)
+
+
+def together(before: ShardStats | None, turn: ShardStats) -> ShardStats:
+    """What a shard's turns cost, up to one of them."""
+    if before is None:
+        return turn
+    known = [version for version in (before.oldest, turn.oldest) if version is not None]
+    uses = (before.cache_use, turn.cache_use)
+    return dataclasses.replace(
+        turn,
+        tokens=before.tokens + turn.tokens,
+        seconds=before.seconds + turn.seconds,
+        oldest=min(known, default=None),
+        read=before.read + turn.read,
+        cached=before.cached + turn.cached,
+        cache_use=max((use for use in uses if use is not None), default=None),
+    )

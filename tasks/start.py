@@ -34,13 +34,13 @@ def start_workers(run: Run) -> dict[str, list[str]]:
 def announce(run: Run) -> None:
     """Tell those who look at the run from outside where it goes on."""
     flow = flow_run_id()
-    made = run.engines.temporary_certificates
+    certificates = run.engines.temporary_certificates
     live = Live(
         scheduler=run.engines.scheduler,
         prefect=PREFECT_API_URL.value(),
         flow_run=None if flow is None else str(flow),
         epoch=run.epoch,
-        certificates=None if made is None else made.model_dump(),
+        certificates=None if certificates is None else certificates.model_dump(),
         host=os.uname().nodename,
         logs=str(folder_of(run.name)),
         worker_logs=run.engines.worker_logs,

@@ -99,16 +99,16 @@ def train(
         pages.enter_context(shown(run))
         start_engines(run)
         tests = stack.enter_context(evaluations(run))
-        while isinstance(made := make_steps(step_flow, run, tests), BranchEnded):
+        while isinstance(end := make_steps(step_flow, run, tests), BranchEnded):
             pages.close()
-            run = stack.enter_context(made.successor(run))
+            run = stack.enter_context(end.successor(run))
             pages.enter_context(shown(run))
             start_engines(run)
             tests = stack.enter_context(evaluations(run))
         results = None if tests is None else tests.end()
         for feature in run.features:
             feature.after_steps(run, results)
-        return finish(run, data_over=made)
+        return finish(run, data_over=end)
 
 
 def _begun_before(config: GRPOConfig) -> RunStore | None:
@@ -186,11 +186,11 @@ def _overlapping(make: Callable[[int], None], run: Run) -> None:
             with contextlib.suppress(StepGivenUp):  # what failed is raised below
                 for step in run.clock.steps_left():
                     # A failure stays, to be raised below; what went well is not kept for every step.
-                    under_way = [one for one in under_way if not _went_well(one)]
+                    under_way = [future for future in under_way if not _went_well(future)]
                     here = contextvars.copy_context()  # the flow run that a step's is a part of
                     under_way.append(threads.submit(here.run, made, step))
-            for one in under_way:
-                one.result()
+            for step_future in under_way:
+                step_future.result()
         except Exhausted:
             raise
         except BaseException:

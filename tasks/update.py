@@ -102,10 +102,10 @@ def plan_of(
     if config.tree_training:  # named only then: plans that an older run has stored are found again
         limits["tree_training"] = True
     key = key_of("plan", batch.ref.to_json(), limits, asdict(cost))
-    named = ["prompt_ids", "response_ids", "group_id", "player"]
-    named += ["author", "frame"] if cost.patches else [LENGTHS, PARENTS]
+    names = ["prompt_ids", "response_ids", "group_id", "player"]
+    names += ["author", "frame"] if cost.patches else [LENGTHS, PARENTS]
     request = PlanRequest(
-        batch=batch.ref[[name for name in named if name in batch.ref.names]],
+        batch=batch.ref[[name for name in names if name in batch.ref.names]],
         world=limits["world"],
         budget=limits["budget"],
         mini_batches=limits["mini_batches"],

@@ -60,7 +60,7 @@ def publish_and_sync(run: Run, version: int, step: int, whole: bool = True) -> S
         )  # the calls of the thread beside belong to this attempt's span
         scored = aside.submit(here().run, actor.score, version, tokens, lengths)
         probe = Probe(tokens=tokens, prompt_lengths=lengths, expected=scored.result)
-        stored = exported
+        stored_at = exported
         settling = aside.submit(here().run, settle) if shared is None and goes_behind(run) else None
         if run.config.cluster.share_devices:  # it would take the devices from engines that load
             wait([scored])
@@ -68,7 +68,7 @@ def publish_and_sync(run: Run, version: int, step: int, whole: bool = True) -> S
         run.tell(WeightsPublished(version=version, nbytes=weights.nbytes))
         loaded = run.engines[ROLLOUT].sync(weights, probe)
         if settling is not None:
-            settled, stored = settling.result()
+            settled, stored_at = settling.result()
             check_settled(weights, settled)
         if shared is None:
             say_made_anew(run, weights)
@@ -78,7 +78,7 @@ def publish_and_sync(run: Run, version: int, step: int, whole: bool = True) -> S
         workers=sorted(loaded),
         metrics={
             "weights/publish_seconds": exported - start,
-            "weights/stored_seconds": stored - start,
+            "weights/stored_seconds": stored_at - start,
             "weights/load_seconds": max(report.seconds for report in reports),
             "weights/waited_seconds": max(report.waited for report in reports),
             "weights/bytes": float(weights.nbytes),
@@ -96,12 +96,12 @@ def goes_behind(run: Run) -> bool:
     return not store.backend.remote or is_kept(store, run.config.store.node_cache_bytes)
 
 
-def check_settled(announced: WeightsRef, stored: WeightsRef) -> None:
+def check_settled(announced: WeightsRef, settled: WeightsRef) -> None:
     """Raise WeightMismatch where the store got other weights than the engines may have loaded."""
-    if stored.digest != announced.digest:
+    if settled.digest != announced.digest:
         raise WeightMismatch(
             f"The trainer was lost while version {announced.version} was on its way to the store. "
-            f"Made anew it has digest {stored.digest}, not {announced.digest}: its sums are not "
+            f"Made anew it has digest {settled.digest}, not {announced.digest}: its sums are not "
             "reproducible. Samples of the lost weights would have no origin. Resume the run."
         )
 

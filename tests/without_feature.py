@@ -194,6 +194,28 @@ FEATURES = {
             "pyproject.toml": [r" \| rows(?=\")"],
         },
     ),
+    # The settings of data.source.tasks stay, and the kind `none` of environments.
+    "tasks": Rooms(
+        rooms=("configs/rules/tasks.py", "storage/prompts/tasks.py", "tasks/several_tasks"),
+        tests=("tests/configs/test_tasks.py", "tests/flows/test_tasks_with_environments.py"),
+        records={
+            **record("tasks"),
+            "configs/grpo.py": [
+                r"from configs.rules.tasks .*\n",
+                r"    \*ONE_TASK,\n",
+                r"    \*TASKS,\n",
+            ],
+            **{
+                f"configs/{flow}.py": [r"from configs.rules.tasks .*\n", r" +no_tasks\(.*\),\n"]
+                for flow in ("distill", "srpo", "tree")
+            },
+            "storage/prompts/datasets.py": [
+                r"    if isinstance\((?:config|data\.source), TasksSource\):\n"
+                r"        from storage.prompts.tasks .*\n\n(?:        .*\n)+",
+                r"    TasksSource,\n",
+            ],
+        },
+    ),
     "reward_models": Rooms(
         rooms=("engines/reward_models", "tasks/reward_models"),
         tests=("tests/flows/test_model_rewards.py",),
@@ -204,6 +226,51 @@ FEATURES = {
         records={
             **record("reward_models"),
             "pyproject.toml": [r"(?<=\")reward_models \| "],
+        },
+    ),
+    "coding": Rooms(
+        rooms=(
+            *("configs/coding.py", "configs/rules/coding.py", "tasks/coding"),
+            *("engines/environments/coding", "storage/prompts/coding"),
+            *("examples/coding.yaml", "examples/coding_agent.py", "examples/coding_tasks.py"),
+            "examples/mini_swe.py",
+        ),
+        tests=(
+            *("tests/engines/environments/coding", "tests/storage/prompts/coding"),
+            "tests/flows/test_coding.py",
+        ),
+        unfit=(
+            "tests/configs/test_recipes.py::test_a_wrong_setting_is_one_sentence",
+            "tests/examples/test_start_pages.py::test_a_page_is_short_and_has_a_whole_example",
+        ),
+        records={
+            **record("coding"),
+            "configs/grpo.py": [r"from configs.rules.coding .*\n", r"    \*CODING,\n"],
+            "configs/run.py": [r'            "coding": .*\n'],
+            "configs/data.py": [r"from configs.coding .*\n", r" \| CodingSource"],
+            "configs/episodes.py": [
+                r"from configs.coding .*\n",
+                r"class WorkspaceEnvironment\(Settings\):\n(?:    .*\n|\n(?!\n))+\n*",
+                r"\n    \| WorkspaceEnvironment",
+                r'"workspace", ',
+                r"    workspace: WorkspaceConfig(?:.*\n)+?    \)\n",
+                r"    @property\n    def workspaces(?:.*\n)+?\n",
+            ],
+            "engines/environments/adapters.py": [
+                r"    if start.workspace is not None:\n(?:        .*\n|\n)+",
+            ],
+            "engines/environments/process.py": [
+                r"    WorkspaceEnvironment,\n",
+                r" \| WorkspaceEnvironment",
+                r"        case WorkspaceEnvironment\(\):\n.*\n",
+                r"        workspace=.*\n",
+            ],
+            "engines/environments/protocol.py": [r"    workspace: .*\n"],
+            "storage/prompts/datasets.py": [
+                r"from configs.coding .*\n",
+                r"    if isinstance\(config, CodingSource\):\n(?:        .*\n|\n)+",
+                r" \| CodingSource",
+            ],
         },
     ),
     "dynamic_sampling": Rooms(

@@ -2,6 +2,7 @@
 
 from configs.algorithm.advantages import (
     GAEAdvantage,
+    GRPOAdvantage,
     MultiTurnOptimalTokenBaselineAdvantage,
     OptimalTokenBaselineAdvantage,
     ReinforceAdvantage,
@@ -31,14 +32,62 @@ def _most(config: RunConfig) -> int:
     return config.episodes.max_tokens
 
 
+# Estimators that compare a sample's reward with those of its group alone.
+_WITHIN_GROUPS = ("grpo", "dr_grpo", "rloo", "opo", "maxrl")
+
+
+def _compares_groups(config: RunConfig) -> bool:
+    """Whether the estimator looks at nothing beyond a group."""
+    advantage = config.algorithm.advantage
+    beyond = isinstance(advantage, GRPOAdvantage) and not {"batch", "task"}.isdisjoint(
+        (advantage.baseline, advantage.normalize)
+    )
+    return advantage.kind in _WITHIN_GROUPS and not beyond
+
+
 BRANCHES: tuple[Rule[RunConfig], ...] = (
     *where(
-        lambda config: config.episodes is not None and config.episodes.are_forests,
+        lambda config: any(one.credit == "branch" for one in config.played.values()),
+        Rule[RunConfig](
+            needs=_compares_groups,
+            says=lambda config: (
+                "episodes.credit = branch compares a branch with those of its group, and "
+                f"algorithm.advantage.kind = {config.algorithm.advantage.kind} compares otherwise. "
+                f"Set it to one of {', '.join(_WITHIN_GROUPS)}, without batch and task, or "
+                "episodes.credit = episode."
+            ),
+        ),
+        Rule[RunConfig](
+            needs=lambda config: (
+                [one.weight for one in config.rewards.functions if one.kind == "environment"]
+                == [1.0]
+            ),
+            says=lambda config: (
+                "episodes.credit = branch adds what the agent gives a branch to all other rewards. "
+                "Have one of rewards.functions be {kind: environment}, with weight 1."
+            ),
+        ),
+    ),
+    *where(
+        lambda config: config.plays_requests,
+        Rule[RunConfig](
+            needs=lambda config: not config.train.router_replay,
+            says=lambda config: (
+                "train.router_replay = true takes the experts of a conversation that grows at its "
+                "end, and agents' turns, or those of episodes.past_turns = as_rendered, are each "
+                "sampled after a sequence of their own. Set train.router_replay = false."
+            ),
+            new_runs_only=True,
+        ),
+    ),
+    *where(
+        lambda config: config.most_paths > 1,
         Rule[RunConfig](
             needs=lambda config: not _along_one_path(config)[0],
             says=lambda config: (
                 f"{_along_one_path(config)[0]} goes from each token to the next one, and episodes "
-                f"may branch, where several come next. Set {_along_one_path(config)[1]}."
+                f"may branch, where several come next. Set {_along_one_path(config)[1]}, or for an "
+                "agent episodes.branches = false."
             ),
             new_runs_only=True,
         ),
@@ -46,7 +95,7 @@ BRANCHES: tuple[Rule[RunConfig], ...] = (
     *where(
         lambda config: config.episodes is not None and config.episodes.max_tokens is not None,
         Rule[RunConfig](
-            needs=lambda config: config.episodes is not None and config.episodes.are_forests,
+            needs=lambda config: config.most_paths > 1,
             says=lambda config: (
                 f"episodes.max_tokens = {_most(config)} is of all branches of an episode, and these "
                 "episodes have one. Set it to null; rollout.max_new_tokens is their limit."

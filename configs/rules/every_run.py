@@ -383,10 +383,10 @@ def _thinking(config: RunConfig) -> ThinkingConfig:
 
 
 def _longest_turn(config: RunConfig) -> tuple[str, int]:
-    """The setting that bounds a turn, and its tokens."""
-    turn = None if config.episodes is None else config.episodes.max_turn_tokens
-    if turn is not None:
-        return "episodes.max_turn_tokens", turn
+    """The setting that bounds a turn, and its tokens; of several tasks, the shortest."""
+    turns = [episodes.max_turn_tokens for episodes in config.played.values()]
+    if bounds := [turn for turn in turns if turn is not None]:
+        return "episodes.max_turn_tokens", min(bounds)
     return "rollout.max_new_tokens", config.rollout.max_new_tokens
 
 

@@ -187,13 +187,6 @@ TASKS: tuple[Rule[RunConfig], ...] = where(
             "say how often each comes. Set data.epochs = null, and steps."
         ),
     ),
-    Rule(
-        needs=lambda config: config.data.order != "difficulty",
-        says=lambda config: (
-            "data.order = difficulty is of one task. Set data.order = shuffled or sequential, or "
-            "data.source.curriculum, which goes by each task's success."
-        ),
-    ),
     of_each(
         _suites,
         needs=lambda config, name: False,

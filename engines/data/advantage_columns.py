@@ -84,7 +84,8 @@ def write_advantages(
     steps = corrections_of(algorithm)
     mismatch = mismatch_of(store, chosen, algorithm)
     batch = estimator_batch(store, chosen, algorithm, mismatch, steps)
-    result = with_teacher(advantages_of(batch, algorithm), batch, algorithm)
+    result = by_branch(store, chosen.samples, batch, algorithm)
+    result = with_teacher(result, batch, algorithm)
     found = Estimated.of(batch, mismatch, steps, result)
     advantages = result.advantages.float()
     metrics = {**result.metrics.values(), **_summary(advantages[found.batch.mask])}
@@ -96,6 +97,31 @@ def write_advantages(
         metrics |= {f"correction/{name}": value for name, value in gap.items()}
     written = write_columns(store, chosen, found, algorithm, out_key, version)
     return with_written(chosen.samples, written), metrics
+
+
+def by_branch(
+    store: Store, samples: BatchRef, batch: AdvantageBatch, algorithm: AlgorithmConfig
+) -> Advantages:
+    """The advantages of a batch; where branches of episodes have rewards of their own, each token's
+    is that of its branch, by the rewards of the same branch in the samples of the group that have it.
+
+    Metrics are those of the episodes' rewards.
+    """
+    result = advantages_of(batch, algorithm)
+    branches = tokens(store, samples, "branch_ids")
+    if branches is None:
+        return result
+    more = tokens(store, samples, "branch_rewards")
+    assert more is not None, "they are written together"
+    advantages = result.advantages
+    for branch in branches.unique():
+        own = branches == branch
+        rewards = torch.full_like(batch.rewards, torch.nan)
+        rows = batch.rows.ids[own]
+        rewards[rows] = batch.rewards[rows] + more[own].to(rewards.dtype)
+        of_branch = advantages_of(replace(batch, rewards=rewards), algorithm)
+        advantages = torch.where(own, of_branch.advantages, advantages)
+    return replace(result, advantages=advantages)
 
 
 def write_columns(

@@ -45,6 +45,7 @@ from engines.algorithms.token_advantages import among_turns, turns_of
 from engines.data.advantage_columns import (
     Chosen,
     Estimated,
+    by_branch,
     corrected,
     estimator_batch,
     mismatch_of,
@@ -221,7 +222,7 @@ def _estimated(store: Store, request: AdvantagePartRequest, batch: AdvantageBatc
     parts, algorithm, statistics = request.parts, request.algorithm, request.statistics
     scope = scope_in(parts.samples, algorithm)
     if scope is Scope.GROUP:
-        return advantages_of(batch, algorithm)
+        return by_branch(store, parts.part(request.number)[0], batch, algorithm)
     assert statistics is not None
     start, stop = parts.edges[request.number : request.number + 2]
     if scope is Scope.SAMPLES:

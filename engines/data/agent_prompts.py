@@ -26,18 +26,21 @@ class AgentPrompts:
         self._data = data
         self._with_tools: dict[str, Conversation] = {}  # by the tools, as JSON
 
-    def made(self, rows: list[Row], observations: list[str]) -> TokenizedPrompts:
-        """The prompts of rows, of what their agents asked first.
+    def made(
+        self, rows: list[Row], requests: list[str], longest: int | None = None
+    ) -> TokenizedPrompts:
+        """What the model reads of requests (JSON) of rows' agents, as prompts.
 
         Those of different tools are rendered one after the other; token ids are taken as they are.
+        longest: as in chat_template.tokenize.
         """
-        given = {n: there for n, one in enumerate(observations) if (there := ids_of(one))}
-        asked = {n: chat_of(one) for n, one in enumerate(observations) if n not in given}
-        longest = self._data.max_prompt_tokens
+        given = {n: there for n, one in enumerate(requests) if (there := ids_of(one))}
+        asked = {n: chat_of(one) for n, one in enumerate(requests) if n not in given}
+        most = longest or self._data.max_prompt_tokens
         by_tools: dict[str, list[int]] = {}
         for number, chat in asked.items():
             by_tools.setdefault(json.dumps(chat.tools), []).append(number)
-        ids = {n: there for n, there in given.items() if len(there) <= longest}
+        ids = {n: there for n, there in given.items() if len(there) <= most}
         dropped = dict.fromkeys(given.keys() - ids.keys(), TOO_LONG)
         for tools, numbers in by_tools.items():
             conversation = self._conversation_with(tools)
@@ -48,7 +51,7 @@ class AgentPrompts:
                 prompt = "".join(one["content"] for one in messages) if plain else messages
                 row = with_variables(rows[n], asked[n].variables)
                 asking.append(cast("Row", {**row, data.prompt_column: prompt}))
-            made = conversation.prompts(asking)
+            made = conversation.prompts(asking, longest=longest)
             ids |= {numbers[p]: one for p, one in zip(made.kept, made.prompt_ids, strict=True)}
             dropped |= {numbers[p]: reason for p, reason in made.dropped}
         kept = sorted(ids)

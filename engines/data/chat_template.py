@@ -141,6 +141,7 @@ def tokenize(
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[Tool] = (),
     observations: Sequence[str | None] | None = None,
+    longest: int | None = None,
 ) -> TokenizedPrompts:
     """Token ids of each row's prompt under the template of the settings.
 
@@ -148,11 +149,12 @@ def tokenize(
     (`tools_in_words`): at the end of the system message, or, where the template is plain, before the
     prompt. observations: what the environment of each row shows first (see `prompt_of`).
 
-    A prompt longer than data.max_prompt_tokens, or without any token, is dropped with its reason.
+    A prompt of more than `longest` tokens (default: data.max_prompt_tokens), or without any, is
+    dropped with its reason.
     ValueError when the prompts do not fit the template, or the tokenizer has none.
     """
     if tasks := config.tasks:
-        return _tokenized_by_task(rows, tasks, tokenizer, tools, observations)
+        return _tokenized_by_task(rows, tasks, tokenizer, tools, observations, longest)
     prompts = prompts_of(rows, config, observations)
     if config.template == "chat":
         variables = [template_variables(row, config) for row in rows]
@@ -163,7 +165,7 @@ def tokenize(
     for position, ids in enumerate(encoded):
         if not ids:
             dropped.append((position, EMPTY))
-        elif len(ids) > config.max_prompt_tokens:
+        elif len(ids) > (longest or config.max_prompt_tokens):
             dropped.append((position, TOO_LONG))
         else:
             kept.append(position)
@@ -177,13 +179,15 @@ def _tokenized_by_task(
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[Tool],
     observations: Sequence[str | None] | None,
+    longest: int | None,
 ) -> TokenizedPrompts:
     """`tokenize`, each row as its task has it."""
     parts = []
     for name, config in tasks.items():
         places = [place for place, row in enumerate(rows) if row[TASK] == name]
         shown = None if observations is None else [observations[place] for place in places]
-        made = tokenize([rows[place] for place in places], config, tokenizer, tools, shown)
+        own = [rows[place] for place in places]
+        made = tokenize(own, config, tokenizer, tools, shown, longest)
         parts.append((places, made))
     return put_together(parts)
 
@@ -320,7 +324,7 @@ class Chat:
 
 
 def chat_of(observation: str) -> Chat:
-    """The messages and tools in an agent's observation, which is JSON.
+    """The messages and tools of an agent's request, which is JSON.
 
     Calls of tools that it gives as said before stand as templates take them, with their arguments as
     objects.
@@ -353,7 +357,7 @@ def with_variables(row: Row, variables: Mapping[str, Any]) -> Row:
 
 
 def ids_of(observation: str) -> list[int] | None:
-    """The token ids in an agent's observation; None where it gives messages."""
+    """The token ids of an agent's request; None where it gives messages."""
     found: list[int] | None = json.loads(observation).get("ids")
     return found
 

@@ -175,6 +175,27 @@ class EnvironmentHost(PromptMaker):
         """
 
     @abstractmethod
+    def go_on(
+        self,
+        prompts: BatchRef,
+        n: int,
+        out_key: str,
+        begun: BatchRef | None = None,
+        turns: BatchRef | None = None,
+        stage: str = "",
+        source: Source | None = None,
+        sampled_seconds: float = 0.0,
+        group: int = 0,
+        first: int = 0,
+    ) -> AnswerResult:
+        """Give the turns that requests waited for, and write what is asked for next, in `pending`.
+
+        For episodes of requests (EpisodesConfig.of_requests), n of each prompt. begun: as this call
+        wrote them; None: they are opened. turns: as the rollout engine wrote them, one for each row
+        of `pending`; None: it is written again. Others: as in `answer`, and in Sampling.
+        """
+
+    @abstractmethod
     def gather(
         self, prompts: BatchRef, n: int, samples: Sequence[BatchRef | None], out_key: str
     ) -> BatchRef:

@@ -5,7 +5,7 @@ is trained on other tokens than it wrote drifts until training diverges. So noth
 encoded again: after each turn the template's words and the environment's observation alone are
 rendered, encoded and appended (`Conversation.delta`). A template that removes the thoughts of earlier
 turns would show the model another past than that; by the settings the past stays as it was sampled,
-or `Conversation.check` refuses such a template.
+or each turn is asked for after a rendering of its own (`Conversation.rendered`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from configs.data import DataConfig
 from engines.data.chat_template import (
@@ -43,8 +43,6 @@ _QUESTION, _ANSWER, _OBSERVED = "question41", "answer52", "result63"  # of dummy
 _THOUGHT = "thought74\n</think>\n\n"
 _OPENERS = ("<think>\n", "<think>")
 _ANOTHER = "Set data.template = plain, or use a model with another chat template."
-_AS_SAMPLED = "Set episodes.past_turns = as_sampled, or data.template = plain."
-PastTurns = Literal["as_sampled", "as_rendered"]  # episodes.past_turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,6 @@ class Conversation:
         tokenizer: of the model.
         config: template (chat or plain) with its variables, system prompt and prefill.
         tools: what the model may call, as JSON schemas; see `with_tools`.
-        past_turns: episodes.past_turns.
         variables: of the chat template, in place of those of the settings; see `for_row`.
 
     Raises:
@@ -92,11 +89,9 @@ class Conversation:
         tokenizer: PreTrainedTokenizerBase,
         config: DataConfig,
         tools: Sequence[Tool] = (),
-        past_turns: PastTurns = "as_sampled",
         variables: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._past_turns = past_turns
         self._variables = dict(config.chat_template_kwargs if variables is None else variables)
         self._of_variables: dict[str, Conversation] = {}  # by the variables, as JSON
         self._roles: Sequence[Role] | None = None  # that were checked
@@ -122,7 +117,7 @@ class Conversation:
         The words (`tools_in_words`) are the end of the system message, or, where the template is
         plain, stand before the prompt.
         """
-        return Conversation(self._tokenizer, self._config, tools, self._past_turns, self._variables)
+        return Conversation(self._tokenizer, self._config, tools, self._variables)
 
     def for_row(self, row: Row) -> Conversation:
         """The conversation of a row: this one, or one with the row's own variables of the template.
@@ -134,21 +129,22 @@ class Conversation:
             return self
         key = json.dumps(variables, sort_keys=True)
         if key not in self._of_variables:
-            other = Conversation(
-                self._tokenizer, self._config, self.tools, self._past_turns, variables
-            )
+            other = Conversation(self._tokenizer, self._config, self.tools, variables)
             if self._roles is not None:
                 other.check(self._roles)
             self._of_variables[key] = other
         return self._of_variables[key]
 
     def prompts(
-        self, rows: Sequence[Row], observations: Sequence[str | None] | None = None
+        self,
+        rows: Sequence[Row],
+        observations: Sequence[str | None] | None = None,
+        longest: int | None = None,
     ) -> TokenizedPrompts:
         """The first prompts of conversations with these tools (chat_template.tokenize)."""
         for row in rows:
             self.for_row(row)  # checked before anything is sampled
-        return tokenize(rows, self._config, self._tokenizer, self.tools, observations)
+        return tokenize(rows, self._config, self._tokenizer, self.tools, observations, longest)
 
     def delta(
         self, observation: str, *, ended: bool, last: int | None, role: Role = "user"
@@ -230,7 +226,7 @@ class Conversation:
         self, text: str, start: int, stop: int, before_ids: list[int], after_ids: list[int]
     ) -> Delta:
         """A text of which start to stop is an observation; the ids are those of what is around it."""
-        ids = self._encode(text, start, stop)
+        ids = self._encode(text, (start, stop))
         if self._plain:
             return Delta(ids, [Author.ENVIRONMENT] * len(ids))
         head = _common(ids, before_ids)
@@ -253,14 +249,47 @@ class Conversation:
         """
         if not self.rewrites or not tokens:
             return 0.0
+        _, new = self._rendered(turns, role)
+        return (Counter(tokens) - Counter(new)).total() / len(tokens)
+
+    def rendered(
+        self, prompt: Sequence[int], turns: Sequence[tuple[str, str]], role: Role
+    ) -> list[int]:
+        """All that the model reads after these turns, as the template has it.
+
+        prompt: token ids of the first one. turns: as in `rewritten`. For templates that rewrite; what
+        others add is told by `delta`, without encoding anything again. ValueError, in a sentence, for
+        one that then writes the prompt otherwise.
+        """
+        left_out, new = self._rendered(turns, role)
+        asked = self._render(first_chat(_QUESTION, self._config, self._words))
+        if left_out > len(self._encode(asked.rpartition(_QUESTION)[2])):
+            raise ValueError(
+                f"The chat template writes what was asked first otherwise after {len(turns)} turns. "
+                "Set episodes.past_turns = as_sampled, or data.template = plain."
+            )
+        return [*prompt[: len(prompt) - left_out], *new]
+
+    def _rendered(self, turns: Sequence[tuple[str, str]], role: Role) -> tuple[int, list[int]]:
+        """What the template writes after a prompt that turns follow, and how much of the prompt's end
+        it then leaves out, in tokens."""
         asked = first_chat(_QUESTION, self._config, self._words)
         chat = list(asked)
         for text, observation in turns:
             chat.append({"role": "assistant", "content": text})
             chat.append({"role": self.role_of(role), "content": observation})
-        ids, prompt = self._encode(self._render(chat)), self._encode(self._render(asked))
-        lacking = Counter(tokens) - Counter(ids[_common(ids, prompt) :])
-        return lacking.total() / len(tokens)
+        text, place, parts = self._render(chat), 0, []
+        for _, observation in turns:
+            if (found := text.find(observation.strip(), place)) >= 0:
+                parts.append((found, place := found + len(observation.strip())))
+        ids, prompt = self._encode(text, *parts), self._encode(self._render(asked))
+        common = _common(ids, prompt)
+        return len(prompt) - common, ids[common:]
+
+    def check_rendered(self, role: Role) -> None:
+        """ValueError, as `rendered` raises it, for a template that cannot be rendered each turn."""
+        for turns in (1, 2) if self.rewrites else ():
+            self.rendered([], [(_THOUGHT + _ANSWER, _OBSERVED)] * turns, role)
 
     def role_of(self, role: Role) -> str:
         """The role that an observation's message gets: `user` where the template knows no `tool`.
@@ -286,8 +315,8 @@ class Conversation:
 
         Seen on dummy conversations of one and two turns, with a system message and without, with a
         thought and without, and with the tools: what stands when the model begins its turn, and then
-        what it wrote, is how the rendering of the longer conversation begins (where past_turns is
-        as_rendered); and what follows there is, token by token, what `delta` appends.
+        what it wrote, may be how the rendering of the longer conversation begins (else `rewrites` is
+        true); and what follows there is, token by token, what `delta` appends.
 
         roles: of the observations that there will be. Some templates keep the thoughts of a turn
         that is followed by results of tools, and remove them once a user has spoken.
@@ -340,14 +369,6 @@ class Conversation:
             stands = before + blanks + content.removeprefix(opened)
             kept = begins.startswith(stands)
             self.rewrites = self.rewrites or not kept
-            if not kept and self._past_turns == "as_rendered":
-                place = _common(begins, stands)
-                what = "removes or rewrites thoughts" if thinking else "rewrites what was said"
-                raise ValueError(
-                    f"The chat template {what} of earlier turns: after {turn} and an observation "
-                    f"of the role {self.role_of(role)}, {begins[place : place + 30]!r} stands where "
-                    f"the model had {stands[place : place + 30]!r}. {_AS_SAMPLED}"
-                )
             delta = self.delta(_OBSERVED, ended=False, last=None, role=role)
             ids = self._encode(begins)
             stood = self._encode(stands) if kept else ids[: max(0, len(ids) - len(delta.ids))]
@@ -405,12 +426,12 @@ class Conversation:
                 f"{', '.join(message['role'] for message in chat)}: {error}. {_ANOTHER}"
             ) from None
 
-    def _encode(self, text: str, start: int = 0, stop: int = 0) -> list[int]:
-        """Token ids of a text. Special tokens between start and stop are cut, so they are text.
+    def _encode(self, text: str, *said: tuple[int, int]) -> list[int]:
+        """Token ids of a text. Special tokens in the parts that were said are cut, so they are text.
 
-        A special token of one character cannot be cut and stays one.
+        A special token of one character cannot be cut and stays one. said: starts and stops.
         """
-        cuts = [0, *self._cuts(text, start, stop), len(text)]
+        cuts = [0, *(cut for part in said for cut in self._cuts(text, *part)), len(text)]
         parts = [text[a:b] for a, b in itertools.pairwise(cuts) if a < b]
         if not parts:
             return []

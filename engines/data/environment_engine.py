@@ -8,11 +8,11 @@ turn that was answered once is never stepped again.
 
 from __future__ import annotations
 
-import itertools
+import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,21 +20,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import Field
 
-from configs.data import DataConfig, Source
+from configs.data import Source
 from configs.episodes import EpisodesConfig
-from engines.data.agent_prompts import AgentPrompts
 from engines.data.chat_template import (
-    Role,
     TokenizedPrompts,
-    chat_of,
     ids_of,
     put_together,
-    said_by,
     state_number,
-    with_variables,
 )
 from engines.data.contract import EnvironmentHost
-from engines.data.conversation import Conversation, Delta
 from engines.data.episode_rows import Episode, episode_columns, read_episodes, seed_of
 from engines.data.frames import (
     FIRST,
@@ -49,7 +43,9 @@ from engines.data.frames import (
     write_frames,
 )
 from engines.data.gathering import gathered
+from engines.data.played import Played
 from engines.data.players import dealt, players_prompts
+from engines.data.request_episodes import RequestEpisode, RequestEpisodes
 from engines.data.results import (
     DEADLINE,
     DONE,
@@ -69,27 +65,34 @@ from engines.data.tool_calls import Malformed, tool_calls
 from engines.environments.one_turn import OneTurn, open_environments
 from engines.environments.protocol import (
     SECONDS,
-    EnvironmentReady,
     Outcome,
     PlayersTurn,
     Tokens,
     ToolCall,
 )
 from engines.environments.sessions import (
+    Asked,
     Environments,
+    GivenTurns,
     PastTurn,
     Turn,
     digest_of,
     took_too_long,
 )
-from storage.batches.columns import OPPONENTS_TURN, TASK, TURN_LIMIT, Author, SampleStatus
+from storage.batches.columns import OPPONENTS_TURN, TASK, TURN_LIMIT, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.documents import Row
 from storage.prompts.datasets import open_source
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
+
+
+_MORE = (
+    "the environment is not deterministic: when the episode was played again, the agent asked for "
+    "more turns"
+)
 
 
 class EnvironmentSpec(RowsSpec):
@@ -97,48 +100,6 @@ class EnvironmentSpec(RowsSpec):
 
     episodes: EpisodesConfig = Field(description="The environment, and the limits of an episode.")
     frames: bool = Field(False, description="Whether frames are kept of what there is to see.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
-    """How the rows of a task are played, or all rows of a run with one."""
-
-    settings: EpisodesConfig
-    environments: Environments | OneTurn
-    code: EnvironmentReady
-    conversation: Conversation
-    agents: AgentPrompts
-    max_new_tokens: int  # longest conversation, in tokens
-
-    @classmethod
-    def of(
-        cls,
-        tokenizer: PreTrainedTokenizerBase,
-        data: DataConfig,
-        settings: EpisodesConfig,
-        environments: Environments | OneTurn,
-        max_new_tokens: int,
-    ) -> Played:
-        """Raises as `Environments.start` and `Conversation.check` do."""
-        code = environments.start()
-        tools = [dict(tool) for tool in code.tools]
-        conversation = Conversation(tokenizer, data, tools, settings.past_turns)
-        found = cls(
-            settings=settings,
-            environments=environments,
-            code=code,
-            conversation=conversation,
-            agents=AgentPrompts(conversation, data),
-            max_new_tokens=max_new_tokens,
-        )
-        if not isinstance(environments, OneTurn):
-            conversation.check([found.answers_as])
-        return found
-
-    @property
-    def answers_as(self) -> Role:
-        """As whom an environment speaks."""
-        return "tool" if self.code.tools else "user"
 
 
 class EnvironmentEngine(EnvironmentHost):
@@ -161,6 +122,13 @@ class EnvironmentEngine(EnvironmentHost):
             data = spec.data.tasks[name] if name else spec.data
             most = limits.get(name, spec.max_new_tokens)
             self._played[name] = Played.of(self._tokenizer, data, settings, opened[key], most)
+        settings_of = [one.settings for one in self._played.values()]
+        self._requests = RequestEpisodes(
+            self._store,
+            self._of,
+            words=len(self._tokenizer),
+            forests=any(one.are_forests for one in settings_of),
+        )
 
     def prompts(
         self, rows: list[int], first_group: int | None, out_key: str, source: Source | None = None
@@ -268,7 +236,8 @@ class EnvironmentEngine(EnvironmentHost):
 
         def ask(played: Played, places: list[int]) -> list[Outcome]:
             own = [rows[place] for place in places], [seeds[place] for place in places]
-            return [self._known(played, one) for one in played.environments.opening(*own)]
+            outcomes = played.environments.opening(*own)
+            return [*map(self._first_request, outcomes)] if played.code.chats else outcomes
 
         return self._asked(rows, ask)
 
@@ -288,16 +257,17 @@ class EnvironmentEngine(EnvironmentHost):
             lambda played, places: played.environments.finish([turns[place] for place in places]),
         )
 
-    def _known(self, played: Played, outcome: Outcome) -> Outcome:
-        """An outcome of an environment, failed where it gives token ids that there are not."""
-        if not played.code.chats or outcome.failed is not None or not outcome.observation:
+    def _first_request(self, outcome: Outcome) -> Outcome:
+        """The opening of an agent as its first request, failed where that is of token ids that there
+        are not; of several at once the one whose name is first."""
+        if outcome.failed is not None:
             return outcome
-        known = len(self._tokenizer)
-        other = next((id for id in ids_of(outcome.observation) or () if id >= known), None)
-        if other is None:
-            return outcome
-        text = f"the agent gave the token id {other}; the model's tokenizer has {known} tokens"
-        return replace(outcome, failed=text)
+        request = json.dumps(json.loads(outcome.observation)["requests"][0], ensure_ascii=False)
+        try:
+            self._requests.check_known(ids_of(request) or ())
+        except ValueError as error:
+            return replace(outcome, failed=str(error))
+        return replace(outcome, observation=request)
 
     def answer(
         self,
@@ -346,6 +316,86 @@ class EnvironmentEngine(EnvironmentHost):
             seconds=seconds,
         )
 
+    def go_on(
+        self,
+        prompts: BatchRef,
+        n: int,
+        out_key: str,
+        begun: BatchRef | None = None,
+        turns: BatchRef | None = None,
+        stage: str = "",
+        source: Source | None = None,
+        sampled_seconds: float = 0.0,
+        group: int = 0,
+        first: int = 0,
+    ) -> AnswerResult:
+        """Give the turns that requests waited for, and write what is asked for next."""
+        opened, requests = self._source if source is None else open_source(source), self._requests
+        episodes = requests.read(prompts, n, begun, opened, stage, group or n, first)
+        answered = 0 if turns is None else requests.fold(episodes, turns)
+        began = time.monotonic()
+        asked = []
+        if begun is None or turns is not None:
+            asked = [one for one in episodes if not one.ended and not one.forest.waiting]
+        requests.lay_out(asked)
+        self._read(asked)
+        for one in asked:
+            if limit := requests.limit(one):
+                one.end(limit, SampleStatus.TRUNCATED)
+        going = [one for one in asked if not one.ended]
+        self._ask_agents([one for one in going if one.played.code.chats], sampled_seconds)
+        others = [one for one in going if not one.played.code.chats]
+        if begun is None:
+            for one in others:
+                requests.ask_first(one)
+        else:
+            self._step(others, None, sampled_seconds)
+        self._finish([one for one in asked if one.ended and not one.error])
+        for one in [each for each in asked if each.ended]:
+            if one.played.conversation.rewrites and one.played.settings.past_turns == "as_sampled":
+                one.rewritten = self._rewritten(one)
+            if one.played.code.chats:
+                one.settle()
+        in_part = any(one.code.in_part for one in self._played.values())
+        ref, pending = requests.write(episodes, prompts, n, out_key, in_part)
+        return AnswerResult(
+            ref=ref,
+            pending=pending,
+            unfinished=sum(not one.ended for one in episodes),
+            turns=answered,
+            failures=tuple(
+                SampleFailure(sample=one.sample, function="environment", error=one.error)
+                for one in asked
+                if one.error
+            ),
+            seconds=time.monotonic() - began,
+        )
+
+    def _ask_agents(self, episodes: list[RequestEpisode], sampled_seconds: float) -> None:
+        """Give agents their turns, until each waits for others, or its episode is over.
+
+        One whose requests were all refused goes on at once.
+        """
+        while episodes:
+            for one, outcome in zip(episodes, self._acted(episodes), strict=True):
+                one.took(outcome.seconds)
+                if outcome.failed is not None:
+                    one.end(outcome.limit or FAILED, SampleStatus.FAILED, outcome.failed)
+                    continue
+                one.earn(outcome.reward, outcome.by_branch)
+                if outcome.done:
+                    limit = self._requests.met_limit(one)
+                    cut = limit not in ("", TURNS)
+                    one.end(limit or DONE, SampleStatus.TRUNCATED if cut else SampleStatus.OK)
+                elif limit := outcome.limit or self._late(one, sampled_seconds):
+                    one.end(limit, SampleStatus.OK)
+                else:
+                    try:
+                        self._requests.ask(one, outcome.observation)
+                    except ValueError as error:
+                        one.end(FAILED, SampleStatus.FAILED, str(error))
+            episodes = [one for one in episodes if not one.ended and not one.forest.waiting]
+
     def gather(
         self, prompts: BatchRef, n: int, samples: Sequence[BatchRef | None], out_key: str
     ) -> BatchRef:
@@ -356,26 +406,31 @@ class EnvironmentEngine(EnvironmentHost):
 
         Those that failed are left out: it is not known what their environments would have said.
         """
-        episodes = [
-            one
-            for one in read_episodes(self._store, samples, self._source, "replay")
-            if one.ended and not one.error and one.player == 0
-        ]
+        if not any(one.settings.of_requests for one in self._played.values()):
+            every: Sequence[Episode] = read_episodes(self._store, samples, self._source, "replay")
+        elif "requests" in samples.names:
+            every = self._requests.read(samples, 1, samples, self._source, "replay")
+            self._requests.lay_out(every)
+        else:
+            raise ValueError(
+                "The requests of these episodes are not stored: an older Refrain played them. They "
+                "cannot be played again."
+            )
+        episodes = [one for one in every if one.ended and not one.error and one.player == 0]
         self._read(episodes)
-        outcomes = self._finished(episodes)
-        return [
-            (row.sample, outcome.failed)
-            for one, outcome in zip(episodes, outcomes, strict=True)
-            for row in one.rows
-            if outcome.failed is not None
-        ]
+        agents = [one for one in episodes if self._of(one.row).code.chats]
+        acted = zip(agents, self._acted(agents), strict=True)
+        more = {one.sample: _MORE for one, last in acted if one.ended == DONE and not last.done}
+        outcomes = zip(episodes, self._finished(episodes), strict=True)
+        found = [(one, outcome.failed or more.get(one.sample)) for one, outcome in outcomes]
+        return [(row.sample, said) for one, said in found if said for row in one.rows]
 
     def close(self) -> None:
         """End the environments' processes."""
         for one in self._played.values():
             one.environments.close()
 
-    def _read(self, episodes: list[Episode]) -> None:
+    def _read(self, episodes: Sequence[Episode]) -> None:
         """Decode the turns of episodes."""
         for one in [row for episode in episodes for row in episode.rows]:
             spans = [one.tokens[start:stop] for start, stop in one.turns]
@@ -383,13 +438,12 @@ class EnvironmentEngine(EnvironmentHost):
             if spans:  # of none at all a tokenizer makes one empty text
                 one.texts = list(self._tokenizer.batch_decode(spans, skip_special_tokens=True))
 
-    def _step(self, episodes: list[Episode], form: Form | None, sampled_seconds: float) -> None:
+    def _step(self, episodes: Sequence[Episode], form: Form | None, sampled_seconds: float) -> None:
         """Have the environments answer the last turn; a call that is none is answered here."""
 
         def take(one: Episode, outcome: Outcome) -> None:
-            deadline = self._of(one.row).settings.deadline
-            late = deadline is not None and one.seconds + sampled_seconds >= deadline
-            self._take(one, replace(outcome, limit=outcome.limit or (DEADLINE if late else "")))
+            limit = outcome.limit or self._late(one, sampled_seconds)
+            self._take(one, replace(outcome, limit=limit))
 
         asked = []
         for one in episodes:
@@ -399,14 +453,20 @@ class EnvironmentEngine(EnvironmentHost):
             else:
                 asked.append(one)
         for one, answered in zip(asked, self._acted(asked), strict=True):
-            outcome = fitting(self._known(self._of(one.row), answered), form)
+            outcome = fitting(answered, form)
             one.took(outcome.seconds)
             if outcome.failed is not None:
                 one.end(outcome.limit or FAILED, SampleStatus.FAILED, outcome.failed)
             else:
                 take(one, outcome)
 
-    def _finish(self, episodes: list[Episode]) -> None:
+    def _late(self, episode: Episode, sampled_seconds: float) -> str:
+        """The limit that an episode has reached that has used up its time; empty: it has not."""
+        deadline = self._of(episode.row).settings.deadline
+        late = deadline is not None and episode.seconds + sampled_seconds >= deadline
+        return DEADLINE if late else ""
+
+    def _finish(self, episodes: Sequence[Episode]) -> None:
         """Ask the environments of ended episodes for a last reward, and let go of them."""
         for one, outcome in zip(episodes, self._finished(episodes), strict=True):
             one.took(outcome.seconds)
@@ -414,8 +474,12 @@ class EnvironmentEngine(EnvironmentHost):
                 one.end(outcome.limit or FAILED, SampleStatus.FAILED, outcome.failed)
                 continue
             last = outcome.rewards if one.others else (outcome.reward,)
-            for row, reward in zip(one.rows, last, strict=False):
-                row.earns(reward)
+            if isinstance(one, RequestEpisode) and one.played.code.chats:
+                one.earn(outcome.reward, outcome.by_branch)
+                last = tuple(one.forest.given.values()) or (None,)
+            else:
+                for row, reward in zip(one.rows, last, strict=False):
+                    row.earns(reward)
             if one.ended in (SECONDS, DEADLINE) and all(reward is None for reward in last):
                 # How far it came by then says how slow the environment was.
                 limits = self._of(one.row).settings
@@ -425,11 +489,18 @@ class EnvironmentEngine(EnvironmentHost):
                 said += ", and gave no reward at its end"
                 one.end(one.ended, SampleStatus.FAILED, said)
 
-    def _turn(self, episode: Episode) -> Turn:
+    def _turn(self, episode: Episode) -> Asked:
         """The turns of an episode that are answered, and its next turn, if there is one.
 
         The environment has not seen those that held a malformed call.
         """
+        if isinstance(episode, RequestEpisode) and episode.played.code.chats:
+            return GivenTurns(
+                episode=episode.name,
+                row=episode.row,
+                seed=episode.seed,
+                turns=self._requests.given(episode, lambda text: self._called(episode, text)),
+            )
         answered = [
             turn
             for row in episode.rows
@@ -456,13 +527,10 @@ class EnvironmentEngine(EnvironmentHost):
 
     def _tokens(self, episode: Episode) -> list[Tokens | None]:
         """The tokens of each turn of the policy; None for environments that are not told them."""
-        played = self._of(episode.row)
-        if not (played.code.chats or played.code.tokens):
-            return [None] * len(episode.turns)
-        end, most = self._tokenizer.eos_token_id, played.settings.max_turn_tokens
+        told = self._of(episode.row).code.tokens
         return [
-            {**one, "cut": len(one["written"]) == most and one["written"][-1] != end}
-            for one in episode.told
+            {"written": episode.tokens[start:stop]} if told else None
+            for start, stop in episode.turns
         ]
 
     def _called(self, episode: Episode, text: str) -> tuple[ToolCall, ...] | Malformed | None:
@@ -493,7 +561,7 @@ class EnvironmentEngine(EnvironmentHost):
         if outcome.limit:
             episode.end(outcome.limit, SampleStatus.OK)
             return
-        text, role = outcome.observation, played.answers_as
+        text = outcome.observation
         if episode.others:
             told = PlayersTurn.of(text)
             episode.waits_for(episode.rows[told.player])
@@ -501,22 +569,14 @@ class EnvironmentEngine(EnvironmentHost):
         if len(episode.texts) >= played.settings.max_turns:
             episode.end(TURNS, SampleStatus.OK)
             return
-        asks, given = episode.row, ids_of(text) if played.code.chats else None
-        if played.code.chats and given is None:
-            try:
-                chat = chat_of(text)
-                asks = with_variables(asks, chat.variables)
-                text, role = said_by(chat.messages)
-            except ValueError as error:
-                episode.end(FAILED, SampleStatus.FAILED, str(error))
-                return
-        if given is not None:
-            delta = Delta(given, [Author.ENVIRONMENT] * len(given))
-        elif episode.texts:
+        if isinstance(episode, RequestEpisode):
+            self._requests.ask_again(episode, text)
+            return
+        if episode.texts:
             last = episode.tokens[-1]
             ended = episode.finish != "length"
-            talk = played.conversation.for_row(asks)
-            delta = talk.delta(text, ended=ended, last=last, role=role)
+            talk = played.conversation.for_row(episode.row)
+            delta = talk.delta(text, ended=ended, last=last, role=played.answers_as)
         else:
             delta = played.conversation.first(episode.row, text)
         if len(episode.tokens) + len(delta.ids) >= played.max_new_tokens:
@@ -529,18 +589,14 @@ class EnvironmentEngine(EnvironmentHost):
 
     def _rewritten(self, episode: Episode) -> float:
         """`Conversation.rewritten` of an episode; 0 where there was no earlier turn."""
-        turns = episode.turns
-        if len(turns) < 2:
+        tokens, said = episode.past
+        if not said:
             return 0.0
-        last, said = turns[-1][0], []
-        for (_, stop), (start, _) in itertools.pairwise(turns):
-            shown = zip(episode.tokens[stop:start], episode.authors[stop:start], strict=True)
-            said.append([token for token, author in shown if author == Author.ENVIRONMENT])
-        told = self._tokenizer.batch_decode(said, skip_special_tokens=True)
-        past = list(zip(episode.texts, told, strict=False))
+        told = self._tokenizer.batch_decode([ids for _, ids in said], skip_special_tokens=True)
+        past = [(episode.texts[n], text) for (n, _), text in zip(said, told, strict=True)]
         played = self._of(episode.row)
         talk = played.conversation.for_row(episode.row)
-        return talk.rewritten(episode.tokens[:last], past, played.answers_as)
+        return talk.rewritten(tokens, past, played.answers_as)
 
     def _is_over(self, episode: Episode) -> bool:
         """Whether the policy's turn reached a limit of tokens that ends the episode."""

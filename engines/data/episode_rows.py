@@ -8,14 +8,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from engines.data.chat_template import state_number
-from engines.environments.protocol import Frame, Tokens
+from engines.environments.protocol import Frame
 from engines.models.routed_experts import OF_RESPONSE, RoutedExperts, extended
 from storage.batches.columns import (
     OPPONENTS_TURN,
@@ -86,17 +86,14 @@ class Episode:
         return found
 
     @property
-    def told(self) -> Iterator[Tokens]:
-        """The tokens of each turn of the policy, and what it had read since the one before."""
-        read = 0
-        for start, stop in self.turns:
-            given = self.tokens[read:start]
-            yield {
-                "given": [*self.prompt, *given] if read == 0 else given,
-                "written": self.tokens[start:stop],
-                "logprobs": self.logprobs[start:stop],
-            }
-            read = stop
+    def past(self) -> tuple[list[int], list[tuple[int, list[int]]]]:
+        """What stood after the prompt before the last turn, and the turns in it: the number of each,
+        and the environment's tokens after it."""
+        turns, said = self.turns, []
+        for number, ((_, stop), (start, _)) in enumerate(itertools.pairwise(turns)):
+            shown = zip(self.tokens[stop:start], self.authors[stop:start], strict=True)
+            said.append((number, [id for id, author in shown if author == Author.ENVIRONMENT]))
+        return self.tokens[: turns[-1][0]] if turns else [], said
 
     @property
     def waits(self) -> bool:

@@ -264,5 +264,8 @@ class AnswerResult:
     failures: tuple[SampleFailure, ...]
     seconds: float  # that all answers together took
     opponents: int = 0  # episodes in which an opponent's turn is next
+    # A row for each request that waits for a turn, of episodes of requests: its prompt_ids are all
+    # that it is after, its group_id is its sample's number. None: none waits.
+    pending: BatchRef | None = None
     # A row for each answer that has one: sample_id, turn (from 0), frame. None: there are none.
     frames: BatchRef | None = None

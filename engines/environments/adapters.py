@@ -31,9 +31,7 @@ from engines.processes.user_code import give_way, installed
 def load(start: EnvironmentStart) -> Loaded:
     """The environment that is asked for; ValueError in one sentence, or what its own code raises."""
     if start.workspace is not None:
-        from engines.environments.coding.adapter import (
-            load_workspace,  # other packages, which few runs need
-        )
+        from engines.environments.coding.adapter import load_workspace
 
         return load_workspace(start, user_code(start.path) if start.path else None)
     if start.kind == "class":

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,6 +27,7 @@ from engines.environments.agent_protocols import (
     Event,
     ModelTurn,
     TurnRequest,
+    branch_of,
 )
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ class AgentRequest:
     turn: TurnRequest
     again: bool  # whether its client says that it has sent it before, and given up waiting
     key: str = ""  # its Idempotency-Key
+    branch: str = ""  # the part of the episode that it says it is of
+    left: Callable[[], bool] = lambda: False  # whether its client has closed the connection
     answer: SimpleQueue[Answer] = field(default_factory=SimpleQueue)
     # Whether the client was still there to take the answer.
     taken: Future[bool] = field(default_factory=Future)
@@ -240,6 +243,7 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
                 if not isinstance(body, dict):
                     raise ValueError("a body has to be a JSON object")
                 turn = protocol.read(body)
+                branch = branch_of(body, self.headers.get("X-Branch"))
             except RecursionError:
                 self._refuse(*refused("the body is nested too deeply", 400))
                 return
@@ -249,7 +253,15 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
             # The clients of OpenAI and Anthropic count how often they have sent a request.
             again = self.headers.get("x-stainless-retry-count", "0") != "0"
             key = self.headers.get("Idempotency-Key") or ""
-            request = AgentRequest(route=self.route, body=body, turn=turn, again=again, key=key)
+            request = AgentRequest(
+                route=self.route,
+                body=body,
+                turn=turn,
+                again=again,
+                key=key,
+                branch=branch,
+                left=self._client_left,
+            )
             answer = session.over or session.ask(request)
             taken = False
             try:

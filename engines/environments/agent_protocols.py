@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 MODEL = "policy"  # the model's name, whatever a request calls it
+MOST_TURNS = 128  # that one request may ask for
+LONGEST_BRANCH = 64  # characters of its name
 MOST_ID = 2**31  # token ids are below it
 
 CHAT = "/v1/chat/completions"
@@ -45,6 +47,7 @@ class TurnRequest:
     stop: tuple[str, ...] = ()  # texts before which the answer ends
     previous: str = ""  # id of the response after which the messages come
     instructions: list[Message] = field(default_factory=list)  # before all messages
+    n: int = 1  # turns that answer it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +78,7 @@ class ModelTurn:
     prompt_ids: Sequence[int] = ()  # token ids of the whole conversation before it
     ids: Sequence[int] = ()  # of the turn
     logprobs: Sequence[float] = ()  # of each, as it was sampled
+    others: tuple[ModelTurn, ...] = ()  # further turns from the same place, where n were asked for
 
     @classmethod
     def of(
@@ -82,10 +86,10 @@ class ModelTurn:
         text: str,
         calls: Sequence[Mapping[str, Any]] | None,
         stops: Sequence[str],
-        number: int,
+        id: str,
         **more: Any,
     ) -> ModelTurn:
-        """The turn that a text is. `number`: in the episode, for the ids of its calls."""
+        """The turn that a text is."""
         thought, content = thought_and_answer(text)
         stop = None
         if calls:
@@ -95,10 +99,12 @@ class ModelTurn:
             place, stop = min(reached)
             content = content[:place]
         made = tuple(
-            Call(id=f"call_{number}_{place}", name=one["name"], arguments=one["arguments"])
+            Call(id=f"call_{id[:8]}_{place}", name=one["name"], arguments=one["arguments"])
             for place, one in enumerate(calls or ())
         )
-        return cls(text=text, thought=thought, content=content, calls=made, stop=stop, **more)
+        return cls(
+            id=id, text=text, thought=thought, content=content, calls=made, stop=stop, **more
+        )
 
     @property
     def message(self) -> Message:
@@ -119,7 +125,7 @@ class ModelTurn:
     @property
     def usage(self) -> dict[str, Any]:
         """How many tokens were read and written, as OpenAI names them."""
-        read, wrote = len(self.prompt_ids), len(self.ids)
+        read, wrote = len(self.prompt_ids), sum(len(one.ids) for one in (self, *self.others))
         return {"prompt_tokens": read, "completion_tokens": wrote, "total_tokens": read + wrote}
 
     @property
@@ -155,6 +161,16 @@ class AgentProtocol:
 
 
 # --- what the protocols share
+
+
+def branch_of(body: Body, header: str | None) -> str:
+    """The part of its episode that a request says it is of: `metadata.branch`, or a header."""
+    metadata = body.get("metadata")
+    named = metadata.get("branch") if isinstance(metadata, dict) else None
+    branch = header or "" if named is None else named
+    if not isinstance(branch, str) or len(branch) > LONGEST_BRANCH:
+        raise ValueError(f"metadata.branch has to be a text of at most {LONGEST_BRANCH} characters")
+    return branch
 
 
 def _refuse(body: Body, *names: str) -> None:
@@ -269,8 +285,9 @@ def _read_chat(body: Body) -> TurnRequest:
         or not all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages)
     ):
         raise ValueError("messages has to be a list of messages with a role")
-    if body.get("n") not in (None, 1):
-        raise ValueError("n has to be 1: an episode has one answer a turn")
+    n = body.get("n")
+    if n is not None and (type(n) is not int or not 1 <= n <= MOST_TURNS):
+        raise ValueError(f"n has to be a number from 1 to {MOST_TURNS}")
     _refuse(body, "functions", "function_call", "audio", "web_search_options")
     _no_others(body)
     _plain_text(body.get("response_format"), "response_format")
@@ -285,6 +302,7 @@ def _read_chat(body: Body) -> TurnRequest:
         gives_calls=_gives_calls(body.get("tool_choice")),
         variables=_object(body, "chat_template_kwargs"),
         stop=_stops(body.get("stop"), "stop"),
+        n=n or 1,
     )
 
 
@@ -298,10 +316,10 @@ def _chat_message(given: Message) -> Message:
     return {"role": role, "content": content, **kept}
 
 
-def _chat_choice(body: Body, turn: ModelTurn) -> dict[str, Any]:
-    """The choice of an answer, without its message."""
+def _chat_choice(body: Body, turn: ModelTurn, index: int) -> dict[str, Any]:
+    """A choice of an answer, without its message."""
     reason = "tool_calls" if turn.calls else "length" if turn.cut else "stop"
-    choice: dict[str, Any] = {"index": 0, "finish_reason": reason}
+    choice: dict[str, Any] = {"index": index, "finish_reason": reason}
     if body.get("logprobs"):
         choice["logprobs"] = {"content": turn.token_logprobs}
     if body.get("return_token_ids"):
@@ -311,7 +329,10 @@ def _chat_choice(body: Body, turn: ModelTurn) -> dict[str, Any]:
 
 def _answer_chat(body: Body, turn: ModelTurn) -> dict[str, Any]:
     more = {"prompt_token_ids": list(turn.prompt_ids)} if body.get("return_token_ids") else {}
-    choices = [{**_chat_choice(body, turn), "message": turn.message}]
+    choices = [
+        {**_chat_choice(body, one, index), "message": one.message}
+        for index, one in enumerate((turn, *turn.others))
+    ]
     return {**_head(turn, "chat.completion"), "choices": choices, **more, "usage": turn.usage}
 
 
@@ -319,21 +340,22 @@ def _stream_chat(body: Body, turn: ModelTurn) -> Iterator[Event]:
     head = _head(turn, "chat.completion.chunk")
 
     def chunk(delta: dict[str, Any]) -> Event:
-        choice = {"index": 0, "delta": delta, "finish_reason": None}
+        choice = {"index": index, "delta": delta, "finish_reason": None}
         return "", {**head, "choices": [choice]}
 
-    yield chunk({"role": "assistant", "content": ""})
-    for piece in _pieces(turn.thought):
-        yield chunk({"reasoning_content": piece})
-    for piece in _pieces(turn.content):
-        yield chunk({"content": piece})
-    for place, one in enumerate(turn.calls):
-        yield chunk({"tool_calls": [{"index": place, **_call(one.id, one.name, "")}]})
-        part = {"index": place, "function": {"arguments": one.json}}
-        yield chunk({"tool_calls": [part]})
-    last = {"delta": {}, **_chat_choice(body, turn)}
     ids = {"prompt_token_ids": list(turn.prompt_ids)} if body.get("return_token_ids") else {}
-    yield "", {**head, "choices": [last], **ids}
+    for index, one in enumerate((turn, *turn.others)):
+        yield chunk({"role": "assistant", "content": ""})
+        for piece in _pieces(one.thought):
+            yield chunk({"reasoning_content": piece})
+        for piece in _pieces(one.content):
+            yield chunk({"content": piece})
+        for place, call in enumerate(one.calls):
+            yield chunk({"tool_calls": [{"index": place, **_call(call.id, call.name, "")}]})
+            part = {"index": place, "function": {"arguments": call.json}}
+            yield chunk({"tool_calls": [part]})
+        last = {"delta": {}, **_chat_choice(body, one, index)}
+        yield "", {**head, "choices": [last], **ids}
     if (body.get("stream_options") or {}).get("include_usage"):
         yield "", {**head, "choices": [], "usage": turn.usage}
     yield "", "[DONE]"

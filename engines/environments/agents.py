@@ -1,10 +1,9 @@
 """Agents: programs that ask the model over the API of OpenAI or Anthropic, as environments.
 
 An agent runs in a thread of this process, and is given the address and a key of a server that only
-this machine reaches. Each request of it is a turn: the messages, or token ids, that are new in it are
-what the environment says, and what the model writes is the answer to it. So an episode is one
-conversation that grows at its end; an agent that asks anything else, such as a second conversation
-or one whose past it has rewritten, fails its episode.
+this machine reaches. Each request of it is a turn: what waits for the model is what the environment
+says, and what the model writes is the answer to it. A request that goes on from an earlier one and
+its answer names that turn, and what is new after it; any other begins a conversation.
 
 Of ours only what needs the standard library alone is imported.
 """
@@ -12,17 +11,23 @@ Of ours only what needs the standard library alone is imported.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 import secrets
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from operator import itemgetter
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from configs.imports import described
 from engines.environments.agent_api import (
+    MOST_BODY,
     SEND_SECONDS,
     TOO_LONG,
     AgentRequest,
@@ -31,12 +36,13 @@ from engines.environments.agent_api import (
     Server,
     refused,
 )
-from engines.environments.agent_protocols import MODEL, Message, ModelTurn
+from engines.environments.agent_protocols import MODEL, Message, ModelTurn, TurnRequest
 from engines.environments.contract import Given, Loaded, NotAllowed, digest_of
-from engines.environments.protocol import EnvironmentReady, EnvironmentStart, Tokens, ToolCall
-from engines.processes.user_code import shortened
+from engines.environments.protocol import EnvironmentReady, EnvironmentStart, ToolCall
 
 BLOCKED_SECONDS = 5.0  # in which the event loop of agents takes up another, or is blocked
+PAUSE_SECONDS = 0.1  # without a request, after which those that wait are all that come together
+AGAIN_SECONDS = 5.0  # the same while an agent that was begun again has turns that it will ask for
 _STACK = 2**21  # bytes of the stack of a thread, of which each episode has two
 
 
@@ -75,6 +81,7 @@ class _Session:
     """What goes on between an agent, the server's threads and the adapter."""
 
     events: SimpleQueue[AgentRequest | _End] = field(default_factory=SimpleQueue)
+    heard: float = 0.0  # when the last of them came, by time.monotonic
     over: Refusal | None = None  # what every request is answered from now on
     # The conversation up to each response, without instructions, by the response's id.
     responses: dict[str, list[Message]] = field(default_factory=dict)
@@ -85,12 +92,57 @@ class _Session:
         if previous and previous not in self.responses:
             text = f"previous_response_id is {previous[:60]}, which is no response of this episode"
             return refused(text, 400, "previous_response_not_found")
-        self.events.put(request)
+        self.put(request)
         return request.answer.get()
+
+    def put(self, event: AgentRequest | _End) -> None:
+        self.heard = time.monotonic()
+        self.events.put(event)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Asked:
+    """A request, however often its client has sent it."""
+
+    sent: list[AgentRequest]  # each time
+    names: list[str]  # of the turns that answer it
+    chat: list[Message]  # the conversation that it stands for
+    read: list[Message]  # the same with the model's turns as the model wrote them
+    after: str = ""  # name of the turn from which it goes on; empty: from none
+    new: int = 0  # messages of `read` that come after that turn
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    answer: Answer | None = None
+
+    @property
+    def turn(self) -> TurnRequest:
+        return self.sent[0].turn
+
+    def is_sent_again(self, request: AgentRequest) -> bool:
+        """Whether an equal request is this one, sent again by a client that has no answer to it.
+
+        Its client says so, or sends the same Idempotency-Key, or has closed the connection.
+        """
+        if request.again or (request.key and request.key in {one.key for one in self.sent}):
+            return True
+        if self.answer is None:
+            return all(one.left() for one in self.sent)
+        return not any(one.taken.result(timeout=2 * SEND_SECONDS) for one in self.sent)
+
+    def to_json(self, name: str) -> dict[str, Any]:
+        """As it is told of in an observation, by one of its names."""
+        about = {"name": name, "branch": self.sent[0].branch}
+        if self.turn.ids is not None:
+            return {**about, "ids": self.turn.ids}
+        more = {"after": self.after, "new": self.new, "messages": self.read, "tools": self.tools}
+        return {**about, **more, "chat_template_kwargs": self.turn.variables}
 
 
 class AgentAdapter:
-    """One agent that plays one episode."""
+    """One agent that plays one episode.
+
+    A request is told apart from others by its name: of what it asks, and how often that was asked
+    before. So an agent that is begun again gets the turns that it had, in whatever order it asks.
+    """
 
     def __init__(
         self, server: Server, agent: Callable[..., Any], params: Mapping[str, Any]
@@ -100,192 +152,204 @@ class AgentAdapter:
         self._params = params
         self._key = secrets.token_urlsafe(24)
         self._session = _Session()
-        self._chat: list[Message] = []  # the conversation, by messages or
-        self._ids: list[int] | None = None  # by token ids
-        self._tokens: list[int] = []  # all of the conversation before the turn
-        self._turn: Tokens = {}  # tokens of the turn that comes
-        self._tools: list[dict[str, Any]] = []  # of the first request
-        self._last: ModelTurn | None = None
-        self._asked: AgentRequest | None = None  # the last one that was answered
-        self._waits: AgentRequest | None = None  # for the model's turn
-        self._turns = 0
+        self._asked: dict[str, list[_Asked]] = {}  # by what is asked, in the order in which it came
+        self._turns: dict[str, Mapping[str, Any]] = {}  # that were given, by name
+        self._unasked: set[str] = set()  # of these, those that nothing has asked for
+        # Requests that have turns, and these, by the digest of the messages before the turn.
+        self._places: dict[bytes, list[tuple[_Asked, str, ModelTurn]]] = {}
+        self._refused = False  # whether a request was told of a limit
+        self._end: Given | None = None  # once the agent has ended
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Given:
-        """The messages and tools of the agent's first request, or its token ids, as JSON."""
+        """The agent's first requests."""
         self._server.sessions[self._key] = self._session
         given = {**row, **self._params, "seed": seed, "model": MODEL}
         given |= {"base_url": self._server.url, "api_key": self._key}
         names = _parameters(self._agent)
         arguments = {k: v for k, v in given.items() if names is None or k in names}
         threading.Thread(target=self._run, args=(arguments,), daemon=True).start()
-        event = self._session.events.get()
-        if isinstance(event, _End):
-            if event.error is not None:
-                raise event.error
-            raise NotAllowed("the agent ended before it had asked the model anything")
-        self._waits, self._ids, self._tools = event, event.turn.ids, event.turn.tools
-        if self._ids is not None:
-            return Given(observation=json.dumps({"ids": self._ids}))
-        self._chat = self._whole(event)
-        return _said(self._chat, event, self._tools)
+        return self._next()
 
-    def see(self, tokens: Tokens) -> None:
-        """The tokens of the turn that comes next."""
-        self._turn = tokens
+    def take(self, turns: Sequence[Mapping[str, Any]]) -> Given:
+        """Answer requests by these turns (Turns.turns): those that wait then, or its reward."""
+        for turn in turns:
+            if turn["name"] not in self._turns:
+                self._turns[turn["name"]] = turn
+                self._unasked.add(turn["name"])
+        for asked in self._all():
+            self._give(asked)
+        return self._next()
 
     def act(self, text: str, calls: Sequence[ToolCall] | None) -> Given:
-        """What is new in the agent's next request, as JSON; or its reward, at the end."""
-        assert self._waits is not None, "the agent waits for each turn"
-        turn = self._answer(text, calls)
-        event = self._next()
-        if isinstance(event, _End):
-            self._waits = None
-            if event.error is not None:
-                raise event.error
-            return Given(observation=None, reward=_plain_number(event.result), done=True)
-        self._waits = event
-        ids = event.turn.ids
-        if (self._ids is None) != (ids is None):
-            raise NotAllowed(
-                f"the agent's request after turn {self._turns} is one of "
-                f"{'messages' if ids is None else 'token ids'} and the one before was not. An "
-                "episode is one conversation, in messages or in token ids"
-            )
-        return self._new_ids(ids) if ids is not None else self._new(event, turn)
-
-    def _whole(self, request: AgentRequest) -> list[Message]:
-        """The conversation that a request stands for."""
-        asked = request.turn
-        past = self._session.responses[asked.previous] if asked.previous else []
-        return [*asked.instructions, *past, *asked.messages]
-
-    def _new(self, event: AgentRequest, turn: ModelTurn) -> Given:
-        """The messages of a request that were not there; `turn`: the model's last one."""
-        if event.turn.tools and event.turn.tools != self._tools:
-            raise NotAllowed(
-                f"the agent's request after turn {self._turns} has other tools than its first one. "
-                "They stand at the beginning of the conversation, which only grows at its end"
-            )
-        chat, before, place = self._whole(event), self._chat, len(self._chat)
-        for number, (was, now) in enumerate(zip(before, chat, strict=False)):
-            if _compared(was) != _compared(now):
-                raise NotAllowed(_not_on(self._turns, number, now))
-        added: str | None = ""
-        empty = not turn.content.strip() and not turn.calls  # clients leave such a turn out
-        if len(chat) > place and not (empty and chat[place]["role"] != "assistant"):
-            added = _added(turn, chat[place])
-            if added is None:
-                raise NotAllowed(_not_on(self._turns, place, chat[place]))
-            place += 1
-        if len(chat) <= place:
-            raise NotAllowed(_not_on(self._turns, len(chat), None))
-        self._chat = chat
-        new = chat[place:]
-        if added:
-            new[0] = {**new[0], "content": f"{added}\n\n{new[0]['content']}"}
-        return _said(new, event)
-
-    def _new_ids(self, ids: list[int]) -> Given:
-        """The token ids of a request that come after all that was read and written before."""
-        before = self._tokens
-        if ids[: len(before)] != before or len(ids) == len(before):
-            pairs = zip(ids, before, strict=False)
-            place = next((n for n, (now, was) in enumerate(pairs) if now != was), len(ids))
-            shown = f"has {ids[place]}" if place < min(len(ids), len(before)) else "ends"
-            raise NotAllowed(
-                f"the agent's request after turn {self._turns} {shown} at token {place + 1}, where "
-                "it does not go on from the request before and its answer. An episode is one "
-                "conversation that grows at its end"
-            )
-        self._ids = ids
-        return Given(observation=json.dumps({"ids": ids[len(before) :]}))
+        raise AssertionError("an agent is given turns by the names of its requests")
 
     def finish(self) -> Given:
         """Tell an agent that waits for a turn that there is none; its reward, if it returns one."""
         self._session.over = _AT_LIMIT
-        if self._waits is None:
+        if self._end is not None:
             return Given(observation=None)
-        self._waits.answer.put(_AT_LIMIT)
-        self._waits = None
+        for asked in self._all():
+            if asked.answer is None:
+                self._answer(asked, _AT_LIMIT)
         while not isinstance(event := self._session.events.get(), _End):
             event.answer.put(_AT_LIMIT)
-        return Given(observation=None, reward=_plain_number(event.result))
+        self._check_all_asked()
+        return _given(event.result)
 
     def close(self) -> None:
         self._session.over = _LET_GO
         self._server.sessions.pop(self._key, None)
-        if self._waits is not None:
-            self._waits.answer.put(_LET_GO)
+        for asked in self._all():
+            if asked.answer is None:
+                self._answer(asked, _LET_GO)
+        with contextlib.suppress(Empty):
+            while True:
+                if isinstance(event := self._session.events.get_nowait(), AgentRequest):
+                    event.answer.put(_LET_GO)
 
-    def _next(self) -> AgentRequest | _End:
-        """What the agent does next; a request that was sent again gets its answer again."""
+    def _all(self) -> list[_Asked]:
+        return [asked for equal in self._asked.values() for asked in equal]
+
+    def _next(self) -> Given:
+        """The requests that wait, once nothing has come for a while; or the reward, at the end."""
+        if self._end is not None:
+            return self._end
         while True:
-            event = self._session.events.get()
-            if isinstance(event, _End) or not self._is_again(event):
-                return event
-            assert self._last is not None
-            self._asked = event
-            self._give(event, self._last)
+            waits = [asked for asked in self._all() if asked.answer is None]
+            seconds = None
+            if waits:
+                pause = AGAIN_SECONDS if self._unasked else PAUSE_SECONDS
+                seconds = max(0.0, self._session.heard + pause - time.monotonic())
+            try:
+                event = self._session.events.get(timeout=seconds)
+            except Empty:
+                break
+            if isinstance(event, _End):
+                return self._ended(event)
+            self._hear(event)
+        told = [
+            asked.to_json(name)
+            for asked in waits
+            for name in asked.names
+            if name not in self._turns
+        ]
+        told.sort(key=itemgetter("name"))
+        text = json.dumps({"requests": told}, ensure_ascii=False)
+        return Given(observation=text, longest=MOST_BODY)
 
-    def _is_again(self, event: AgentRequest) -> bool:
-        """Whether a request is the last one, sent again by a client that has no answer to it.
+    def _ended(self, end: _End) -> Given:
+        if not self._asked and end.error is None:
+            raise NotAllowed("the agent ended before it had asked the model anything")
+        if end.error is not None and not self._refused:
+            raise end.error
+        self._check_all_asked()
+        self._end = replace(_given(end.result), done=True)
+        return self._end
 
-        Its client says so, or sends the same Idempotency-Key, or had closed the connection before
-        the answer came.
-        """
-        last = self._asked
-        assert last is not None
-        if event.turn.ids != self._ids or (
-            event.turn.ids is None and self._whole(event) != self._chat
-        ):
-            return False
-        if event.again or (event.key and event.key == last.key):
-            return True
-        return not last.taken.result(timeout=2 * SEND_SECONDS)
+    def _check_all_asked(self) -> None:
+        """NotAllowed where it was begun again, and has not asked what it had asked before."""
+        if self._unasked:
+            raise NotAllowed(
+                "the environment is not deterministic: when the episode was played again, the agent "
+                f"did not ask for {len(self._unasked)} of its {len(self._turns)} turns"
+            )
 
-    def _give(self, request: AgentRequest, turn: ModelTurn) -> None:
-        """Answer a request with a turn."""
-        if request.turn.ids is None:
-            said = [*self._chat[len(request.turn.instructions) :], _given_back(turn)]
-            self._session.responses[f"resp_{turn.id}"] = said
-        request.answer.put(turn)
+    def _hear(self, request: AgentRequest) -> None:
+        """A request becomes one that waits, or is answered, where its turn is known."""
+        asks = request.turn
+        chat = self._chat(request)
+        said = [chat, asks.ids, asks.tools, asks.variables, asks.n, request.branch]
+        key = blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=8).hexdigest()
+        equal = self._asked.setdefault(key, [])
+        for asked in reversed(equal):
+            if asked.is_sent_again(request):
+                asked.sent.append(request)
+                if asked.answer is not None:
+                    request.answer.put(asked.answer)
+                return
+        first = sum(len(one.names) for one in equal)
+        names = [f"{key}/{first + number}" for number in range(asks.n)]
+        asked = _Asked(
+            sent=[request], names=names, chat=chat, read=chat, new=len(chat), tools=asks.tools
+        )
+        if asks.ids is None:
+            self._find_turn_before(asked)
+        equal.append(asked)
+        self._give(asked)
+
+    def _chat(self, request: AgentRequest) -> list[Message]:
+        """The conversation that a request stands for."""
+        asks = request.turn
+        past = self._session.responses[asks.previous] if asks.previous else []
+        return [*asks.instructions, *past, *asks.messages]
+
+    def _find_turn_before(self, asked: _Asked) -> None:
+        """From which turn a conversation goes on: the last one that it has with all before it."""
+        chat = asked.chat
+        found: list[tuple[bool, str, _Asked, ModelTurn, list[Message]]] = []
+        for place, digest in reversed(list(enumerate(_digests(chat), start=1))):
+            for before, name, turn in self._places.get(digest, ()):
+                if asked.tools and asked.tools != before.tools:
+                    continue  # they stand at the beginning
+                new = _after(turn, chat, place)
+                if new is not None and _may_follow(new):
+                    found.append((new != chat[-len(new) :], name, before, turn, new))
+            if found:
+                break
+        else:
+            return
+        _, asked.after, before, turn, new = min(found, key=lambda one: one[:2])
+        asked.tools = before.tools
+        asked.read = [*before.read, {"role": "assistant", "content": turn.text}, *new]
+        asked.new = len(new)
+
+    def _give(self, asked: _Asked) -> None:
+        """Answer a request whose turns are known."""
+        if asked.answer is not None or not all(name in self._turns for name in asked.names):
+            return
+        self._unasked -= {*asked.names}
+        given = [self._turns[name] for name in asked.names]
+        if any(one.get("refused") for one in given):
+            self._refused = True
+            self._answer(asked, _TOO_LONG)
+            return
+        asks, made = asked.turn, []
+        for name, one in zip(asked.names, given, strict=True):
+            calls = one["calls"] if asked.tools and asks.gives_calls else None
+            id = blake2b(name.encode(), digest_size=8).hexdigest()
+            more = {name: one[name] for name in ("cut", "prompt_ids", "ids", "logprobs")}
+            made.append(ModelTurn.of(one["text"], calls, asks.stop, id=id, **more))
+        if asks.ids is None:
+            digest = b"".join(deque(_digests(asked.chat), maxlen=1))
+            for name, turn in zip(asked.names, made, strict=True):
+                self._places.setdefault(digest, []).append((asked, name, turn))
+            said = [*asked.chat[len(asks.instructions) :], _given_back(made[0])]
+            self._session.responses[f"resp_{made[0].id}"] = said
+        self._answer(asked, replace(made[0], others=tuple(made[1:])))
+
+    def _answer(self, asked: _Asked, answer: Answer) -> None:
+        asked.answer = answer
+        for request in asked.sent:
+            request.answer.put(answer)
 
     def _run(self, arguments: Mapping[str, Any]) -> None:
         try:
             result = self._agent(**arguments)
             if inspect.isawaitable(result):
                 result = _loop.run(result)
-            self._session.events.put(_End(result, None))
+            self._session.put(_End(result, None))
         except BaseException as error:  # of a user's code: any, sys.exit too
             if not isinstance(error, Exception):
                 error = RuntimeError(f"the agent left by {described(error)}")
-            self._session.events.put(_End(None, error))
-
-    def _answer(self, text: str, calls: Sequence[ToolCall] | None) -> ModelTurn:
-        """Give the model's turn to the agent that waits for it."""
-        assert self._waits is not None, "the agent waits for each turn"
-        self._turns += 1
-        asked = self._waits.turn
-        turn = ModelTurn.of(
-            text,
-            calls if asked.tools and asked.gives_calls else None,
-            asked.stop,
-            self._turns,
-            id=secrets.token_hex(8),
-            cut=bool(self._turn.get("cut")),
-            prompt_ids=[*self._tokens, *self._turn.get("given", ())],
-            ids=self._turn.get("written", ()),
-            logprobs=self._turn.get("logprobs", ()),
-        )
-        self._tokens = [*turn.prompt_ids, *turn.ids]
-        self._last, self._asked = turn, self._waits
-        self._give(self._waits, turn)
-        return turn
+            self._session.put(_End(None, error))
 
 
-def _plain_number(result: Any) -> Any:
-    """A reward, of which a boolean is one too."""
-    return float(result) if isinstance(result, bool) else result
+def _given(result: Any) -> Given:
+    """What an agent has returned: a reward, of which a boolean is one too, or several by branch."""
+    if isinstance(result, Mapping):
+        return Given(observation=None, by_branch=result)
+    reward = float(result) if isinstance(result, bool) else result
+    return Given(observation=None, reward=reward)
 
 
 class _Loop:
@@ -343,13 +407,35 @@ async def _awaited(result: Awaitable[Any]) -> Any:
     return await result
 
 
-def _not_on(turn: int, place: int, message: Message | None) -> str:
-    shown = "ends" if message is None else f"has {shortened(json.dumps(message), 80)}"
-    return (
-        f"the agent's request after turn {turn} {shown} at message {place + 1}, where it does not go "
-        "on from the request before and its answer. An episode is one conversation that grows at "
-        "its end"
-    )
+def _digests(chat: Sequence[Message]) -> Iterator[bytes]:
+    """Of the first message, of the first two, and so on: equal where `_compared` are."""
+    running = blake2b(digest_size=16)
+    for message in chat:
+        running.update(json.dumps(_compared(message)).encode())
+        yield running.digest()
+
+
+def _after(turn: ModelTurn, chat: Sequence[Message], place: int) -> list[Message] | None:
+    """What a conversation has after its first `place` messages and this turn; None where it has not
+    that turn, or nothing after it."""
+    added: str | None = ""
+    empty = not turn.content.strip() and not turn.calls  # clients leave such a turn out
+    if len(chat) > place and not (empty and chat[place]["role"] != "assistant"):
+        added = _added(turn, chat[place])
+        place += 1
+    new = list(chat[place:])
+    if added is None or not new:
+        return None
+    if added:
+        new[0] = {**new[0], "content": f"{added}\n\n{new[0]['content']}"}
+    return new
+
+
+def _may_follow(messages: Sequence[Message]) -> bool:
+    """Whether they can be told between two turns of the model: results of tools, then a user's."""
+    roles = [message["role"] for message in messages]
+    results = roles.count("tool")
+    return roles == ["tool"] * results + ["user"] * (len(roles) - results)
 
 
 def _compared(message: Message) -> tuple[Any, ...]:
@@ -381,21 +467,14 @@ def _given_back(turn: ModelTurn) -> Message:
     return {**turn.message, "content": turn.content}
 
 
-def _said(
-    messages: Sequence[Message], request: AgentRequest, tools: Sequence[Mapping[str, Any]] = ()
-) -> Given:
-    """What is new in a request: messages, variables of the template, and the first one's tools."""
-    said: dict[str, Any] = {"messages": messages}
-    if tools:
-        said["tools"] = tools
-    if variables := request.turn.variables:
-        said["chat_template_kwargs"] = variables
-    return Given(observation=json.dumps(said, ensure_ascii=False))
-
-
 # How servers answer a prompt that is too long: at that, agent programs end and give a reward.
 _AT_LIMIT = refused(
     "the episode is over: it has reached a limit, of turns or of the model's context length",
+    400,
+    TOO_LONG,
+)
+_TOO_LONG = refused(
+    "the request does not fit: it has reached a limit of the model's context length, or of turns",
     400,
     TOO_LONG,
 )

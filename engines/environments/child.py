@@ -44,6 +44,7 @@ from engines.environments.protocol import (
     OpenSession,
     Outcome,
     Reply,
+    Turns,
     unpacked,
 )
 from engines.processes.user_code import Broken, answer_calls, begin, packed, traceback_of
@@ -84,7 +85,7 @@ def main(socket: int, owner: int, dump: int) -> None:
 
         def answered(message: Any) -> object:
             call = unpacked(message)
-            assert isinstance(call, (OpenSession, Act, Finish, Close))
+            assert isinstance(call, (OpenSession, Act, Turns, Finish, Close))
             return packed(sessions.answer(call))
 
         answer_calls(connection, answered)
@@ -178,14 +179,17 @@ class Sessions:
             self._open[call.session] = (adapter, randomness)
             return adapter.reset(call.row, call.seed)
 
-    def _go_on(self, call: Act | Finish) -> Given:
+    def _go_on(self, call: Act | Turns | Finish) -> Given:
         adapter, randomness = self._open[call.session]
         with randomness.in_place():
             if isinstance(call, Finish):
                 return adapter.finish()
+            if isinstance(call, Turns):
+                assert isinstance(adapter, agents.AgentAdapter), "others are given one turn"
+                return adapter.take(call.turns)
             if call.tokens is not None:
-                takers = (agents.AgentAdapter, library_adapters.GymnasiumAdapter)
-                assert isinstance(adapter, takers), "others are not told tokens"
+                taker = library_adapters.GymnasiumAdapter
+                assert isinstance(adapter, taker), "others are not told tokens"
                 adapter.see(call.tokens)
             return adapter.act(call.text, call.calls)
 

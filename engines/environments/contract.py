@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from numbers import Real
 from types import ModuleType
@@ -36,11 +36,13 @@ class Given:
 
     observation: Any  # text; None: nothing to say
     reward: Any = None  # a finite number; None: it has none to give
+    by_branch: Mapping[str, Any] = field(default_factory=dict)  # as in Outcome
     rewards: tuple[Any, ...] = ()  # of each of several players
     done: bool = False
     results: tuple[Any, ...] = ()  # of each tool call, text
     frame: Any = None  # an array of numpy, or what makes one; None: none is kept
     used: int | None = None  # as in Outcome
+    longest: int = OBSERVATION_BYTES  # that its observation may be
 
 
 class EnvironmentAdapter(Protocol):
@@ -86,20 +88,32 @@ def checked(given: Given) -> Outcome:
     results = tuple(_text(result) for result in given.results)
     observation = "\n".join(results) if results else _text(given.observation)
     size = len(observation.encode())
-    if size > OBSERVATION_BYTES:
+    if size > given.longest:
         raise NotAllowed(
-            f"the environment gave an observation of {size} bytes; at most {OBSERVATION_BYTES} are "
+            f"the environment gave an observation of {size} bytes; at most {given.longest} are "
             "allowed"
         )
     return Outcome(
         observation=observation,
         reward=_reward(given.reward),
         rewards=tuple(map(_reward, given.rewards)),
+        by_branch=_rewards_by_branch(given.by_branch),
         done=given.done,
         results=results,
         frame=None if given.frame is None else frame_of(given.frame),
         used=given.used,
     )
+
+
+def _rewards_by_branch(given: Mapping[Any, Any]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, reward in given.items():
+        number = _reward(reward)
+        if not isinstance(name, str):
+            raise NotAllowed(f"the environment gave a reward to {_shown(name)}, no branch's name")
+        if number is not None:
+            found[name] = number
+    return found
 
 
 def frame_of(given: Any) -> Frame:

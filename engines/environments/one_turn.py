@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from configs.episodes import EpisodesConfig, NoEnvironment
 from engines.environments.protocol import EnvironmentReady, Outcome
-from engines.environments.sessions import Environments, Turn
+from engines.environments.sessions import Asked, Environments
 from storage.objects.documents import Row
 
 
@@ -21,11 +21,11 @@ class OneTurn:
         """Nothing is said before the first turn of N rows."""
         return [Outcome() for _ in rows]
 
-    def act(self, turns: Sequence[Turn]) -> list[Outcome]:
+    def act(self, turns: Sequence[Asked]) -> list[Outcome]:
         """With one turn each of N episodes is over."""
         return [Outcome(done=True) for _ in turns]
 
-    def finish(self, turns: Sequence[Turn]) -> list[Outcome]:
+    def finish(self, turns: Sequence[Asked]) -> list[Outcome]:
         """There is no reward of an environment."""
         return [Outcome() for _ in turns]
 

@@ -71,5 +71,5 @@ def start_message(config: EpisodesConfig, frames: bool = False) -> EnvironmentSt
         players=config.players,
         frames=frames,
         functions=functions,
-        workspace=None if config.workspace is None else config.workspace.model_dump(mode="json"),
+        workspace=None if config.workspaces is None else config.workspaces.model_dump(mode="json"),
     )

@@ -16,9 +16,7 @@ from engines.processes import user_code
 from engines.processes.user_code import Broken, Packed, by_name
 
 ToolCall: TypeAlias = "Mapping[str, Any]"  # {"name": str, "arguments": dict}
-# Of a turn: "given", token ids that the model read since its last turn (the prompt at first),
-# "written", those of the turn, "logprobs" of them, and "cut", whether the turn ended at
-# episodes.max_turn_tokens.
+# Of a turn: "written", its token ids.
 Tokens: TypeAlias = "Mapping[str, Any]"
 # An image or a state: "dtype" (uint8 or float32), "shape", and "data", its bytes row by row.
 Frame: TypeAlias = "Mapping[str, Any]"
@@ -51,8 +49,8 @@ class EnvironmentReady:
     digest: str  # sha256 of its code, as far as that can be read
     packages: Mapping[str, str]  # versions of its packages that are installed
     tools: Sequence[Mapping[str, Any]]  # JSON schemas; empty where it takes text
-    # Whether its observations are JSON: {"messages": chat messages, "tools": JSON schemas}, or
-    # {"ids": token ids}. Then it is told the tokens of each turn.
+    # Whether it asks by itself, several turns at once too: its observations are JSON, {"requests":
+    # those that wait, by name}, and it is given `Turns`.
     chats: bool = False
     in_part: bool = False  # whether it says how much of the last turn it acted on
     tokens: bool = False  # whether it is told the tokens of each turn, without `chats`
@@ -75,6 +73,19 @@ class Act:
     text: str
     calls: Sequence[ToolCall] | None  # for an environment with tools; None: no calls
     tokens: Tokens | None = None  # for one that is told them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """Turns of the model for an environment that asks by itself; answered as Act is.
+
+    Each has the name of the request that it answers and `refused`, or its text, calls, prompt_ids
+    (token ids of all before it), ids, logprobs, and whether it was cut at a limit of tokens. Those
+    that were given before are left out.
+    """
+
+    session: str
+    turns: Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +124,9 @@ class Outcome:
     observation: str = ""
     reward: float | None = None  # None: it gave none
     rewards: tuple[float | None, ...] = ()  # of each of several players; (): it gave none
+    by_branch: Mapping[str, float] = field(
+        default_factory=dict
+    )  # an agent's, where it gave them so
     done: bool = False  # whether the episode has ended
     failed: str | None = (
         None  # one sentence, and after it the lines of a traceback where there is one
@@ -152,10 +166,10 @@ class PlayersTurn:
 
 
 Message: TypeAlias = (
-    "EnvironmentStart | EnvironmentReady | Broken | OpenSession | Act | Finish | Close | Closed | "
-    "NoSession | Outcome"
+    "EnvironmentStart | EnvironmentReady | Broken | OpenSession | Act | Turns | Finish | Close | "
+    "Closed | NoSession | Outcome"
 )
-Call: TypeAlias = "OpenSession | Act | Finish | Close"
+Call: TypeAlias = "OpenSession | Act | Turns | Finish | Close"
 Reply: TypeAlias = "Outcome | Closed | NoSession"
 
 _MESSAGES = by_name(
@@ -164,6 +178,7 @@ _MESSAGES = by_name(
     Broken,
     OpenSession,
     Act,
+    Turns,
     Finish,
     Close,
     Closed,

@@ -4,6 +4,7 @@ An episode is known by its name and by its turns so far. A turn that continues w
 is stepped there. A turn that was answered before gets the same answer: a call that is retried never
 steps twice. Anything else, such as an episode whose process died or which another worker began, is
 opened anew from its seed and played again up to that turn, and has to get the same observations.
+An agent, which asks for its turns by itself, is given all that it had, and has to ask for them.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import json
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from configs.episodes import EpisodesConfig
 from engines.environments.process import EnvironmentProcess
@@ -32,6 +33,7 @@ from engines.environments.protocol import (
     Reply,
     Tokens,
     ToolCall,
+    Turns,
 )
 from engines.processes.child_process import CallLost, CallTimedOut, ProcessDied
 from storage.objects.documents import Row, digest
@@ -72,6 +74,21 @@ class Turn:
     tokens: Tokens | None = None  # for an environment that is told them
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenTurns:
+    """All turns of an episode whose environment asks for them by itself, in any order."""
+
+    episode: str  # a name that no other episode has
+    row: Row
+    seed: int
+    turns: Mapping[
+        str, Callable[[], Mapping[str, Any]]
+    ]  # by name, what makes one of protocol.Turns
+
+
+Asked: TypeAlias = "Turn | GivenTurns"
+
+
 def digest_of(observation: str) -> str:
     """The digest of an observation, by which an episode that is played again is compared."""
     return digest(observation.encode())
@@ -88,6 +105,7 @@ class _Session:
     played: list[_Played] = field(default_factory=list)
     outcome: Outcome = field(default_factory=Outcome)  # the last answer
     seconds: float = 0.0  # of the environment since it was opened here
+    given: set[str] = field(default_factory=set)  # names of the turns of one that asks for them
 
     def answered(self, past: list[_Played], action: tuple[str, str]) -> bool:
         """Whether its last turn was this one."""
@@ -133,8 +151,8 @@ class Environments:
         ]
         return [future.result() for future in waited]
 
-    def act(self, turns: Sequence[Turn]) -> list[Outcome]:
-        """The answers to N turns, of N episodes.
+    def act(self, turns: Sequence[Asked]) -> list[Outcome]:
+        """The answers to N turns, of N episodes; of one that asks by itself, to all its turns.
 
         An episode that fails is an Outcome that has failed: what the environment raised, that it
         hung or took its process with it, with the stack. Raises as `start` does.
@@ -142,7 +160,7 @@ class Environments:
         waited = [self._player(turn.episode).act(turn) for turn in turns]
         return [future.result() for future in waited]
 
-    def finish(self, turns: Sequence[Turn]) -> list[Outcome]:
+    def finish(self, turns: Sequence[Asked]) -> list[Outcome]:
         """The last rewards of N episodes that are over after their past turns; they are let go of.
 
         Their `text` is not looked at. Raises, and fails, as `act` does.
@@ -205,7 +223,7 @@ class _Player:
         self.process.check_open()
         return self._queue.submit(self._opening, row, seed)
 
-    def act(self, turn: Turn, finish: bool = False) -> Future[Outcome]:
+    def act(self, turn: Asked, finish: bool = False) -> Future[Outcome]:
         self.process.check_open()
         future = self._due[turn.episode] = self._queue.submit(self._act, turn, finish)
         return future
@@ -227,10 +245,10 @@ class _Player:
         self._let_go([_OPENING], outcome)
         return outcome
 
-    def _act(self, turn: Turn, finish: bool) -> Outcome:
+    def _act(self, turn: Asked, finish: bool) -> Outcome:
         try:
-            past = [(*_action(one.text, one.calls), one.digest) for one in turn.past]
-            action = FINISHED if finish else _action(turn.text, turn.calls)
+            past, action = _played(turn)
+            action = FINISHED if finish else action
             known = self._open.get(turn.episode) or self._ended.get(turn.episode)
             if known and known.answered(past, action):
                 return known.outcome
@@ -242,19 +260,26 @@ class _Player:
         finally:
             self._due.pop(turn.episode, None)
 
-    def _attempt(self, turn: Turn, past: list[_Played], action: tuple[str, str]) -> Outcome:
+    def _attempt(self, turn: Asked, past: list[_Played], action: tuple[str, str]) -> Outcome:
         """Answer what has not been answered; the episode ends here if it is finished or fails."""
         finish, began = action == FINISHED, time.perf_counter()
         session = self._open.pop(turn.episode, None)
         self._ended.pop(turn.episode, None)
         outcome = None
         try:
-            if session is not None and session.played == past:
-                outcome = self._step(session, turn.episode, None if finish else turn)
+            if session is not None and (isinstance(turn, GivenTurns) or session.played == past):
+                outcome = self._answer(session, turn, finish)
             if session is None or outcome is None:
                 session = _Session()
-                self._play_again(session, turn, finish)
-                outcome = self._step(session, turn.episode, None if finish else turn)
+                if isinstance(turn, GivenTurns):
+                    outcome = self._open_one(session, turn.episode, turn.row, turn.seed)
+                    if outcome.failed is not None:
+                        raise _Failed(outcome)
+                    if turn.turns or finish:
+                        outcome = self._answer(session, turn, finish)
+                else:
+                    self._play_again(session, turn, finish)
+                    outcome = self._answer(session, turn, finish)
                 assert outcome is not None, "the session was opened, and no call came between"
         except _Failed as failure:
             outcome = failure.outcome
@@ -268,6 +293,21 @@ class _Player:
         else:
             self._let_go(self._keep(self._open, turn.episode, session), outcome)
         return outcome
+
+    def _answer(self, session: _Session, turn: Asked, finish: bool) -> Outcome | None:
+        """The answer to the turns that were not answered, or at the end; None as `_step`."""
+        if isinstance(turn, GivenTurns):
+            names = turn.turns.keys() - session.given
+            new = tuple(turn.turns[name]() for name in sorted(names))
+            if new or not finish:
+                reply = self._call(session, Turns(session=turn.episode, turns=new))
+                if not isinstance(reply, Outcome):
+                    return None
+                session.given |= names
+                if not finish or reply.failed is not None:
+                    return reply
+            return self._step(session, turn.episode, None)
+        return self._step(session, turn.episode, None if finish else turn)
 
     def _play_again(self, session: _Session, turn: Turn, finish: bool) -> None:
         """Open the episode anew and play it up to this turn; `finish`: there is none any more."""
@@ -291,7 +331,7 @@ class _Player:
         reply = self._call(session, call)
         return reply if isinstance(reply, Outcome) else None
 
-    def _call(self, session: _Session, call: OpenSession | Act | Finish) -> Reply:
+    def _call(self, session: _Session, call: OpenSession | Act | Turns | Finish) -> Reply:
         """The answer of the process; _Failed where it does not come in time, or at all.
 
         An answer after which the episode has no seconds left has the limit SECONDS. Only its driver
@@ -336,6 +376,14 @@ class _Player:
                 error,
                 error.stacks,
             )
+
+
+def _played(turn: Asked) -> tuple[list[_Played], tuple[str, str]]:
+    """What was played before a turn, and the turn, as they are compared."""
+    if isinstance(turn, GivenTurns):
+        return [], _action(json.dumps(sorted(turn.turns)), None)
+    past = [(*_action(one.text, one.calls), one.digest) for one in turn.past]
+    return past, _action(turn.text, turn.calls)
 
 
 def _action(text: str, calls: Calls) -> tuple[str, str]:

@@ -135,6 +135,11 @@ class Sampling:
         return self.top_k == 1
 
     @property
+    def of_one(self) -> Sampling:
+        """The same with one completion of each prompt, whose number is the prompt's."""
+        return replace(self, n=1, group=0, first=0)
+
+    @property
     def as_greedy(self) -> Sampling:
         """The same with the likeliest tokens, one completion of each prompt."""
         likeliest = replace(self, n=1, temperature=1.0, top_p=1.0, top_k=1, min_p=0.0)

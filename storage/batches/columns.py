@@ -155,6 +155,15 @@ COLUMNS: dict[str, Declared] = {
     "node_parents": Declared(
         "jagged", "I64", "number of the token after which each of those nodes goes on, from 1"
     ),
+    "branch_ids": Declared(
+        "jagged", "I64", "number of the branch that each response token is of (episodes.credit)"
+    ),
+    "branch_rewards": Declared(
+        "jagged", "F32", "what the agent gave each token's branch, less what it gave the episode"
+    ),
+    "requests": Declared(
+        "json", "U8", "names and places of the requests that an episode's nodes are"
+    ),
     "tree_path": Declared("jagged", "I64", "numbers of the nodes of the sample's segments"),
     "tree_lengths": Declared("jagged", "I64", "response tokens of each of those segments"),
     "baseline_reward": Declared("dense", "F32", "reward of the prompt's greedy completion, [N]"),

@@ -36,9 +36,12 @@ class SamplingMask:
 
     def after(self, start: int) -> SamplingMask:
         """That of the tokens from number `start` on."""
-        return SamplingMask(
-            counts=self.counts[start:], words=self.words[int(self.counts[:start].sum()) :]
-        )
+        return self.between(start, len(self))
+
+    def between(self, start: int, stop: int) -> SamplingMask:
+        """That of the tokens from number `start` to before number `stop`."""
+        first, last = int(self.counts[:start].sum()), int(self.counts[:stop].sum())
+        return SamplingMask(counts=self.counts[start:stop], words=self.words[first:last])
 
     def extended(self, tokens: int) -> SamplingMask:
         """That of `tokens` tokens, of which the further ones have all words."""

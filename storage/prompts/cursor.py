@@ -91,6 +91,11 @@ class Cursor:
             values[one.name] = value
         return Cursor(**values)  # type: ignore[arg-type]
 
+    @property
+    def parts(self) -> Mapping[str, Cursor]:
+        """The places that move each by itself: of each task, or this one under no name."""
+        return {"": self}
+
     def remaining(self, epochs: int | None) -> int | None:
         """Rows left to draw when the data may be passed `epochs` times; None without a limit."""
         if epochs is None:
@@ -148,6 +153,11 @@ class TasksCursor(Cursor):
     def ranges(self) -> dict[str, range]:
         """The row numbers of each task."""
         return dict(ranges({name: one.size for name, one in self.tasks.items()}))
+
+    @property
+    def parts(self) -> Mapping[str, Cursor]:
+        """The places in the tasks, by name."""
+        return self.tasks
 
     @property
     def in_unseen(self) -> bool:
@@ -221,7 +231,14 @@ class NothingToDraw(RuntimeError):
     """Every row of the data is in quarantine."""
 
 
-def unranked(epoch: int) -> np.ndarray | None:
+class Ranks(Protocol):
+    """What rows are ordered by, where that is by difficulty."""
+
+    def __call__(self, epoch: int, task: str = "") -> np.ndarray | None:
+        """Of all rows of the data, for an epoch over a task's, or over all; None: not measured."""
+
+
+def unranked(epoch: int, task: str = "") -> np.ndarray | None:
     """The ranks of an epoch's rows where nothing is measured."""
     return None
 

@@ -21,9 +21,11 @@ from storage.objects.documents import Row
 from storage.prompts.cursor import (
     Cursor,
     NothingToDraw,
+    Ranks,
     TasksCursor,
     check_same_data,
     ranges,
+    unranked,
     within,
 )
 from storage.prompts.cursor import draw as draw_rows
@@ -141,11 +143,12 @@ def draw_tasks(
     counts: Mapping[str, int],
     fresh: Sequence[int] = (),
     kept_out: np.ndarray | None = None,
+    ranks: Ranks = unranked,
 ) -> tuple[list[int], TasksCursor]:
     """So many rows of each task, in turns (`in_turns`), and the cursor after them.
 
-    fresh, kept_out: as `cursor.draw` takes them, by the numbers of all tasks' rows. ValueError when
-    the source is not the one that the cursor was made for, NothingToDraw where all rows of a task of
+    fresh, kept_out, ranks: as `cursor.draw` takes them, of all tasks' rows. ValueError when the
+    source is not the one that the cursor was made for, NothingToDraw where all rows of a task of
     which some are asked are kept out.
     """
     check_same_data(source, cursor)
@@ -160,8 +163,13 @@ def draw_tasks(
                 "refrain quarantine RUN --readmit all, or set data.quarantine to wider bounds or to "
                 "null, and resume the run."
             )
+
+        def of_own(epoch: int, name: str = name, own: range = own) -> np.ndarray | None:
+            found = ranks(epoch, name)
+            return None if found is None else found[own.start : own.stop]
+
         rows, places[name] = draw_rows(
-            source.parts[name], places[name], counts[name], None, within(fresh, own), out
+            source.parts[name], places[name], counts[name], None, within(fresh, own), out, of_own
         )
         found[name] = [own.start + row for row in rows]
     taken = {name: iter(rows) for name, rows in found.items()}

@@ -49,16 +49,16 @@ def frames_of(store: Store, sample: BatchRef, frames: BatchRef | None) -> list[F
 
     frames: those of all turns of the step, a row each, where they are kept as rows.
     """
-    found = [(sample[[OPENING]], 0)] if OPENING in sample.names else []
+    places = [(sample[[OPENING]], 0)] if OPENING in sample.names else []
     if frames is not None and {"sample_id", "turn", FRAME} <= set(frames.names):
         (number,) = sample.fetch_numpy(store, "sample_id")[0].tolist()
         rows = np.flatnonzero(frames.fetch_numpy(store, "sample_id")[0] == number)
         turns = frames.fetch_numpy(store, "turn")[0][rows]
-        found += [(frames[[FRAME]].take([row]), 0) for row in rows[np.argsort(turns)].tolist()]
+        places += [(frames[[FRAME]].take([row]), 0) for row in rows[np.argsort(turns)].tolist()]
     elif FRAME in sample.names and sample.column(FRAME).kind == "jagged":
-        seen = sample[[FRAME]]  # before each turn, the opening one among them
-        found = [(seen, turn) for turn in range(int(seen.lengths(store, FRAME)[0]))]
-    return found
+        frame = sample[[FRAME]]  # before each turn, the opening one among them
+        places = [(frame, turn) for turn in range(int(frame.lengths(store, FRAME)[0]))]
+    return places
 
 
 def form_of(frame: Frame) -> tuple[str, list[int]]:
@@ -133,7 +133,9 @@ def token_authors(store: Store, sample: BatchRef) -> list[str]:
     count = int(sample.lengths(store, "response_ids")[0])
     if "author" not in sample.names:
         return ["policy"] * count
-    return [Author(one).name.lower() for one in sample.fetch_numpy(store, "author")[0].tolist()]
+    return [
+        Author(author).name.lower() for author in sample.fetch_numpy(store, "author")[0].tolist()
+    ]
 
 
 def token_numbers(store: Store, samples: Sequence[BatchRef]) -> dict[str, Values]:
@@ -141,23 +143,23 @@ def token_numbers(store: Store, samples: Sequence[BatchRef]) -> dict[str, Values
 
     samples: the same sample in each batch that has it, [1] each; the last one's column counts.
     """
-    found: dict[str, np.ndarray] = {}
-    for one in samples:
+    columns: dict[str, np.ndarray] = {}
+    for sample in samples:
         for name in NUMBERS:
-            if name in one.names and not one.column(name).shape:
-                found[name] = one.fetch_numpy(store, name)[0].astype(np.float64)
+            if name in sample.names and not sample.column(name).shape:
+                columns[name] = sample.fetch_numpy(store, name)[0].astype(np.float64)
     ratios = {
-        name: found[above] - found[below]
+        name: columns[above] - columns[below]
         for name, (above, below) in RATIOS.items()
-        if above in found and below in found and len(found[above]) == len(found[below])
+        if above in columns and below in columns and len(columns[above]) == len(columns[below])
     }
-    named = {NUMBERS[name]: values for name, values in found.items()}
-    return {name: finite(values) for name, values in (ratios | named).items()}
+    numbers = {NUMBERS[name]: values for name, values in columns.items()}
+    return {name: finite(values) for name, values in (ratios | numbers).items()}
 
 
 def finite(values: np.ndarray) -> Values:
     """Numbers for JSON, which knows no NaN."""
-    return [round(one, 6) if np.isfinite(one) else None for one in values.tolist()]
+    return [round(value, 6) if np.isfinite(value) else None for value in values.tolist()]
 
 
 PAGE = 25  # samples, or groups, of a page
@@ -221,76 +223,80 @@ class RunView:
                 self._points += committed_points(self.files, after)
             points = with_evaluations(self.files, self._points)  # which may come any time later
         return {
-            "names": sorted({name for one in points for name in one.metrics}),
-            "steps": [one.step for one in points],
-            "values": {name: [one.metrics.get(name) for one in points] for name in names},
+            "names": sorted({name for point in points for name in point.metrics}),
+            "steps": [point.step for point in points],
+            "values": {name: [point.metrics.get(name) for point in points] for name in names},
         }
 
-    def samples(self, wanted: Wanted) -> Record:
+    def samples(self, query: Wanted) -> Record:
         """A page of the samples that are wanted, and in numbers what there is."""
-        found = self._read(wanted.of)
-        rows, matches = _chosen(found, wanted)
-        page = rows[wanted.page * PAGE : (wanted.page + 1) * PAGE]
+        samples = self._read(query.of)
+        rows, matches = _chosen(samples, query)
+        page = rows[query.page * PAGE : (query.page + 1) * PAGE]
         return {
-            **_facts(found),
+            **_facts(samples),
             "chosen": len(rows),
             "matches": None
             if matches is None
             else {"prompts": matches[0], "responses": matches[1]},
-            "page": wanted.page,
+            "page": query.page,
             "pages": math.ceil(len(rows) / PAGE),
-            "samples": self._listed(found, page),
+            "samples": self._listed(samples, page),
         }
 
     def groups(self, of: str, page: int) -> Record:
         """A page of the groups of a step: the prompt of each, and its samples' rewards."""
-        found = self._read(of)
-        groups, first = np.unique(found.groups, return_index=True)
+        samples = self._read(of)
+        groups, first = np.unique(samples.groups, return_index=True)
         groups = groups[np.argsort(first)]  # in the order of the batch
-        shown = []
+        rows_of_groups = []
         for group in groups[page * PAGE : (page + 1) * PAGE].tolist():
-            rows = np.flatnonzero(found.groups == group)
-            rewards = [_reward(found, row) for row in rows.tolist()]
-            scored = [one for one in rewards if one is not None]
-            shown.append(
+            rows = np.flatnonzero(samples.groups == group)
+            rewards = [_reward(samples, row) for row in rows.tolist()]
+            scored = [reward for reward in rewards if reward is not None]
+            rows_of_groups.append(
                 {
                     "group": group,
                     "rows": rows.tolist(),
                     "rewards": rewards,
                     "mean": float(np.mean(scored)) if scored else None,
                     "std": float(np.std(scored)) if scored else None,
-                    **self._prompt(found, int(rows[0])),
+                    **self._prompt(samples, int(rows[0])),
                 }
             )
         pages = math.ceil(len(groups) / PAGE)
-        return {**_facts(found), "page": page, "pages": pages, "groups": shown}
+        return {**_facts(samples), "page": page, "pages": pages, "groups": rows_of_groups}
 
     def sample(self, of: str, row: int) -> Record:
         """All that is known of one sample."""
-        found = self._read(of)
-        if not 0 <= row < len(found.ref):
-            raise ValueError(f"{found.name} has samples 0 to {len(found.ref) - 1}, and no {row}.")
-        store, ref = found.files.store, found.ref.take([row])
-        (said,) = found.transcripts([row])
-        origin = said.origin
-        words = tokenizer_of(found.files, found.versions)
+        samples = self._read(of)
+        if not 0 <= row < len(samples.ref):
+            raise ValueError(
+                f"{samples.name} has samples 0 to {len(samples.ref) - 1}, and no {row}."
+            )
+        store, ref = samples.files.store, samples.ref.take([row])
+        (transcript,) = samples.transcripts([row])
+        origin = transcript.origin
+        words = tokenizer_of(samples.files, samples.versions)
         ids = ref.fetch_numpy(store, "response_ids")[0].tolist()
-        siblings = np.flatnonzero(found.groups == origin.group).tolist()
-        commit = found.commit
-        frames = self._frames(found, row)
+        siblings = np.flatnonzero(samples.groups == origin.group).tolist()
+        commit = samples.commit
+        frames = self._frames(samples, row)
         return {
             "origin": asdict(origin),
-            "name": found.name,
+            "name": samples.name,
             "row": row,
-            "prompt": said.prompt,
-            "parts": said.parts or (("policy", said.response),),
+            "prompt": transcript.prompt,
+            "parts": transcript.parts or (("policy", transcript.response),),
             "tokens": token_texts(words, ids),
             "authors": token_authors(store, ref),
-            "numbers": token_numbers(store, [ref, *self._trained(found, origin)]),
+            "numbers": token_numbers(store, [ref, *self._trained(samples, origin)]),
             "pictures": len(frames) if _shown(frames) else 0,
             "frames": None if not frames else "{} {}".format(*form_of(frames[0])),
-            "data": _data_row(found, origin),
-            "siblings": [{"row": one, "reward": _reward(found, one)} for one in siblings],
+            "data": _data_row(samples, origin),
+            "siblings": [
+                {"row": sibling, "reward": _reward(samples, sibling)} for sibling in siblings
+            ],
             "version_in": None if commit is None else commit.version_in.model_dump(mode="json"),
             "version_out": None if commit is None else commit.version_out.model_dump(mode="json"),
             "objects": sorted(ref.objects),
@@ -298,39 +304,39 @@ class RunView:
 
     def picture(self, of: str, row: int, number: int) -> bytes:
         """A frame that a sample's environment gave, as a PNG. ValueError where there is none."""
-        found = self._read(of)
-        frames = self._frames(found, row) if 0 <= row < len(found.ref) else []
+        samples = self._read(of)
+        frames = self._frames(samples, row) if 0 <= row < len(samples.ref) else []
         if not 0 <= number < len(frames):
-            raise ValueError(f"Sample {row} of {found.name} has {len(frames)} pictures.")
-        return png(found.files.store, frames[number])
+            raise ValueError(f"Sample {row} of {samples.name} has {len(frames)} pictures.")
+        return png(samples.files.store, frames[number])
 
     def data_row(self, row: int) -> Record:
         """Every sample of a row of the data, by step: what became of the prompt."""
-        found = lineage.of_prompt(self.files, row, DRAWS)
+        origin = lineage.of_prompt(self.files, row, DRAWS)
         return {
             "row": row,
             "samples": [
                 {
-                    "step": one.step,
-                    "run": one.run,
-                    "sample": one.sample,
-                    "reward": one.reward,
-                    "versions": sorted({span.version for span in one.spans}),
-                    "trained": one.trained,
+                    "step": sample.step,
+                    "run": sample.run,
+                    "sample": sample.sample,
+                    "reward": sample.reward,
+                    "versions": sorted({span.version for span in sample.spans}),
+                    "trained": sample.trained,
                 }
-                for one in found.samples
+                for sample in origin.samples
             ],
-            "dropped": found.dropped,
-            "removed": found.removed,
-            "more": found.more,
+            "dropped": origin.dropped,
+            "removed": origin.removed,
+            "more": origin.more,
         }
 
     def find(self, of: str, sample: int) -> Record:
         """The row, among a step's samples, of one by its number. ValueError for none."""
-        found = self._read(of)
-        rows = np.flatnonzero(found.column("sample_id") == sample)
+        samples = self._read(of)
+        rows = np.flatnonzero(samples.column("sample_id") == sample)
         if not len(rows):
-            raise ValueError(f"{found.name} has no sample {sample}.")
+            raise ValueError(f"{samples.name} has no sample {sample}.")
         return {"row": int(rows[0])}
 
     def _read(self, of: str) -> StoredSamples:
@@ -340,92 +346,92 @@ class RunView:
                 self._samples.move_to_end(of)
                 return self._samples[of]
         if "@" in of:
-            found = samples_of_evaluation(self.files, of)
+            samples = samples_of_evaluation(self.files, of)
         elif not of.isdecimal():
             raise ValueError(f"{of!r} names no step and no evaluation, SUITE@VERSION.")
         else:
             owner, step = self.files, int(of)
             if step <= start_of(owner):
                 owner, step = committer(owner, step)
-            found = samples_of_step(owner, step)
-        if found.commit is not None or found.result is not None:
+            samples = samples_of_step(owner, step)
+        if samples.commit is not None or samples.result is not None:
             with self._lock:
-                self._samples[of] = found
+                self._samples[of] = samples
                 while len(self._samples) > KNOWN:
                     self._samples.popitem(last=False)
-        return found
+        return samples
 
-    def _listed(self, found: StoredSamples, rows: list[int]) -> list[Record]:
+    def _listed(self, samples: StoredSamples, rows: list[int]) -> list[Record]:
         """Samples of a list. Where some are damaged, they alone are said to be."""
         try:
-            said = found.transcripts(rows)
+            transcripts = samples.transcripts(rows)
         except ObjectDamaged as error:
             if len(rows) == 1:
                 return [{"row": rows[0], "error": str(error)}]
-            return [one for row in rows for one in self._listed(found, [row])]
-        return [_line(row, one) for row, one in zip(rows, said, strict=True)]
+            return [line for row in rows for line in self._listed(samples, [row])]
+        return [_line(row, transcript) for row, transcript in zip(rows, transcripts, strict=True)]
 
-    def _prompt(self, found: StoredSamples, row: int) -> Record:
+    def _prompt(self, samples: StoredSamples, row: int) -> Record:
         """The prompt of a sample, for a list."""
         try:
-            words = tokenizer_of(found.files, found.versions)
-            prompts, _ = texts_of(found.files, found.ref.take([row]), words)
+            words = tokenizer_of(samples.files, samples.versions)
+            prompts, _ = texts_of(samples.files, samples.ref.take([row]), words)
         except (ObjectDamaged, ObjectMissing) as error:
             return {"error": str(error)}
         return {"prompt": prompts[0][:PREVIEW]}
 
-    def _trained(self, found: StoredSamples, origin: SampleOrigin) -> list[BatchRef]:
+    def _trained(self, samples: StoredSamples, origin: SampleOrigin) -> list[BatchRef]:
         """The sample in the batch that trained, [1], if it is there."""
-        batch = None if found.commit is None else found.commit.refs.get("batch")
+        batch = None if samples.commit is None else samples.commit.refs.get("batch")
         if batch is None or "sample_id" not in batch.names:
             return []
-        ids = batch.fetch_numpy(found.files.store, "sample_id")[0]
+        ids = batch.fetch_numpy(samples.files.store, "sample_id")[0]
         return [batch.take(np.flatnonzero(ids == origin.sample)[:1])] if origin.trained else []
 
-    def _frames(self, found: StoredSamples, row: int) -> list[tuple[BatchRef, int]]:
-        frames = None if found.commit is None else found.commit.refs.get("frames")
-        return frames_of(found.files.store, found.ref.take([row]), frames)
+    def _frames(self, samples: StoredSamples, row: int) -> list[tuple[BatchRef, int]]:
+        frames = None if samples.commit is None else samples.commit.refs.get("frames")
+        return frames_of(samples.files.store, samples.ref.take([row]), frames)
 
 
-def _chosen(found: StoredSamples, wanted: Wanted) -> tuple[list[int], tuple[int, int] | None]:
+def _chosen(samples: StoredSamples, query: Wanted) -> tuple[list[int], tuple[int, int] | None]:
     """Rows of the samples that are wanted, in order; how often prompts and answers have a text."""
-    here: NDArray[np.bool_] = np.ones(len(found.ref), bool)
-    if wanted.status:
-        here &= found.with_status(wanted.status)
-    if wanted.reward:
-        here &= found.with_reward(*bounds(wanted.reward))
-    if wanted.group:
-        here &= found.groups == int(wanted.group)
+    here: NDArray[np.bool_] = np.ones(len(samples.ref), bool)
+    if query.status:
+        here &= samples.with_status(query.status)
+    if query.reward:
+        here &= samples.with_reward(*bounds(query.reward))
+    if query.group:
+        here &= samples.groups == int(query.group)
     times = None
-    if wanted.search:
+    if query.search:
         rows = np.flatnonzero(here).tolist()
-        matches = found.containing(pattern_of(wanted.search), rows)
+        matches = samples.containing(pattern_of(query.search), rows)
         here = np.isin(np.arange(len(here)), matches.rows)
         times = matches.prompts, matches.responses
     rows = np.flatnonzero(here)
-    if wanted.order != "stored":  # those without a reward come last
+    if query.order != "stored":  # those without a reward come last
         worth = np.where(
-            found.failed, -np.inf, found.rewards * (1 if wanted.order == "best" else -1)
+            samples.failed, -np.inf, samples.rewards * (1 if query.order == "best" else -1)
         )
         rows = rows[np.argsort(-worth[rows], kind="stable")]
     return rows.tolist(), times
 
 
-def _facts(found: StoredSamples) -> Record:
+def _facts(samples: StoredSamples) -> Record:
     """What there is of a step, in numbers."""
-    scored = found.rewards[~found.failed]
+    scored = samples.rewards[~samples.failed]
     return {
-        "name": found.name,
-        "count": len(found.ref),
-        "failed": int(found.failed.sum()) if found.scored else 0,
-        "scored": found.scored,
-        "committed": found.commit is not None or found.result is not None,
+        "name": samples.name,
+        "count": len(samples.ref),
+        "failed": int(samples.failed.sum()) if samples.scored else 0,
+        "scored": samples.scored,
+        "committed": samples.commit is not None or samples.result is not None,
         "mean": float(scored.mean()) if len(scored) else None,
     }
 
 
-def _line(row: int, said: Transcript) -> Record:
-    origin = said.origin
+def _line(row: int, transcript: Transcript) -> Record:
+    origin = transcript.origin
     return {
         "row": row,
         "sample": origin.sample,
@@ -437,13 +443,13 @@ def _line(row: int, said: Transcript) -> Record:
         "tokens": origin.tokens,
         "finish": origin.episode_end or origin.finish_reason,
         "versions": sorted({span.version for span in origin.spans}),
-        "prompt": said.prompt[-PREVIEW:],
-        "response": said.response[:PREVIEW],
+        "prompt": transcript.prompt[-PREVIEW:],
+        "response": transcript.response[:PREVIEW],
     }
 
 
-def _reward(found: StoredSamples, row: int) -> float | None:
-    return None if found.failed[row] else float(found.rewards[row])
+def _reward(samples: StoredSamples, row: int) -> float | None:
+    return None if samples.failed[row] else float(samples.rewards[row])
 
 
 def _shown(frames: Sequence[tuple[BatchRef, int]]) -> bool:
@@ -454,11 +460,15 @@ def _shown(frames: Sequence[tuple[BatchRef, int]]) -> bool:
     return is_picture(np.dtype(name), tuple(shape))
 
 
-def _data_row(found: StoredSamples, origin: SampleOrigin) -> object:
+def _data_row(samples: StoredSamples, origin: SampleOrigin) -> object:
     """The row of the data that a sample answers, where it is stored."""
-    if found.result is not None:
-        prompts = found.result.prompts
-        rows = np.flatnonzero(prompts.fetch_numpy(found.files.store, "group_id")[0] == origin.group)
-        known = "row" in prompts.names and len(rows)
-        return prompts.take(rows[:1]).fetch_list(found.files.store, "row")[0] if known else None
-    return None if found.commit is None else lineage.prompt_of(found.files, origin)
+    if samples.result is not None:
+        prompts = samples.result.prompts
+        rows = np.flatnonzero(
+            prompts.fetch_numpy(samples.files.store, "group_id")[0] == origin.group
+        )
+        has_rows = "row" in prompts.names and len(rows)
+        return (
+            prompts.take(rows[:1]).fetch_list(samples.files.store, "row")[0] if has_rows else None
+        )
+    return None if samples.commit is None else lineage.prompt_of(samples.files, origin)

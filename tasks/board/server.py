@@ -85,13 +85,13 @@ def _listening(port: int) -> socket.socket:
 def application(view: RunView, key: str) -> ASGIApp:
     """The page and its records. Requests for another host, or of another page, are refused."""
     answers: dict[str, Callable[[HttpRequest], object]] = {
-        "run": lambda asked: view.run(),
-        "curves": lambda asked: view.curves(asked.query_params.getlist("name")),
-        "samples": lambda asked: view.samples(_wanted(asked)),
-        "groups": lambda asked: view.groups(_of(asked), _number(asked, "page")),
-        "sample": lambda asked: view.sample(_of(asked), _number(asked, "row")),
-        "find": lambda asked: view.find(_of(asked), _number(asked, "sample")),
-        "data_row": lambda asked: view.data_row(_number(asked, "row")),
+        "run": lambda request: view.run(),
+        "curves": lambda request: view.curves(request.query_params.getlist("name")),
+        "samples": lambda request: view.samples(_wanted(request)),
+        "groups": lambda request: view.groups(_of(request), _number(request, "page")),
+        "sample": lambda request: view.sample(_of(request), _number(request, "row")),
+        "find": lambda request: view.find(_of(request), _number(request, "sample")),
+        "data_row": lambda request: view.data_row(_number(request, "row")),
     }
     routes = [
         *(Route(path, partial(_file, PAGE / name)) for path, name in FILES.items()),
@@ -160,20 +160,20 @@ def _refusal(request: HttpRequest, error: Exception) -> Response:
     return _json({"error": " ".join(str(error).split())}, status)
 
 
-def _wanted(asked: HttpRequest) -> Wanted:
-    words = asked.query_params
+def _wanted(request: HttpRequest) -> Wanted:
+    words = request.query_params
     names = ("order", "status", "reward", "search", "group")
-    given = {name: words[name] for name in names if words.get(name)}
-    return Wanted(of=_of(asked), page=_number(asked, "page"), **given)
+    query = {name: words[name] for name in names if words.get(name)}
+    return Wanted(of=_of(request), page=_number(request, "page"), **query)
 
 
-def _of(asked: HttpRequest) -> str:
-    return asked.query_params.get("of", "")
+def _of(request: HttpRequest) -> str:
+    return request.query_params.get("of", "")
 
 
-def _number(asked: HttpRequest, name: str) -> int:
+def _number(request: HttpRequest, name: str) -> int:
     """A number of the query, 0 where there is none. ValueError."""
-    written = asked.query_params.get(name, "0")
-    if not written.isdecimal() or len(written) > 18:
-        raise ValueError(f"{name}={written} is no number.")
-    return int(written)
+    text = request.query_params.get(name, "0")
+    if not text.isdecimal() or len(text) > 18:
+        raise ValueError(f"{name}={text} is no number.")
+    return int(text)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
-from configs.data import DataSource, TasksSource
 from configs.grpo import GRPOConfig
 from configs.rewards import ProcessSandbox
 from engines.environments.coding.judging import CodingTask, Unusable
@@ -20,18 +19,18 @@ TRIED = 2  # rows whose tests are run before a start
 
 def check(config: GRPOConfig) -> Iterable[Finding]:
     """Open a workspace of the first rows and run their tests; name the task folders left out."""
-    assert config.episodes is not None and config.episodes.workspace is not None
-    workspace = config.episodes.workspace
-    prove(workspace.sandbox, "episodes.workspace.sandbox")
-    for source in _sources(config.data.source):
-        rows = open_source(source)
+    data = config.data.tasks or {"": config.data}
+    for part, episodes in config.played.items():
+        if (workspace := episodes.workspaces) is None:
+            continue
+        prove(workspace.sandbox, "episodes.workspace.sandbox")
+        rows = open_source(data[part].source)
         assert isinstance(rows, CodingRows), "a rule asks for it"
         for name, why in rows.left_out.items():
             yield Finding(check="task", found=f"{name} is left out: {why}.", warning=True)
         if rows.left_out:
-            yield Finding(
-                check="tasks", found=f"{len(rows)} of {len(rows) + len(rows.left_out)} run"
-            )
+            folders = len(rows) + len(rows.left_out)
+            yield Finding(check="tasks", found=f"{len(rows)} of {folders} task folders run")
         tried = range(min(TRIED, len(rows)))
         for number, row in zip(tried, rows.rows(tried), strict=True):
             try:
@@ -46,14 +45,6 @@ def check(config: GRPOConfig) -> Iterable[Finding]:
                 raise ValueError(f"Row {number} of {rows.name}: {error}.") from None
         said = f"the tests of {len(tried)} rows fail before a change, as they have to"
         yield Finding(check="coding", found=said)
-
-
-def _sources(source: DataSource) -> Iterator[DataSource]:
-    if isinstance(source, TasksSource):
-        for name in source.tasks:
-            yield source.rows_of(name)
-    else:
-        yield source
 
 
 FEATURE = Feature(check=check)

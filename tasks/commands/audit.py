@@ -21,19 +21,19 @@ SHOWN = 20  # orphans named on the terminal; --json has all
 
 def answer(request: Request) -> Answer:
     """Audit the run that was named."""
-    found = audit(request.files)
-    orphans = bool(found.orphans) and request.arguments.strict
-    shown = _shown(found)
-    older = _older_meanings(request.files) if found.good and found.steps else []
+    result = audit(request.files)
+    orphans = bool(result.orphans) and request.arguments.strict
+    lines = _shown(result)
+    older = _older_meanings(request.files) if result.good and result.steps else []
     if older:
-        shown.append(
+        lines.append(
             text(
                 f"Since its first steps the meaning of {' and '.join(map(str, older))} has changed. "
                 "Their rewards stand as they were given; refrain rescore says what they would be now."
             )
         )
-    record = _record(found) | {"older_meanings": [asdict(one) for one in older]}
-    return Answer(record=record, shown=shown, good=found.good and not orphans)
+    record = _record(result) | {"older_meanings": [asdict(meaning) for meaning in older]}
+    return Answer(record=record, shown=lines, good=result.good and not orphans)
 
 
 def _older_meanings(files: RunStore) -> list[MeaningChange]:
@@ -42,59 +42,59 @@ def _older_meanings(files: RunStore) -> list[MeaningChange]:
     return changes(first.meanings, meanings_of(stored_settings(files)))
 
 
-def _record(found: Audit) -> dict[str, object]:
+def _record(result: Audit) -> dict[str, object]:
     return {
-        "run": found.run,
-        "origin": found.origin,
-        "good": found.good,
-        "steps": [asdict(totals) for totals in found.steps],
-        "problems": [asdict(problem) for problem in found.problems],
-        "orphans": found.orphans,
-        "unfinished": found.unfinished,
-        "removed_by_retention": found.removed,
-        "versions": found.versions,
-        "snapshots": found.snapshots,
-        "evaluations": found.evaluations,
-        "objects_read": found.read.objects,
-        "bytes_read": found.read.nbytes,
+        "run": result.run,
+        "origin": result.origin,
+        "good": result.good,
+        "steps": [asdict(totals) for totals in result.steps],
+        "problems": [asdict(problem) for problem in result.problems],
+        "orphans": result.orphans,
+        "unfinished": result.unfinished,
+        "removed_by_retention": result.removed,
+        "versions": result.versions,
+        "snapshots": result.snapshots,
+        "evaluations": result.evaluations,
+        "objects_read": result.read.objects,
+        "bytes_read": result.read.nbytes,
     }
 
 
-def _shown(found: Audit) -> list[RenderableType]:
+def _shown(result: Audit) -> list[RenderableType]:
     numbers = ("drawn", "trained", "filtered", "dropped", "in flight")
     ledger = table("step", *numbers, "recounted", right=("step", *numbers))
-    for one in found.steps:
-        dropped = ", ".join(f"{count} {reason}" for reason, count in one.dropped.items()) or "0"
-        counts = (one.step, one.drawn, one.trained, one.filtered, dropped, one.in_flight)
-        why = "removed by retention" if one.step in found.without else "gone or damaged"
-        ledger.add_row(*map(str, counts), "yes" if one.recounted else f"no: batches are {why}")
+    for row in result.steps:
+        dropped = ", ".join(f"{count} {reason}" for reason, count in row.dropped.items()) or "0"
+        counts = (row.step, row.drawn, row.trained, row.filtered, dropped, row.in_flight)
+        why = "removed by retention" if row.step in result.without else "gone or damaged"
+        ledger.add_row(*map(str, counts), "yes" if row.recounted else f"no: batches are {why}")
     title = "Prompts at every commit: drawn = trained + filtered + dropped + in flight"
-    lines: list[RenderableType] = [heading(f"{found.run}. {title}"), ledger]
-    if found.problems:
+    lines: list[RenderableType] = [heading(f"{result.run}. {title}"), ledger]
+    if result.problems:
         problems = table("problem", "step", "")
-        for problem in found.problems:
+        for problem in result.problems:
             step = "" if problem.step is None else str(problem.step)
             problems.add_row(problem.kind, step, text(problem.message))
         lines.append(problems)
-    if found.orphans:
-        lines.append(text(f"{len(found.orphans)} orphan(s), which nothing names:", "bold"))
-        lines += [text(f"  {key}") for key in found.orphans[:SHOWN]]
-        if len(found.orphans) > SHOWN:
-            lines.append(text(f"  and {len(found.orphans) - SHOWN} more (--json names all)"))
+    if result.orphans:
+        lines.append(text(f"{len(result.orphans)} orphan(s), which nothing names:", "bold"))
+        lines += [text(f"  {key}") for key in result.orphans[:SHOWN]]
+        if len(result.orphans) > SHOWN:
+            lines.append(text(f"  and {len(result.orphans) - SHOWN} more (--json names all)"))
     facts = [
-        f"{len(found.steps)} commits in an unbroken chain" if found.good else "",
-        f"which goes on from {found.origin}" if found.good and found.origin else "",
-        f"{found.versions} policy versions and {found.snapshots} trainer snapshots",
-        f"{found.evaluations} evaluations" if found.evaluations else "",
-        f"{found.read.objects} objects ({bytes_text(found.read.nbytes)}) read and compared",
-        f"{found.removed} batch objects removed by retention (store.keep_steps)"
-        if found.removed
+        f"{len(result.steps)} commits in an unbroken chain" if result.good else "",
+        f"which goes on from {result.origin}" if result.good and result.origin else "",
+        f"{result.versions} policy versions and {result.snapshots} trainer snapshots",
+        f"{result.evaluations} evaluations" if result.evaluations else "",
+        f"{result.read.objects} objects ({bytes_text(result.read.nbytes)}) read and compared",
+        f"{result.removed} batch objects removed by retention (store.keep_steps)"
+        if result.removed
         else "",
-        f"{len(found.unfinished)} objects of a step under way" if found.unfinished else "",
-        f"{len(found.orphans)} orphan(s)",
+        f"{len(result.unfinished)} objects of a step under way" if result.unfinished else "",
+        f"{len(result.orphans)} orphan(s)",
     ]
     lines.append(text("; ".join(fact for fact in facts if fact) + "."))
-    count = len(found.problems)
+    count = len(result.problems)
     verdict = f"{count} problem{'s' * (count > 1)} found." if count else "All is good."
-    lines.append(text(verdict, "bold green" if found.good else "bold red"))
+    lines.append(text(verdict, "bold green" if result.good else "bold red"))
     return lines

@@ -74,28 +74,28 @@ def parser(
     answer goes through a pager.
     """
     settings = "store.uri=… cluster.…=…" if cluster else "store.uri=…"
-    found = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog=f"refrain {name}",
         description=description,
         epilog="Exit code: 0 all is good, 1 a difference or a problem was found, 2 bad input.",
     )
     if at_step:
-        found.add_argument("run", metavar="RUN[@STEP]", help="name of the run [its last step]")
+        parser.add_argument("run", metavar="RUN[@STEP]", help="name of the run [its last step]")
     elif not of_store:
-        found.add_argument("run", metavar="RUN", help="name of the run")
+        parser.add_argument("run", metavar="RUN", help="name of the run")
     if after_run is not None:
         word, metavar, meaning, kind = after_run
-        found.add_argument(word, metavar=metavar, help=meaning, type=kind)
-    found.add_argument(
+        parser.add_argument(word, metavar=metavar, help=meaning, type=kind)
+    parser.add_argument(
         "words",
         nargs="*",
         metavar="RUN2 | key=value" if several else "key=value",
         help=f"settings of where it is: {settings} (default: the store that runs use)",
     )
-    found.set_defaults(starts_workers=cluster, at_step=at_step, step=None, several=several)
-    found.set_defaults(of_store=of_store, paged=paged)
-    found.add_argument("--json", action="store_true", help="print one JSON object")
-    return found
+    parser.set_defaults(starts_workers=cluster, at_step=at_step, step=None, several=several)
+    parser.set_defaults(of_store=of_store, paged=paged)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +120,8 @@ class OneOf:
     def add_to(self, words: argparse._ActionsContainer) -> None:
         """Have them understood."""
         group = words.add_mutually_exclusive_group(required=self.required)
-        for one in self.options:
-            one.add_to(group)
+        for choice in self.options:
+            choice.add_to(group)
 
 
 def option(*names: str, **settings: Any) -> Option:
@@ -162,16 +162,16 @@ class Command:
     def __call__(self) -> int:
         """Carry it out by the words of the command line; returns the exit code."""
         words = parser(self.name, self.description, **self._frame)
-        for one in self._options:
-            one.add_to(words)
+        for choice in self._options:
+            choice.add_to(words)
         return run(words, lambda request: answering(self.answer)(request))
 
 
 def answering(path: str) -> Callable[[Any], Answer]:
     """The function that a command's path names; it takes what the command was asked."""
     module, _, name = path.partition(":")
-    found: Callable[[Any], Answer] = getattr(importlib.import_module(module), name)
-    return found
+    function: Callable[[Any], Answer] = getattr(importlib.import_module(module), name)
+    return function
 
 
 def _request(arguments: argparse.Namespace) -> Request | StoreRequest:
@@ -232,8 +232,8 @@ def split_step(name: str) -> tuple[str, int | None]:
     """Run and step of RUN@STEP; no step where it names none. ConfigError."""
     from configs.overrides import ConfigError
 
-    run, found, step = name.partition("@")
-    if not found:
+    run, at, step = name.partition("@")
+    if not at:
         return run, None
     if not step.isdecimal():
         raise ConfigError(f"{name} names no step. Write RUN@STEP, such as {run}@3.")
@@ -263,8 +263,8 @@ def find_run(store: Store, name: str) -> RunStore:
 
     if RUN_NAME.fullmatch(name) and store.exists(RunStore(store, name).run_json_key):
         return RunStore(store, name)
-    names = [one for one in store.children() if RUN_NAME.fullmatch(one)]
-    near = [one for one in names if one.startswith(name)]
+    names = [child for child in store.children() if RUN_NAME.fullmatch(child)]
+    near = [candidate for candidate in names if candidate.startswith(name)]
     near = near or difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     hint = f"Did you mean {' or '.join(near[-3:])}?" if near else "It holds no run of a like name."
     raise ConfigError(f"There is no run {name} in {store.uri}. {hint}")
@@ -283,10 +283,12 @@ def table(*columns: str, right: Sequence[str] = ()) -> Table:
     from rich import box
     from rich.table import Table
 
-    made = Table(box=box.SIMPLE_HEAD)
+    columns_table = Table(box=box.SIMPLE_HEAD)
     for column in columns:
-        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return made
+        columns_table.add_column(
+            column, justify="right" if column in right else "left", overflow="fold"
+        )
+    return columns_table
 
 
 def heading(line: str) -> RenderableType:

@@ -29,26 +29,30 @@ LONGEST = 60  # characters of a setting's value
 
 def answer(request: Request) -> Answer:
     """Compare the runs that were named."""
-    files, asked = request.files, request.arguments
-    other = find_run(files.store, asked.other)
-    found = compare(files, other)
-    unknown = [name for name in asked.of if name not in found.curves]
+    files, arguments = request.files, request.arguments
+    other = find_run(files.store, arguments.other)
+    comparison = compare(files, other)
+    unknown = [name for name in arguments.of if name not in comparison.curves]
     if unknown:
         raise ConfigError(
             f"--of {unknown[0]}: the runs have no such metric in common. They have "
-            f"{', '.join(sorted(found.curves))}."
+            f"{', '.join(sorted(comparison.curves))}."
         )
     names = (files.run, other.run)
-    shown = [heading(f"{names[0]} (first) and {names[1]} (second)"), *_differs(found, names)]
-    shown += [heading("Curves"), _curves(found), *(_by_step(found, name) for name in asked.of)]
+    lines = [heading(f"{names[0]} (first) and {names[1]} (second)"), *_differs(comparison, names)]
+    lines += [
+        heading("Curves"),
+        _curves(comparison),
+        *(_by_step(comparison, name) for name in arguments.of),
+    ]
     tests = tests_of(files, other)
-    if found.evaluations:
-        shown += [heading("Evaluations"), _evaluations(found)]
+    if comparison.evaluations:
+        lines += [heading("Evaluations"), _evaluations(comparison)]
     if tests:
-        shown += [heading(f"{other.run} less {files.run}, prompt by prompt")]
-        shown += compared_table(tests, files.run)
-    record = {"runs": names, **asdict(found), "tests": [asdict(one) for one in tests]}
-    return Answer(record=record, shown=shown, good=same(found))
+        lines += [heading(f"{other.run} less {files.run}, prompt by prompt")]
+        lines += compared_table(tests, files.run)
+    record = {"runs": names, **asdict(comparison), "tests": [asdict(test) for test in tests]}
+    return Answer(record=record, shown=lines, good=same(comparison))
 
 
 def tests_of(first: RunStore, second: RunStore) -> list[Compared]:
@@ -58,38 +62,44 @@ def tests_of(first: RunStore, second: RunStore) -> list[Compared]:
     """
     results = (list(newest_evaluations(run).values()) for run in (first, second))
     tests = []
-    for one, other in matched(*results):
+    for result, other in matched(*results):
         try:
-            found = tested(first.store, other, one)
+            test = tested(first.store, other, result)
         except ObjectMissing:
             continue
-        if found is not None:
+        if test is not None:
             tests.append(
-                Compared(suite=one.suite, version=one.version, against=one.version, found=found)
+                Compared(
+                    suite=result.suite, version=result.version, against=result.version, found=test
+                )
             )
     return tests
 
 
-def same(found: Comparison) -> bool:
+def same(comparison: Comparison) -> bool:
     """Whether the runs did the same, as far as both went."""
-    return found.differs is None
+    return comparison.differs is None
 
 
-def _differs(found: Comparison, names: tuple[str, str]) -> list[RenderableType]:
-    shown: list[RenderableType] = [text(_first(found.differs, found.steps))]
+def _differs(comparison: Comparison, names: tuple[str, str]) -> list[RenderableType]:
+    lines: list[RenderableType] = [text(_first(comparison.differs, comparison.steps))]
     for what, differing in (
-        ("settings", found.settings),
-        ("code", found.code),
-        ("data", found.data),
+        ("settings", comparison.settings),
+        ("code", comparison.code),
+        ("data", comparison.data),
     ):
         if not differing:
-            shown.append(text(f"No difference: {what}."))
+            lines.append(text(f"No difference: {what}."))
             continue
-        made = table(what, "first", "second")
-        for one in differing:
-            made.add_row(text(one.name), text(_short(one.first)), text(_short(one.second)))
-        shown.append(made)
-    return shown
+        rows = table(what, "first", "second")
+        for difference in differing:
+            rows.add_row(
+                text(difference.name),
+                text(_short(difference.first)),
+                text(_short(difference.second)),
+            )
+        lines.append(rows)
+    return lines
 
 
 def _first(differs: FirstStep | None, steps: tuple[int, int]) -> str:
@@ -106,41 +116,48 @@ def _first(differs: FirstStep | None, steps: tuple[int, int]) -> str:
 
 
 def _short(value: JsonValue) -> str:
-    said = value if isinstance(value, str) else json.dumps(value)
-    return said if len(said) <= LONGEST else f"{said[: LONGEST - 1]}…"
+    line = value if isinstance(value, str) else json.dumps(value)
+    return line if len(line) <= LONGEST else f"{line[: LONGEST - 1]}…"
 
 
-def _curves(found: Comparison) -> RenderableType:
-    made = table(
+def _curves(comparison: Comparison) -> RenderableType:
+    curves = table(
         "metric", "steps", "first", "second", "difference", "last first", "last second",
         right=("steps", "first", "second", "difference", "last first", "last second"),
     )  # fmt: skip
     for name in SHOWN:
-        rows = found.curves.get(name, [])
+        rows = comparison.curves.get(name, [])
         if not rows:
             continue
         a, b = (sum(row[n] for row in rows) / len(rows) for n in (1, 2))
         numbers = (a, b, b - a, rows[-1][1], rows[-1][2])
-        made.add_row(name, str(len(rows)), *(f"{number:.5g}" for number in numbers))
-    return made
+        curves.add_row(name, str(len(rows)), *(f"{number:.5g}" for number in numbers))
+    return curves
 
 
-def _by_step(found: Comparison, name: str) -> RenderableType:
-    made = table(name, "first", "second", "difference", right=("first", "second", "difference"))
-    for step, a, b in found.curves[name]:
-        made.add_row(str(step), f"{a:.6g}", f"{b:.6g}", f"{b - a:+.6g}")
-    return made
+def _by_step(comparison: Comparison, name: str) -> RenderableType:
+    rows = table(name, "first", "second", "difference", right=("first", "second", "difference"))
+    for step, a, b in comparison.curves[name]:
+        rows.add_row(str(step), f"{a:.6g}", f"{b:.6g}", f"{b - a:+.6g}")
+    return rows
 
 
-def _evaluations(found: Comparison) -> RenderableType:
+def _evaluations(comparison: Comparison) -> RenderableType:
     numbers = ("version", "first", "second", "difference")
-    made = table("suite", "metric", *numbers, right=numbers)
-    for one in found.evaluations:
+    rows = table("suite", "metric", *numbers, right=numbers)
+    for evaluation in comparison.evaluations:
         first, second = (
             f"{value:.4g}" + ("" if bounds is None else f" [{bounds[0]:.3g}, {bounds[1]:.3g}]")
-            for value, bounds in zip((one.first, one.second), one.intervals, strict=True)
+            for value, bounds in zip(
+                (evaluation.first, evaluation.second), evaluation.intervals, strict=True
+            )
         )
-        made.add_row(
-            one.suite, one.metric, str(one.version), first, second, f"{one.second - one.first:+.4g}"
+        rows.add_row(
+            evaluation.suite,
+            evaluation.metric,
+            str(evaluation.version),
+            first,
+            second,
+            f"{evaluation.second - evaluation.first:+.4g}",
         )
-    return made
+    return rows

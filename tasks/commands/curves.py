@@ -20,19 +20,19 @@ from tasks.run.run_record import stored_settings
 
 def answer(request: Request) -> Answer:
     """Write the curves where they were asked for."""
-    files, asked = request.files, request.arguments
+    files, arguments = request.files, request.arguments
     points = points_of(files)
-    if asked.to == "csv":
-        place = Path(asked.file or f"{files.run}.csv").expanduser().absolute()
+    if arguments.to == "csv":
+        place = Path(arguments.file or f"{files.run}.csv").expanduser().absolute()
         place.write_text(as_csv(points), encoding="utf-8")
         where = str(place)
-    elif asked.file is not None:
-        raise ConfigError(f"--file goes with --to csv, not with --to {asked.to}. Leave it out.")
+    elif arguments.file is not None:
+        raise ConfigError(f"--file goes with --to csv, not with --to {arguments.to}. Leave it out.")
     else:
-        where = to_tracker(asked.to, files, asked.project, points)
+        where = to_tracker(arguments.to, files, arguments.project, points)
     count = len({name for point in points for name in point.metrics})
     return Answer(
-        record={"run": files.run, "to": asked.to, "steps": len(points), "where": where},
+        record={"run": files.run, "to": arguments.to, "steps": len(points), "where": where},
         shown=[text(f"{len(points)} steps of {files.run}, {count} metrics: {where}")],
     )
 
@@ -64,15 +64,15 @@ def to_tracker(kind: str, files: RunStore, project: str, points: Sequence[Point]
         tracker.start(stored_run(files.run, project, settings, parent))
     except TrackingError as error:
         raise ConfigError(str(error)) from error
-    known = -1 if tracker.last_step is None else tracker.last_step
+    newest = -1 if tracker.last_step is None else tracker.last_step
     try:
         for point in points:
-            if point.step > known:
+            if point.step > newest:
                 measured = {
                     name: v for name, v in point.metrics.items() if name.startswith("eval/")
                 }
-                own = {name: v for name, v in point.metrics.items() if name not in measured}
-                tracker.log(point.step, {**own, "committed_at": point.at}, point.at)
+                metrics = {name: v for name, v in point.metrics.items() if name not in measured}
+                tracker.log(point.step, {**metrics, "committed_at": point.at}, point.at)
                 if measured:
                     tracker.log_evaluation(point.step, measured, point.at)
     finally:
@@ -84,8 +84,8 @@ def _forget_in_trackio(run: str, project: str) -> None:
     import trackio
 
     try:
-        earlier: list[Any] = [one for one in trackio.Api().runs(project) if one.name == run]
+        earlier: list[Any] = [page for page in trackio.Api().runs(project) if page.name == run]
     except ValueError:  # there is no such project yet
         earlier = []
-    for one in earlier:
-        one.delete()
+    for old in earlier:
+        old.delete()

@@ -13,21 +13,21 @@ from tasks.commands.command import Answer, Request, text
 
 def answer(request: Request) -> Answer:
     """Audit the run, write its dossier, and push it if that was asked for."""
-    files, asked = request.files, request.arguments
-    folder = Path(asked.to).expanduser().absolute()
+    files, arguments = request.files, request.arguments
+    folder = Path(arguments.to).expanduser().absolute()
     if folder.exists():
         raise ConfigError(f"--to: {folder} is there already. Name a folder that is not.")
-    token = None if asked.push is None else login()
+    token = None if arguments.push is None else login()
     audited = audit(files)
     digest = write_dossier(files, audited, folder)
-    shown = [text(f"Dossier of {files.run}: {folder}"), text(f"  sha256 of SHA256SUMS  {digest}")]
+    lines = [text(f"Dossier of {files.run}: {folder}"), text(f"  sha256 of SHA256SUMS  {digest}")]
     script = hashlib.sha256((folder / VERIFY).read_bytes()).hexdigest()
-    shown.append(text(f"  sha256 of {VERIFY}   {script}"))
-    shown += [text(problem.message, "bold red") for problem in audited.problems]
+    lines.append(text(f"  sha256 of {VERIFY}   {script}"))
+    lines += [text(problem.message, "bold red") for problem in audited.problems]
     pushed = None
     if token is not None:
-        pushed = push(folder, asked.push, token)
-        shown.append(text(f"  {pushed}"))
+        pushed = push(folder, arguments.push, token)
+        lines.append(text(f"  {pushed}"))
     return Answer(
         record={
             "run": files.run,
@@ -37,7 +37,7 @@ def answer(request: Request) -> Answer:
             "good": audited.good,
             "pushed": pushed,
         },
-        shown=shown,
+        shown=lines,
         good=audited.good,
     )
 
@@ -62,10 +62,10 @@ def push(folder: Path, repository: str, token: str, endpoint: str | None = None)
 
     hub = HfApi(endpoint=endpoint, token=token)
     try:
-        made = hub.create_repo(repository, private=True, exist_ok=True)
+        repo = hub.create_repo(repository, private=True, exist_ok=True)
         hub.upload_folder(
-            repo_id=made.repo_id, folder_path=folder, commit_message="Dossier of a Refrain run"
+            repo_id=repo.repo_id, folder_path=folder, commit_message="Dossier of a Refrain run"
         )
     except (HfHubHTTPError, HFValidationError) as error:
         raise ConfigError(f"--push {repository}: the hub refused: {error}") from error
-    return str(made)
+    return str(repo)

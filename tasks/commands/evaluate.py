@@ -30,17 +30,17 @@ FAILED, BAD_INPUT = 1, 2  # exit codes
 @until_nobody_reads
 def main(flow: str) -> int:
     """Evaluate as the command line says; returns the exit code. `flow`: package.module:function."""
-    asked = _parser().parse_intermixed_args()
-    store = [word for word in asked.words if word.startswith("store.")]
-    given = {
-        "run": asked.run,
-        "suites": [name for words in asked.suite for name in words.split(",")],
-        "versions": asked.versions,
-        "against": asked.against,
-        "settings": [word for word in asked.words if word not in store],
+    arguments = _parser().parse_intermixed_args()
+    store = [word for word in arguments.words if word.startswith("store.")]
+    settings = {
+        "run": arguments.run,
+        "suites": [name for words in arguments.suite for name in words.split(",")],
+        "versions": arguments.versions,
+        "against": arguments.against,
+        "settings": [word for word in arguments.words if word not in store],
     }
     try:
-        return _carry_out(change(BackFillConfig, given, store), flow, asked.json)
+        return _carry_out(change(BackFillConfig, settings, store), flow, arguments.json)
     except ConfigError as error:
         print_text(error, error=True)
         return BAD_INPUT
@@ -89,8 +89,8 @@ def _carry_out(config: BackFillConfig, flow: str, as_json: bool) -> int:
     from tasks.run.life_cycle import INTERRUPTED
     from tasks.run.run_record import load_flow
 
-    if said := credential_sentence(config):  # Prefect would show it
-        raise ConfigError(said)
+    if fault := credential_sentence(config):  # Prefect would show it
+        raise ConfigError(fault)
     quiet_libraries()
     close_to_others()
     close_folder(HOME)
@@ -101,7 +101,7 @@ def _carry_out(config: BackFillConfig, flow: str, as_json: bool) -> int:
             place = dashboard.link if sys.stderr.isatty() else dashboard.asking
             print_text(f"Dashboard {place}", error=True)
             call: Callable[..., Any] = load_flow(flow)
-            found: BackFilled = call(config)
+            outcome: BackFilled = call(config)
     except KeyboardInterrupt:
         print_text(f"Stopped. {again}", error=True)
         return INTERRUPTED
@@ -109,10 +109,10 @@ def _carry_out(config: BackFillConfig, flow: str, as_json: bool) -> int:
         print_text(f"{type(error).__name__}: {error}\n{again}", error=True)
         return FAILED
     if as_json:
-        print(json_text(record_of(found)))
+        print(json_text(record_of(outcome)))
         return 0
     out = console()
-    for part in shown(found):
+    for part in shown(outcome):
         out.print(part)
     return 0
 
@@ -124,46 +124,46 @@ def _words(config: BackFillConfig) -> list[str]:
     return [config.run, *suites, "--versions", config.versions, *against, *config.settings]
 
 
-def record_of(found: BackFilled) -> dict[str, object]:
+def record_of(outcome: BackFilled) -> dict[str, object]:
     """For --json."""
     return {
-        "run": found.run,
+        "run": outcome.run,
         "evaluations": [
             {
                 "suite": suite,
                 "version": version,
                 "key": result.key,
                 "digest": result.weights.digest,
-                "was_there": result.made_at < found.began,
+                "was_there": result.made_at < outcome.began,
                 "metrics": result.metrics,
             }
-            for (suite, version), result in found.results.items()
+            for (suite, version), result in outcome.results.items()
         ],
-        "against": found.against,
-        "compared": [asdict(one) for one in found.compared],
+        "against": outcome.against,
+        "compared": [asdict(comparison) for comparison in outcome.compared],
     }
 
 
-def shown(found: BackFilled) -> list[RenderableType]:
+def shown(outcome: BackFilled) -> list[RenderableType]:
     """For people."""
     extra = list(
         dict.fromkeys(
             name
-            for result in found.results.values()
+            for result in outcome.results.values()
             for name in result.metrics
             if name.startswith(("mean@", "pass@"))
         )
     )
     counts = ("prompts", "samples", "failed", "tokens")
     columns = ("suite", "version", "reward", "95 % interval", *extra, *counts)
-    made = table(*columns, "made", right=columns[1:])
-    for (suite, version), result in found.results.items():
-        made.add_row(suite, str(version), *_cells(result, extra), _when(result, found.began))
-    lines: list[RenderableType] = [heading(f"Evaluations of {found.run}"), made]
-    if found.against is not None:
+    rows = table(*columns, "made", right=columns[1:])
+    for (suite, version), result in outcome.results.items():
+        rows.add_row(suite, str(version), *_cells(result, extra), _when(result, outcome.began))
+    lines: list[RenderableType] = [heading(f"Evaluations of {outcome.run}"), rows]
+    if outcome.against is not None:
         lines += [
-            heading(f"{found.run} less {found.against}, prompt by prompt"),
-            *compared_table(found.compared, found.against),
+            heading(f"{outcome.run} less {outcome.against}, prompt by prompt"),
+            *compared_table(outcome.compared, outcome.against),
         ]
     return lines
 
@@ -172,15 +172,16 @@ def compared_table(compared: Sequence[Compared], against: str) -> list[Renderabl
     """Paired tests; `against`: name of the other run."""
     names = ("suite", "version", "against", "prompts", "difference", "95 % interval", "p")
     pairs = table(*names, right=names[1:])
-    for one in compared:
-        test = one.found
+    for comparison in compared:
+        test = comparison.found
         pairs.add_row(
-            one.suite, str(one.version), f"{against}@{one.against}", str(test.prompts),
+            comparison.suite, str(comparison.version), f"{against}@{comparison.against}",
+            str(test.prompts),
             f"{test.difference:+.4f}", f"{test.low:+.4f} to {test.high:+.4f}",
             f"{test.p_value:.4f}",
         )  # fmt: skip
-    said = "p: of the two-sided permutation test over the signs of prompts' differences."
-    return [pairs, text(said)]
+    note = "p: of the two-sided permutation test over the signs of prompts' differences."
+    return [pairs, text(note)]
 
 
 def _cells(result: EvaluationResult, extra: list[str]) -> list[str]:
@@ -192,8 +193,8 @@ def _cells(result: EvaluationResult, extra: list[str]) -> list[str]:
         interval = f"{metrics['reward_low']:.4f} to {metrics['reward_high']:.4f}"
     rest = [f"{metrics[name]:.4f}" if name in metrics else "" for name in extra]
     left_out = sum(map(len, result.dropped.values()))
-    asked = f"{result.asked} of {result.asked + left_out}" if left_out else str(result.asked)
-    counts = [asked, *(f"{metrics[name]:.0f}" for name in ("samples", "failed"))]
+    prompts = f"{result.asked} of {result.asked + left_out}" if left_out else str(result.asked)
+    counts = [prompts, *(f"{metrics[name]:.0f}" for name in ("samples", "failed"))]
     return [mean, interval, *rest, *counts, f"{metrics['tokens']:.0f}"]
 
 

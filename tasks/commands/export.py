@@ -35,18 +35,18 @@ def answer(request: Request) -> Answer:
     if request.arguments.adapter:
         return _adapter(run, weights, folder)
     tensors, target = stream_whole(run.store, weights), Store(f"file://{folder.parent}")
-    written = copy_whole(run.store, weights, target, folder.name, tensors)
+    copy = copy_whole(run.store, weights, target, folder.name, tensors)
     return Answer(
         record={
             "run": run.run,
             "version": version,
-            "digest": written.digest,
-            "bytes": written.stored,
+            "digest": copy.digest,
+            "bytes": copy.stored,
             "folder": str(folder),
         },
         shown=[
-            text(f"Version {version} of {run.run}, {written.digest}"),
-            text(f"  {folder}  {bytes_text(written.stored or 0)}"),
+            text(f"Version {version} of {run.run}, {copy.digest}"),
+            text(f"  {folder}  {bytes_text(copy.stored or 0)}"),
         ],
     )
 

@@ -67,7 +67,7 @@ class _WhileHeld(Store):
 
 def answer(request: Request) -> Answer:
     """Say what would be removed, or remove it. Raises LeaseHeld while a flow works on the run."""
-    files, asked = request.files, request.arguments
+    files, arguments = request.files, request.arguments
     config = settings_of(files)
     keep = kept_by(config.store, request.store)
     done = head(files)
@@ -75,7 +75,7 @@ def answer(request: Request) -> Answer:
         raise ConfigError(f"Run {files.run} has no committed step, so nothing of it is removed.")
     registry = _registry(request, config, keep)
     sizes = files.store.sizes_below(files.run)
-    if asked.delete:
+    if arguments.delete:
         removed = _deleted(files, config, keep, registry)
         _say_what_is_gone(files, registry)
     else:
@@ -86,7 +86,7 @@ def answer(request: Request) -> Answer:
     gone_bytes = sum(sizes[key] for key in removed)
     record = {
         "run": files.run,
-        "deleted": asked.delete,
+        "deleted": arguments.delete,
         "objects": removed,
         "bytes": gone_bytes,
         "bytes_before": sum(sizes.values()),
@@ -94,35 +94,37 @@ def answer(request: Request) -> Answer:
         "registered_kept": sorted(registry.stay),
         "registry": registry.unknown or None,
     }
-    what = "were removed" if asked.delete else "would be removed by --delete; nothing was yet"
-    left = sum(sizes.values()) - gone_bytes
-    shown: list[RenderableType] = [
+    what = "were removed" if arguments.delete else "would be removed by --delete; nothing was yet"
+    rest = sum(sizes.values()) - gone_bytes
+    lines: list[RenderableType] = [
         heading(
             f"{files.run}: {len(removed)} objects of {bytes_text(gone_bytes)} {what}. "
-            f"{len(sizes) - len(removed)} of {bytes_text(left)} stay."
+            f"{len(sizes) - len(removed)} of {bytes_text(rest)} stay."
         )
     ]
-    shown += _kinds(files, removed, sizes) if removed else []
-    shown.append(text(_registered_line(registry)))
-    return Answer(record=record, shown=shown)
+    lines += _kinds(files, removed, sizes) if removed else []
+    lines.append(text(_registered_line(registry)))
+    return Answer(record=record, shown=lines)
 
 
 def _say_what_is_gone(files: RunStore, registry: Registry) -> None:
     """Of what this process removed, or one before it that died, have the registry say so."""
     if registry.tracker is None:
         return
-    known = registry.tracker.registered_versions()
-    gone = unsaid(known, partial(is_there, files))
+    versions = registry.tracker.registered_versions()
+    gone = unsaid(versions, partial(is_there, files))
     if gone:
         registry.tracker.tag_removed(gone)
-    if kept := [one.version for one in known if one.going and one.version not in gone]:
-        registry.tracker.take_back(kept)
+    if staying := [
+        version.version for version in versions if version.going and version.version not in gone
+    ]:
+        registry.tracker.take_back(staying)
 
 
-def kept_by(own: StoreConfig, given: StoreConfig) -> StoreConfig:
+def kept_by(recorded: StoreConfig, settings: StoreConfig) -> StoreConfig:
     """What the run's settings keep, with the settings keep_… of the command line."""
-    words = {name for name in given.model_fields_set if name.startswith("keep_")}
-    return own.model_copy(update=given.model_dump(include=words))
+    words = {name for name in settings.model_fields_set if name.startswith("keep_")}
+    return recorded.model_copy(update=settings.model_dump(include=words))
 
 
 def _deleted(
@@ -138,8 +140,8 @@ def _deleted(
     with lease:
         done = head(files)  # only now: a moment ago a flow may have been committing
         assert done is not None, "commits stay"
-        held = replace(files, store=_WhileHeld(files.store, lease))
-        return _collect(held, config, keep, registry, done)
+        guarded = replace(files, store=_WhileHeld(files.store, lease))
+        return _collect(guarded, config, keep, registry, done)
 
 
 def _collect(
@@ -152,16 +154,16 @@ def _collect(
 ) -> list[str]:
     """Remove it; returns the keys. The same as after a step, and what dead writers left."""
     start = start_of(files)
-    named = {*registry.stay, *_to_be_evaluated(files, config, start, done)}
+    tagged = {*registry.stay, *_to_be_evaluated(files, config, start, done)}
     if registry.unknown:
-        named |= {*files.versions()}
+        tagged |= {*files.versions()}
     removed = tidy(config, files, done)
     removed += sweep(
         files,
         keep_versions=keep.keep_versions,
         keep_steps=keep.keep_steps,
         keep_snapshots=keep.keep_snapshots,
-        tagged=named,
+        tagged=tagged,
         rebuilt_from=max(start, done - config.rollback_steps),
         may_go=None if dry or registry.tracker is None else registry.tracker.let_go,
     )
@@ -184,12 +186,14 @@ def _to_be_evaluated(files: RunStore, config: GRPOConfig, start: int, done: int)
 
 def _registry(request: Request, config: GRPOConfig, keep: StoreConfig) -> Registry:
     """What MLflow says; where it cannot, why every policy version stays."""
-    files, asked = request.files, request.arguments
-    if asked.without_registry:
+    files, arguments = request.files, request.arguments
+    if arguments.without_registry:
         return Registry()
     tracking = config.tracking
-    if asked.tracking is not None:
-        tracking = type(tracking).model_validate({**tracking.model_dump(), "uri": asked.tracking})
+    if arguments.tracking is not None:
+        tracking = type(tracking).model_validate(
+            {**tracking.model_dump(), "uri": arguments.tracking}
+        )
     place = TrackingAddress.of(tracking.uri)
     missing = (
         "No policy version was looked at, since {why} and aliases are not known. Give --tracking "
@@ -206,8 +210,8 @@ def _registry(request: Request, config: GRPOConfig, keep: StoreConfig) -> Regist
     except TrackingError as error:
         return Registry(unknown=missing.format(why=f"MLflow does not answer ({error})"))
     stay = that_stay(versions, keep.keep_registered, keep.keep_registered_days, time.time())
-    there = [one for one in versions if not one.removed]
-    aliases = [f"{alias} (v{one.version})" for one in there for alias in one.aliases]
+    there = [version for version in versions if not version.removed]
+    aliases = [f"{alias} (v{version.version})" for version in there for alias in version.aliases]
     return Registry(
         stay=frozenset(stay), registered=len(there), aliases=tuple(aliases), tracker=tracker
     )
@@ -230,17 +234,17 @@ def _kinds(files: RunStore, removed: list[str], sizes: dict[str, int]) -> list[R
     places: dict[str, set[str]] = {kind: set() for kind in NAMES}
     nbytes = dict.fromkeys(NAMES, 0)
     for key in removed:
-        found = PLACE.match(key.removeprefix(f"{files.run}/"))
-        kind, name = (found[1], found[2]) if found else ("", key)
+        place = PLACE.match(key.removeprefix(f"{files.run}/"))
+        kind, name = (place[1], place[2]) if place else ("", key)
         places[kind].add(name)
         nbytes[kind] += sizes[key]
-    made = table("what", "how many", "bytes", "which", right=("how many", "bytes"))
+    rows = table("what", "how many", "bytes", "which", right=("how many", "bytes"))
     for kind, names in places.items():
         if names:
             first = [name.lstrip("v0") or "0" for name in sorted(names)] if kind else sorted(names)
             more = f", … {first[-1]}" if len(first) > 6 else ""
-            made.add_row(
+            rows.add_row(
                 NAMES[kind], str(len(names)), bytes_text(nbytes[kind]),
                 text(", ".join(first[:5] if more else first) + more),
             )  # fmt: skip
-    return [made]
+    return [rows]

@@ -85,30 +85,30 @@ def answer(request: Request) -> Answer:
         "holder": None if holder is None else f"process {holder.pid} on {holder.host}",
         "resume": None if holder or finished else resume_command(flow, request.store, files.run),
         "cost": None if (cost := cost_of_run(files)) is None else asdict(cost),
-        "committed": [asdict(one) for one in steps],
+        "committed": [asdict(step) for step in steps],
     }
-    shown = [*_headline(record), *_cost(cost, config.cluster.currency)]
+    lines = [*_headline(record), *_cost(cost, config.cluster.currency)]
     if request.arguments.size:
         size = size_of(files, done)
         at_end = size.at_end(config.store, done, max(config.steps, done))
         record["size"] = {**asdict(size), "at_end": at_end}
-        shown += _size(size, at_end, max(config.steps, done))
+        lines += _size(size, at_end, max(config.steps, done))
     good = True
     if holder is not None and live is not None and live.epoch == holder.epoch:
         tasks = task_views(live)
-        record["tasks"] = [asdict(one) for one in tasks]
+        record["tasks"] = [asdict(task) for task in tasks]
         record["workers"] = []
         try:
             workers = _workers_of(files, live, config)
-            record["workers"] = [asdict(one) for one in workers or []]
-            shown += [text("Its workers have ended.")] if workers is None else _workers(workers)
+            record["workers"] = [asdict(worker) for worker in workers or []]
+            lines += [text("Its workers have ended.")] if workers is None else _workers(workers)
         except NotReached as error:
             good = False
-            shown.append(text(str(error), "bold red"))
-        shown += _tasks(tasks)
+            lines.append(text(str(error), "bold red"))
+        lines += _tasks(tasks)
     elif holder is not None:
-        shown.append(text("Its workers are being started."))
-    return Answer(record=record, shown=[*shown, *_committed(steps)], good=good)
+        lines.append(text("Its workers are being started."))
+    return Answer(record=record, shown=[*lines, *_committed(steps)], good=good)
 
 
 def _workers_of(files: RunStore, live: Live, config: GRPOConfig) -> list[WorkerView] | None:
@@ -143,9 +143,13 @@ def _certificates(config: GRPOConfig, live: Live, host: str) -> Certificates | N
 
 def step_view(files: RunStore, commit: Commit) -> InspectedStep:
     """What a commit says of its step."""
-    retried = [one for one in commit.attempts if int(str(one.get("number", 1))) > 1]
-    failed = [f"{one.get('stage')}: {one['error']}" for one in commit.attempts if one.get("error")]
-    workers = [str(one["worker"]) for one in commit.attempts if one.get("worker")]
+    retried = [attempt for attempt in commit.attempts if int(str(attempt.get("number", 1))) > 1]
+    failed = [
+        f"{attempt.get('stage')}: {attempt['error']}"
+        for attempt in commit.attempts
+        if attempt.get("error")
+    ]
+    workers = [str(attempt["worker"]) for attempt in commit.attempts if attempt.get("worker")]
     try:
         batch_bytes: int | None = sum(files.store.sizes(commit.objects).values())
     except ObjectMissing:
@@ -209,8 +213,8 @@ def _headline(record: dict[str, Any]) -> list[RenderableType]:
         lines.append(text(f"It is written by {record['holder']}."))
     if record["resume"]:
         all_steps = record["steps_committed"] >= record["steps"]
-        left = "What follows the last step is not done. " if all_steps else ""
-        lines.append(text(f"{left}To go on: {record['resume']}"))
+        note = "What follows the last step is not done. " if all_steps else ""
+        lines.append(text(f"{note}To go on: {record['resume']}"))
     return lines
 
 
@@ -219,9 +223,9 @@ def _cost(cost: RunCost | None, currency: str) -> list[RenderableType]:
         return []
     parts = [("in its steps", cost.steps), ("after them", cost.after)]
     parts += [("in evaluations since", cost.back_fills)]
-    said = ", ".join(f"{part.device_hours:.4g} {where}" for where, part in parts)
+    hours = ", ".join(f"{part.device_hours:.4g} {where}" for where, part in parts)
     money = "" if cost.money is None else f" {currency} {cost.money:.4g}."
-    return [text(f"Device-hours: {cost.device_hours:.4g}, {said}.{money}")]
+    return [text(f"Device-hours: {cost.device_hours:.4g}, {hours}.{money}")]
 
 
 def _size(size: RunSize, at_end: int, steps: int) -> list[RenderableType]:
@@ -232,9 +236,9 @@ def _size(size: RunSize, at_end: int, steps: int) -> list[RenderableType]:
         (size.records, "commits"),
         (size.others, "others"),
     )
-    said = ", ".join(f"{bytes_text(nbytes)} {what}" for nbytes, what in parts)
+    sizes = ", ".join(f"{bytes_text(nbytes)} {what}" for nbytes, what in parts)
     return [
-        text(f"Size in the store: {bytes_text(size.total)}: {said}."),
+        text(f"Size in the store: {bytes_text(size.total)}: {sizes}."),
         text(
             f"Each step adds {bytes_text(size.batches_per_step)} of batches and "
             f"{bytes_text(size.records_per_step)} of commits. By store.keep_* it has about "
@@ -246,41 +250,41 @@ def _size(size: RunSize, at_end: int, steps: int) -> list[RenderableType]:
 def _workers(workers: list[WorkerView]) -> list[RenderableType]:
     if not workers:
         return [text("No worker is there now.")]
-    made = table(
+    rows = table(
         "worker", "pool", "pid", "engines (version)", "runs now", "queued", "read", "written",
         right=("pid", "queued", "read", "written"),
     )  # fmt: skip
-    for one in workers:
-        status = one.status
+    for worker in workers:
+        status = worker.status
         if status is None:
-            made.add_row(one.name, ", ".join(one.pools), "", "does not answer")
+            rows.add_row(worker.name, ", ".join(worker.pools), "", "does not answer")
             continue
         engines = [
             role + ("" if engine.version is None else f" (v{engine.version})")
             for role, engine in status.engines.items()
         ]
         running = [f"{call.role}.{call.method} for {call.age:.1f} s" for call in status.running]
-        made.add_row(
-            one.name, ", ".join(one.pools), str(status.pid), ", ".join(engines),
-            ", ".join(running) or "-", str(max(0, one.processing - len(running))),
+        rows.add_row(
+            worker.name, ", ".join(worker.pools), str(status.pid), ", ".join(engines),
+            ", ".join(running) or "-", str(max(0, worker.processing - len(running))),
             bytes_text(status.traffic.bytes_read), bytes_text(status.traffic.bytes_written),
         )  # fmt: skip
-    return [made]
+    return [rows]
 
 
 def _tasks(tasks: list[TaskView]) -> list[RenderableType]:
     if not tasks:
         return []
-    made = table("task of the step under way", "state", "attempts", right=("attempts",))
-    for one in tasks:
-        made.add_row(one.name, one.state, str(one.attempts))
-    return [made]
+    rows = table("task of the step under way", "state", "attempts", right=("attempts",))
+    for task in tasks:
+        rows.add_row(task.name, task.state, str(task.attempts))
+    return [rows]
 
 
 def _committed(steps: list[InspectedStep]) -> list[RenderableType]:
     if not steps:
         return []
-    made = table(
+    rows = table(
         "step", "version", "seconds", "samples", "tokens", "calls by worker", "retries",
         "failures", "read", "written", "batches", "weights",
         right=(
@@ -288,14 +292,14 @@ def _committed(steps: list[InspectedStep]) -> list[RenderableType]:
             "batches", "weights",
         ),
     )  # fmt: skip
-    for one in steps:
-        seconds = "" if one.seconds is None else f"{one.seconds:.1f}"
-        batches = "removed" if one.batch_bytes is None else bytes_text(one.batch_bytes)
-        moved = ["" if n is None else bytes_text(n) for n in (one.bytes_read, one.bytes_written)]
-        calls = ", ".join(f"{name} {count}" for name, count in sorted(one.workers.items()))
-        made.add_row(
-            str(one.step), str(one.version), seconds, str(one.samples), f"{one.tokens or 0:.0f}",
-            calls, str(one.retries), text("; ".join(one.failures)[:200]), *moved, batches,
-            bytes_text(one.weight_bytes),
+    for step in steps:
+        seconds = "" if step.seconds is None else f"{step.seconds:.1f}"
+        batches = "removed" if step.batch_bytes is None else bytes_text(step.batch_bytes)
+        moved = ["" if n is None else bytes_text(n) for n in (step.bytes_read, step.bytes_written)]
+        calls = ", ".join(f"{name} {count}" for name, count in sorted(step.workers.items()))
+        rows.add_row(
+            str(step.step), str(step.version), seconds, str(step.samples), f"{step.tokens or 0:.0f}",
+            calls, str(step.retries), text("; ".join(step.failures)[:200]), *moved, batches,
+            bytes_text(step.weight_bytes),
         )  # fmt: skip
-    return [made]
+    return [rows]

@@ -17,15 +17,15 @@ from tasks.run.run_log import FLOW, WORKERS, folder_of
 
 def answer(request: Request) -> Answer:
     """Show the end of the log that was asked for; go on with what is added, if that is asked."""
-    asked, files = request.arguments, request.files
-    if asked.lines < 0:
+    arguments, files = request.arguments, request.files
+    if arguments.lines < 0:
         raise ValueError(
-            f"--lines {asked.lines} shows nothing. Give it a number from 1, or 0: all."
+            f"--lines {arguments.lines} shows nothing. Give it a number from 1, or 0: all."
         )
-    path = log_of(files, asked.workers, asked.worker)
+    path = log_of(files, arguments.workers, arguments.worker)
     with path.open(encoding="utf-8", errors="replace") as file:
-        lines = list(deque(file, asked.lines or None))
-        if asked.follow:
+        lines = list(deque(file, arguments.lines or None))
+        if arguments.follow:
             print_text(without_colours("".join(lines)), end="", flush=True)
             _follow(file)
             return Answer(record={}, shown=[])

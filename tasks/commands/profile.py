@@ -40,40 +40,40 @@ def answer(request: Request) -> Answer:
     try:
         with lone_trainer(files, config, step) as trainer:
             algorithm = recorded_algorithm(commit.algorithm)
-            found = trainer.profile(step, commit.refs["batch"], algorithm, key)
+            profile = trainer.profile(step, commit.refs["batch"], algorithm, key)
         target.write_bytes(files.store.read(key))
     finally:
         files.store.delete([key])
-    record = _record(files, step, found) | {"trace": str(target)}
-    return Answer(record=record, shown=[*_shown(files, step, found), text(f"  trace  {target}")])
+    record = _record(files, step, profile) | {"trace": str(target)}
+    return Answer(record=record, shown=[*_shown(files, step, profile), text(f"  trace  {target}")])
 
 
-def _record(files: RunStore, step: int, found: UpdateProfile) -> dict[str, object]:
+def _record(files: RunStore, step: int, profile: UpdateProfile) -> dict[str, object]:
     return {
         "run": files.run,
         "step": step,
-        "seconds": found.seconds,
-        "tokens": found.tokens,
-        "device_busy_share": found.busy,
-        "groups": found.by_group(),
-        "operations": [asdict(one) for one in found.operations],
+        "seconds": profile.seconds,
+        "tokens": profile.tokens,
+        "device_busy_share": profile.busy,
+        "groups": profile.by_group(),
+        "operations": [asdict(operation) for operation in profile.operations],
     }
 
 
-def _shown(files: RunStore, step: int, found: UpdateProfile) -> list[RenderableType]:
-    said = f"  {found.seconds:.3g} s under the profiler, {found.tokens} tokens"
-    if found.busy is not None:
-        said += f"; the GPU ran kernels in {found.busy:.1%} of it"
+def _shown(files: RunStore, step: int, profile: UpdateProfile) -> list[RenderableType]:
+    summary = f"  {profile.seconds:.3g} s under the profiler, {profile.tokens} tokens"
+    if profile.busy is not None:
+        summary += f"; the GPU ran kernels in {profile.busy:.1%} of it"
     groups, longest = table("group", "seconds", "share"), table("operation", "group", "s", "calls")
-    total = sum(found.by_group().values()) or 1.0
-    for group, seconds in found.by_group().items():
+    total = sum(profile.by_group().values()) or 1.0
+    for group, seconds in profile.by_group().items():
         groups.add_row(group, f"{seconds:.4g}", f"{seconds / total:.1%}")
-    named = [one for one in found.operations if one.name]
-    for one in named[:SHOWN]:
-        longest.add_row(one.name, one.group, f"{one.seconds:.4g}", str(one.calls))
+    operations = [operation for operation in profile.operations if operation.name]
+    for row in operations[:SHOWN]:
+        longest.add_row(row.name, row.group, f"{row.seconds:.4g}", str(row.calls))
     return [
         heading(f"The update of step {step} of {files.run}"),
-        text(said),
+        text(summary),
         groups,
         longest,
     ]

@@ -96,8 +96,8 @@ def share_of_way(apart: WeightsComparison, way: WeightsComparison) -> float:
         apart: The replayed weights.
         way: The weights of the stored state that the replay began with.
     """
-    whole = sum(one.total for one in way.differing)
-    off = sum(one.total for one in apart.differing)
+    whole = sum(tensor.total for tensor in way.differing)
+    off = sum(tensor.total for tensor in apart.differing)
     return off / whole if whole else float("inf") if off else 0.0
 
 
@@ -244,10 +244,10 @@ def _demand(files: RunStore, steps: range, config: GRPOConfig, now: MadeOn) -> R
     """What is demanded after these steps, which were all made again: bits, if of each of them."""
     pool = config.cluster.pools[config.cluster.roles.actor]
     ranks = 1 if config.train.engine == "elastic" else pool.workers
-    found = [
+    demands = [
         demand_of(read_outline(files, step).update, now, ranks, pool.threads) for step in steps
     ]
-    return next((one for one in found if not one.bits), found[-1])
+    return next((demand for demand in demands if not demand.bits), demands[-1])
 
 
 def _trainer(cluster: Cluster, files: RunStore, config: GRPOConfig, last: int) -> Trainer:
@@ -287,7 +287,9 @@ def _record(files: RunStore, commit: Commit, done: Replayed) -> dict[str, object
         "replayed": done.digest,
         "replayed_from_version": done.replayed_from,
         "weights_in_store": done.comparison is not None,
-        "differing": [asdict(one) for one in done.comparison.differing] if done.comparison else [],
+        "differing": [asdict(tensor) for tensor in done.comparison.differing]
+        if done.comparison
+        else [],
         "metrics": {
             name: {"committed": was, "replayed": now}
             for name, (was, now) in _compared_metrics(commit, done).items()
@@ -304,8 +306,8 @@ def _shown(files: RunStore, commit: Commit, done: Replayed) -> list[RenderableTy
     for name, (was, now) in _compared_metrics(commit, done).items():
         same = "the same" if was == now else f"was {was}"
         lines.append(text(f"  {name:<16} {now}  ({same})"))
-    wanted = "Equal bits are" if done.demand.bits else f"A tolerance of {TOLERANCE:.0%} is"
-    lines.append(text(f"{wanted} demanded: {done.demand.why}."))
+    demand = "Equal bits are" if done.demand.bits else f"A tolerance of {TOLERANCE:.0%} is"
+    lines.append(text(f"{demand} demanded: {done.demand.why}."))
     if done.equal:
         return [*lines, text("Equal, to the bit.", "bold green")]
     if done.comparison is None:
@@ -319,21 +321,21 @@ def _differences(
 ) -> list[RenderableType]:
     differing = comparison.differing
     first = differing[0]
-    told = (
+    summary = (
         f"{len(differing)} of {comparison.tensors} tensors differ, first {first.name}: by at "
         f"most {first.largest:.3g}, in {first.elements} elements."
     )
-    found = table("tensor", "shape", "elements that differ", "largest difference")
-    for one in differing[:SHOWN]:
-        found.add_row(one.name, str(one.shape), str(one.elements), f"{one.largest:.3g}")
+    rows = table("tensor", "shape", "elements that differ", "largest difference")
+    for tensor in differing[:SHOWN]:
+        rows.add_row(tensor.name, str(tensor.shape), str(tensor.elements), f"{tensor.largest:.3g}")
     if done.share is None:
-        return [text(told, "bold red"), found]
-    kept = "kept" if done.within else "not kept"
+        return [text(summary, "bold red"), rows]
+    verdict = "kept" if done.within else "not kept"
     way = (
-        f"The tolerance is {kept}: of the way from version {done.replayed_from} to "
+        f"The tolerance is {verdict}: of the way from version {done.replayed_from} to "
         f"{commit.step}, {done.share:.3%} came out otherwise."
     )
-    return [text(told), found, text(way, "bold green" if done.within else "bold red")]
+    return [text(summary), rows, text(way, "bold green" if done.within else "bold red")]
 
 
 def replayed_episodes(files: RunStore, step: int) -> Answer:
@@ -356,14 +358,14 @@ def replayed_episodes(files: RunStore, step: int) -> Answer:
         ) from error
     finally:
         engine.close()
-    said = (
+    verdict = (
         "the environments say the same again"
         if not differing
         else f"the environments of {len(differing)} say something else"
     )
     played = len(samples) // config.episodes.players
-    shown = [heading(f"{played} episodes of {turns} turns, step {step} of {files.run}: {said}.")]
-    shown += [text(f"  sample {sample}: {error}") for sample, error in differing]
+    lines = [heading(f"{played} episodes of {turns} turns, step {step} of {files.run}: {verdict}.")]
+    lines += [text(f"  sample {sample}: {error}") for sample, error in differing]
     record = {
         "run": files.run,
         "step": step,
@@ -371,4 +373,4 @@ def replayed_episodes(files: RunStore, step: int) -> Answer:
         "turns": turns,
         "differing": [{"sample": sample, "error": error} for sample, error in differing],
     }
-    return Answer(record=record, shown=shown, good=not differing)
+    return Answer(record=record, shown=lines, good=not differing)

@@ -50,12 +50,12 @@ COLUMN = "rescored/"  # prefix of the new columns
 
 def answer(request: Request) -> Answer:
     """Rescore the steps that were named."""
-    files, asked = request.files, request.arguments
+    files, arguments = request.files, request.arguments
     config = settings_of(files)
-    reward = reward_of(asked.reward, config.rewards)
+    reward = reward_of(arguments.reward, config.rewards)
     settings = RewardsConfig(functions=(reward,), timeout=config.rewards.timeout)
-    steps = steps_of(files, asked.steps)
-    found: list[tuple[int, RewardComparison]] = []
+    steps = steps_of(files, arguments.steps)
+    comparisons: list[tuple[int, RewardComparison]] = []
     refs: dict[int, BatchRef] = {}
     olds, news, groups = [], [], []
     tokenizer = load_tokenizer(materialize(config.model, MODELS.absolute()))
@@ -72,40 +72,42 @@ def answer(request: Request) -> Answer:
             old = _numbers(files, samples, "reward")
             new = _numbers(files, refs[step], f"{COLUMN}{reward.label}")
             group = samples.own_groups(files.store)
-            found.append((step, compare_rewards(old, new, group)))
+            comparisons.append((step, compare_rewards(old, new, group)))
             olds.append(old)
             news.append(new)
             groups.append(group)
         code = runner.code()
-    if not found:
-        raise ValueError(f"Retention removed the samples of steps {asked.steps} of {files.run}.")
+    if not comparisons:
+        raise ValueError(
+            f"Retention removed the samples of steps {arguments.steps} of {files.run}."
+        )
     whole = compare_rewards(np.concatenate(olds), np.concatenate(news), np.concatenate(groups))
     record = {
         "run": files.run,
         "reward": reward.label,
-        "reward_code": {code_digest(code): [asdict(one) for one in code]},
-        "steps": {step: asdict(one) for step, one in found},
+        "reward_code": {code_digest(code): [asdict(function) for function in code]},
+        "steps": {step: asdict(comparison) for step, comparison in comparisons},
         "all": asdict(whole),
         "objects": sorted(key for ref in refs.values() for key in ref.objects),
         "removed_by_retention": [step for step in steps if step not in refs],
     }
-    shown = _shown(files, reward.label, found, whole, refs)
+    lines = _shown(files, reward.label, comparisons, whole, refs)
     if missing := [step for step in steps if step not in refs]:
-        shown.append(
+        lines.append(
             text(
                 f"Retention removed the samples of {len(missing)} of these steps, {missing[0]} to "
                 f"{missing[-1]}: they are not counted. store.keep_steps says how many a run keeps."
             )
         )
-    return Answer(record=record, shown=shown)
+    return Answer(record=record, shown=lines)
 
 
-def reward_of(word: str, own: RewardsConfig) -> Reward:
+def reward_of(word: str, rewards: RewardsConfig) -> Reward:
     """The reward that --reward names: one of the run's own, by its name, or one by its definition.
 
     The latter is a function, by module or file, math or reasoning_gym.
     """
-    for reward in own.functions:
+    for reward in rewards.functions:
         if reward.label == word and isinstance(reward, EngineReward):
             raise ValueError(
                 f"--reward {word} is a model, which needs engines, and rescoring starts none. "
@@ -123,7 +125,7 @@ def reward_of(word: str, own: RewardsConfig) -> Reward:
         raise ValueError(
             f"--reward {word} names no function. Write package.module:function, "
             "path/to/file.py:function, math, reasoning_gym, or the name of one of the run's rewards: "
-            f"{', '.join(reward.label for reward in own.functions)}."
+            f"{', '.join(reward.label for reward in rewards.functions)}."
         ) from None
 
 
@@ -160,7 +162,7 @@ def rescore(
         return BatchRef.from_json(done["ref"])
     of_group = rows_of_groups(files, commit)
     group = samples.fetch_numpy(files.store, "group_id")[0].tolist()
-    rows = [of_group[one] for one in group]
+    rows = [of_group[number] for number in group]
     if "episode" in samples.names:
         rows = with_episodes(files.store, samples, rows)
     ids, offsets = samples.fetch_numpy(files.store, "response_ids")
@@ -190,12 +192,12 @@ def rows_of_groups(files: RunStore, commit: Commit) -> dict[int, Row]:
     if commit.step - 1 > start_of(files):
         before = read_commit(files, commit.step - 1)
         refs += [before.refs["carried"]] if "carried" in before.refs else []
-    found: dict[int, Row] = {}
+    rows_by_number: dict[int, Row] = {}
     for ref in refs:
         groups = ref.fetch_numpy(files.store, "group_id")[0].tolist()
         rows = cast("list[Row]", ref.fetch_list(files.store, "row"))
-        found |= dict(zip(groups, rows, strict=True))
-    return found
+        rows_by_number |= dict(zip(groups, rows, strict=True))
+    return rows_by_number
 
 
 def trainer_state(files: RunStore, step: int, steps: int) -> TrainerState:
@@ -213,7 +215,7 @@ def _numbers(files: RunStore, ref: BatchRef, column: str) -> np.ndarray[Any, Any
 def _shown(
     files: RunStore,
     label: str,
-    found: list[tuple[int, RewardComparison]],
+    comparisons: list[tuple[int, RewardComparison]],
     whole: RewardComparison,
     refs: dict[int, BatchRef],
 ) -> list[RenderableType]:
@@ -221,13 +223,16 @@ def _shown(
         "step", "samples", "failed", "mean", "new", "spread", "new", "corr.", "groups reordered",
         "new best", "rank change", "sign flips", "to 0", "from 0",
     )  # fmt: skip
-    made = table(*columns, right=columns)
-    for name, one in [*((str(step), one) for step, one in found), ("all", whole)]:
-        made.add_row(name, *_cells(one))
+    rows = table(*columns, right=columns)
+    for name, comparison in [
+        *((str(step), comparison) for step, comparison in comparisons),
+        ("all", whole),
+    ]:
+        rows.add_row(name, *_cells(comparison))
     folder = Path(sorted(next(iter(refs.values())).objects)[0]).parent
     return [
         heading(f"{files.run}: its reward -> {label}"),
-        made,
+        rows,
         text(
             "mean, spread: of the run's reward and of the new one. corr.: between the two. rank "
             "change: mean over samples, within their group. sign flips: share of samples whose "
@@ -237,16 +242,16 @@ def _shown(
     ]
 
 
-def _cells(one: RewardComparison) -> list[str]:
+def _cells(comparison: RewardComparison) -> list[str]:
     return [
-        str(one.samples),
-        str(one.failed),
-        *(f"{value:.3f}" for value in (*one.mean, *one.spread)),
-        "none" if one.correlation is None else f"{one.correlation:+.3f}",
-        f"{one.reordered} of {one.groups}",
-        f"{one.new_best}",
-        f"{one.rank_change:.2f}",
-        f"{one.flipped:.1%}",
-        f"{one.silenced:.1%}",
-        f"{one.woken:.1%}",
+        str(comparison.samples),
+        str(comparison.failed),
+        *(f"{value:.3f}" for value in (*comparison.mean, *comparison.spread)),
+        "none" if comparison.correlation is None else f"{comparison.correlation:+.3f}",
+        f"{comparison.reordered} of {comparison.groups}",
+        f"{comparison.new_best}",
+        f"{comparison.rank_change:.2f}",
+        f"{comparison.flipped:.1%}",
+        f"{comparison.silenced:.1%}",
+        f"{comparison.woken:.1%}",
     ]

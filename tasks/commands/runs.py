@@ -58,15 +58,15 @@ def answer(request: StoreRequest) -> Answer:
         for name in store.children()
         if RUN_NAME.fullmatch(name) and store.exists(RunStore(store, name).run_json_key)
     ]
-    found = sorted(map(_listed, [RunStore(store, name) for name in names]), key=lambda one: one.run)
-    found.sort(key=lambda one: -one.at_work)
-    chosen = found[: request.arguments.last or None]
+    runs = sorted(map(_listed, [RunStore(store, name) for name in names]), key=lambda run: run.run)
+    runs.sort(key=lambda run: -run.at_work)
+    listed = runs[: request.arguments.last or None]
     sizes = not request.arguments.no_sizes
     if sizes:
         with ThreadPoolExecutor(AT_ONCE) as threads:
-            chosen = list(threads.map(lambda one: _sized(store, one), chosen))
-    record = {"store": store.uri, "runs": len(found), "listed": [asdict(one) for one in chosen]}
-    return Answer(record=record, shown=_shown(store, found, chosen, sizes))
+            listed = list(threads.map(lambda run: _sized(store, run), listed))
+    record = {"store": store.uri, "runs": len(runs), "listed": [asdict(run) for run in listed]}
+    return Answer(record=record, shown=_shown(store, runs, listed, sizes))
 
 
 def _listed(files: RunStore) -> ListedRun:
@@ -103,25 +103,25 @@ def _asked(last: Outline, steps: int) -> int:
 
 
 def _begun(name: str) -> float | None:
-    found = BEGUN.search(name)
-    if found is None:
+    begin = BEGUN.search(name)
+    if begin is None:
         return None
     try:
-        begun = datetime.datetime.strptime(found[1], "%Y%m%d-%H%M%S")
+        begun = datetime.datetime.strptime(begin[1], "%Y%m%d-%H%M%S")
     except ValueError:  # digits of a name that a person gave
         return None
     return begun.replace(tzinfo=datetime.UTC).timestamp()
 
 
-def _sized(store: Store, one: ListedRun) -> ListedRun:
-    sizes = store.sizes(store.list(one.run))
-    return ListedRun(**{**asdict(one), "bytes": sum(sizes.values())})
+def _sized(store: Store, run: ListedRun) -> ListedRun:
+    sizes = store.sizes(store.list(run.run))
+    return ListedRun(**{**asdict(run), "bytes": sum(sizes.values())})
 
 
 def _shown(
-    store: Store, found: list[ListedRun], chosen: list[ListedRun], sizes: bool
+    store: Store, all_runs: list[ListedRun], listed: list[ListedRun], sizes: bool
 ) -> list[RenderableType]:
-    if not found:
+    if not all_runs:
         return [text(f"There is no run in {store.uri}.")]
     lines = table(
         *("run", "state", "steps", "reward", "age", "last step"),
@@ -129,21 +129,21 @@ def _shown(
         *("where", "from"),
         right=("steps", "reward", "size"),
     )
-    for one in chosen:
-        steps = f"{one.step}" if one.steps is None else f"{one.step}/{one.steps}"
+    for run in listed:
+        steps = f"{run.step}" if run.steps is None else f"{run.step}/{run.steps}"
         lines.add_row(
-            one.run,
-            text(one.state),
+            run.run,
+            text(run.state),
             steps,
-            "" if one.reward is None else f"{one.reward:.3f}",
-            "" if one.begun is None else _since(one.begun),
-            "" if one.committed is None else f"{_since(one.committed)} ago",
-            *([bytes_text(one.bytes or 0)] if sizes else []),
-            one.host or "",
-            one.origin or "",
+            "" if run.reward is None else f"{run.reward:.3f}",
+            "" if run.begun is None else _since(run.begun),
+            "" if run.committed is None else f"{_since(run.committed)} ago",
+            *([bytes_text(run.bytes or 0)] if sizes else []),
+            run.host or "",
+            run.origin or "",
         )
-    more = f", {len(chosen)} of them here" if len(chosen) < len(found) else ""
-    runs = "1 run" if len(found) == 1 else f"{len(found)} runs"
+    more = f", {len(listed)} of them here" if len(listed) < len(all_runs) else ""
+    runs = "1 run" if len(all_runs) == 1 else f"{len(all_runs)} runs"
     return [heading(f"{runs} in {store.uri}{more}"), lines]
 
 

@@ -121,7 +121,7 @@ class StoredSamples:
 
     def with_field(self, name: str, value: str) -> NDArray[np.bool_]:
         """[N]: whether a field of the sample's dataset row is this, as text. ValueError: no field."""
-        wanted, known = set[int](), set[str]()
+        groups_with, texts = set[int](), set[str]()
         for ref in self._prompts():
             if {"row", "group_id"} <= set(ref.names):
                 with unless_removed(self.files, self.step):
@@ -129,23 +129,27 @@ class StoredSamples:
                     rows = ref.fetch_list(self.files.store, "row")
                 for group, row in zip(groups, rows, strict=True):
                     fields = row if isinstance(row, dict) else {}
-                    known |= set(fields)
+                    texts |= set(fields)
                     if name in fields and str(fields[name]) == value:
-                        wanted.add(group)
-        if name not in known:
-            there = ", ".join(sorted(known)) or "none in the store"
+                        groups_with.add(group)
+        if name not in texts:
+            there = ", ".join(sorted(texts)) or "none in the store"
             raise ValueError(f"The data of {self.name} have no field {name!r}; they have {there}.")
-        return np.isin(self.groups, sorted(wanted))
+        return np.isin(self.groups, sorted(groups_with))
 
     def _prompts(self) -> Iterable[BatchRef]:
         """Batches with the dataset rows of the groups; the step before handed some of them on."""
         if self.result is not None:
             yield self.result.prompts
         if self.commit is not None:
-            yield from (self.commit.refs[one] for one in ("prompts",) if one in self.commit.refs)
+            yield from (
+                self.commit.refs[ref_name]
+                for ref_name in ("prompts",)
+                if ref_name in self.commit.refs
+            )
             if self.step > start_of(self.files) + 1:
                 earlier = read_commit(self.files, self.step - 1).refs
-                yield from (earlier[one] for one in ("carried",) if one in earlier)
+                yield from (earlier[ref_name] for ref_name in ("carried",) if ref_name in earlier)
 
     def containing(self, pattern: re.Pattern[str], rows: Sequence[int]) -> Matches:
         """Which of some rows have a text in prompt or response. Raises as `transcripts` does."""
@@ -154,8 +158,8 @@ class StoredSamples:
         with unless_removed(self.files, self.step):
             both = texts_of(self.files, ref, words)
         counts = [[sum(1 for _ in pattern.finditer(text)) for text in texts] for texts in both]
-        found = [row for row, *times in zip(rows, *counts, strict=True) if any(times)]
-        return Matches(rows=sorted(found), prompts=sum(counts[0]), responses=sum(counts[1]))
+        hits = [row for row, *times in zip(rows, *counts, strict=True) if any(times)]
+        return Matches(rows=sorted(hits), prompts=sum(counts[0]), responses=sum(counts[1]))
 
 
 def samples_of_step(files: RunStore, step: int | None) -> StoredSamples:
@@ -217,10 +221,10 @@ def evaluation_of(files: RunStore, name: str) -> EvaluationResult:
     suite, _, version = name.rpartition("@")
     if not suite or not version.isdigit():
         raise ValueError(f"--evaluation {name} names none. Write SUITE@VERSION, such as gsm8k@10.")
-    found = evaluations_of(files, suite, int(version))
-    if found:
-        return found[-1]
-    there = [f"{one}@{number}" for one, number, _ in notes_of(files).values()]
+    results = evaluations_of(files, suite, int(version))
+    if results:
+        return results[-1]
+    there = [f"{suite_name}@{number}" for suite_name, number, _ in notes_of(files).values()]
     hint = f"It has {', '.join(there[:8])}." if there else "It has none: see flows.evaluate."
     raise ValueError(f"Run {files.run} has no evaluation {name}. {hint}")
 
@@ -266,17 +270,17 @@ def diff_answer(
     Raises ValueError where they have none in common, or are removed.
     """
     pairs = pairs_of(first, second, row)[:limit]
-    befores = first.transcripts([one.first for one in pairs])
-    afters = second.transcripts([one.second for one in pairs])
-    named = f"{first.name} and {second.name} of {first.files.run}"
-    shown: list[RenderableType] = [heading(f"{len(pairs)} pairs of samples of {named}")]
+    befores = first.transcripts([pair.first for pair in pairs])
+    afters = second.transcripts([pair.second for pair in pairs])
+    title = f"{first.name} and {second.name} of {first.files.run}"
+    lines: list[RenderableType] = [heading(f"{len(pairs)} pairs of samples of {title}")]
     records = []
     for pair, before, after in zip(pairs, befores, afters, strict=True):
         changes = list(changes_of(before.response, after.response))
-        shown += _told(pair, before, after, characters)
+        lines += _told(pair, before, after, characters)
         records.append({**asdict(pair), "first": _record(before), "second": _record(after)})
         records[-1]["changes"] = changes
-    return Answer(record=records, shown=shown)
+    return Answer(record=records, shown=lines)
 
 
 def pairs_of(first: StoredSamples, second: StoredSamples, row: int | None) -> list[Pair]:
@@ -284,9 +288,9 @@ def pairs_of(first: StoredSamples, second: StoredSamples, row: int | None) -> li
 
     The row whose mean reward changed most comes first. Raises ValueError for none.
     """
-    drawn = [one.column("prompt_row") for one in (first, second)]
-    common = np.intersect1d(drawn[0], drawn[1]) if row is None else np.array([row])
-    for samples, rows in zip((first, second), drawn, strict=True):
+    data_rows = [samples.column("prompt_row") for samples in (first, second)]
+    common = np.intersect1d(data_rows[0], data_rows[1]) if row is None else np.array([row])
+    for samples, rows in zip((first, second), data_rows, strict=True):
         if row is not None and row not in rows:
             some = ", ".join(map(str, np.unique(rows)[:8].tolist()))
             raise ValueError(
@@ -299,17 +303,17 @@ def pairs_of(first: StoredSamples, second: StoredSamples, row: int | None) -> li
             f"No row of the data has samples in {first.name} and in {second.name}. Evaluations ask "
             "each version the same: refrain samples RUN --evaluation SUITE@VERSION --diff VERSION."
         )
-    found = []
-    for one in common.tolist():
-        places = [np.flatnonzero(rows == one) for rows in drawn]
+    pairs = []
+    for data_row in common.tolist():
+        places = [np.flatnonzero(rows == data_row) for rows in data_rows]
         before, after = (
             _mean(samples, at) for samples, at in zip((first, second), places, strict=True)
         )
-        found += [
-            Pair(row=one, before=before, after=after, first=int(a), second=int(b))
+        pairs += [
+            Pair(row=data_row, before=before, after=after, first=int(a), second=int(b))
             for a, b in zip(*places, strict=False)
         ]
-    return sorted(found, key=lambda pair: -abs((pair.after or 0.0) - (pair.before or 0.0)))
+    return sorted(pairs, key=lambda pair: -abs((pair.after or 0.0) - (pair.before or 0.0)))
 
 
 def _mean(samples: StoredSamples, rows: np.ndarray) -> float | None:
@@ -319,9 +323,9 @@ def _mean(samples: StoredSamples, rows: np.ndarray) -> float | None:
 
 def changes_of(before: str, after: str) -> Iterator[tuple[Change, str]]:
     """How one text becomes the other: what is the same, removed and added, in order."""
-    units = [WORDS.findall(one) for one in (before, after)]
+    units = [WORDS.findall(answer) for answer in (before, after)]
     if sum(map(len, units)) > MOST_WORDS:
-        units = [LINES.findall(one) for one in (before, after)]
+        units = [LINES.findall(answer) for answer in (before, after)]
     a, b = units
     for kind, i, j, k, m in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
         if kind == "equal":
@@ -339,23 +343,26 @@ def _told(
     from rich.text import Text
 
     line = Text()
-    cut = [printable(one.response, characters) for one in (before, after)]
+    cut = [printable(transcript.response, characters) for transcript in (before, after)]
     for change, part in changes_of(*cut):
         line.append(FORMS[change].format(part), STYLES[change])
     means = " to ".join(
-        "none" if one is None else f"{one:.4g}" for one in (pair.before, pair.after)
+        "none" if reward is None else f"{reward:.4g}" for reward in (pair.before, pair.after)
     )
     return [
         text(""),
         heading(f"Row {pair.row} of the data, mean reward {means}"),
         *(
             text(
-                f"{sign} sample {one.origin.sample}, "
-                f"{'no reward' if one.origin.reward is None else f'reward {one.origin.reward:.4g}'}, "
-                f"{one.origin.tokens} tokens, {spans(one.origin)}",
+                f"{sign} sample {origin.sample}, "
+                f"{'no reward' if origin.reward is None else f'reward {origin.reward:.4g}'}, "
+                f"{origin.tokens} tokens, {spans(origin)}",
                 STYLES[change],
             )
-            for sign, one, change in (("-", before, "removed"), ("+", after, "added"))
+            for sign, origin, change in (
+                ("-", before.origin, "removed"),
+                ("+", after.origin, "added"),
+            )
         ),
         text("asked", "cyan"),
         text(printable(before.prompt, characters)),
@@ -364,24 +371,28 @@ def _told(
     ]
 
 
-def _record(found: Transcript) -> dict[str, object]:
-    return {**asdict(found.origin), "prompt": found.prompt, "response": found.response}
+def _record(transcript: Transcript) -> dict[str, object]:
+    return {
+        **asdict(transcript.origin),
+        "prompt": transcript.prompt,
+        "response": transcript.response,
+    }
 
 
 def answer(request: Request) -> Answer:
     """Show the samples that were asked for."""
-    asked, files = request.arguments, request.files
-    if asked.limit < 1:
-        raise ValueError(f"--limit {asked.limit} shows nothing. Give it a number from 1.")
-    samples = asked_for(request, asked.evaluation, asked.step)
-    if asked.diff is not None:
-        suite = (asked.evaluation or "").rpartition("@")[0]
-        other = asked_for(request, f"{suite}@{asked.diff}" if suite else None, asked.diff)
-        return diff_answer(samples, other, asked.row, asked.limit, asked.characters)
-    if asked.row is not None:
+    arguments, files = request.arguments, request.files
+    if arguments.limit < 1:
+        raise ValueError(f"--limit {arguments.limit} shows nothing. Give it a number from 1.")
+    samples = asked_for(request, arguments.evaluation, arguments.step)
+    if arguments.diff is not None:
+        suite = (arguments.evaluation or "").rpartition("@")[0]
+        other = asked_for(request, f"{suite}@{arguments.diff}" if suite else None, arguments.diff)
+        return diff_answer(samples, other, arguments.row, arguments.limit, arguments.characters)
+    if arguments.row is not None:
         raise ValueError("--row goes with --diff. Name the other step: --diff STEP.")
-    rows, matches = chosen(asked, samples)
-    found = samples.transcripts(rows)
+    rows, matches = chosen(arguments, samples)
+    transcripts = samples.transcripts(rows)
     state = (
         f"{int(samples.failed.sum())} of which could not be scored"
         if samples.scored
@@ -391,16 +402,16 @@ def answer(request: Request) -> Answer:
         state += "; the step is not committed"
     if matches is not None:
         state += (
-            f"; {len(matches.rows)} have {asked.grep}, {matches.responses} times in answers and "
+            f"; {len(matches.rows)} have {arguments.grep}, {matches.responses} times in answers and "
             f"{matches.prompts} in prompts"
         )
     of = f"{samples.name} of {files.run}"
-    shown: list[RenderableType] = [
-        heading(f"{len(found)} of {len(samples.ref)} samples of {of}, {state}")
+    lines: list[RenderableType] = [
+        heading(f"{len(transcripts)} of {len(samples.ref)} samples of {of}, {state}")
     ]
-    for one in found:
-        shown += told(one, asked.characters, samples.scored, asked.grep)
-    return Answer(record=[record(one) for one in found], shown=shown)
+    for transcript in transcripts:
+        lines += told(transcript, arguments.characters, samples.scored, arguments.grep)
+    return Answer(record=[record(transcript) for transcript in transcripts], shown=lines)
 
 
 def asked_for(request: Request, evaluation: str | None, step: int | None) -> StoredSamples:
@@ -410,83 +421,87 @@ def asked_for(request: Request, evaluation: str | None, step: int | None) -> Sto
     return samples_of_step(request.files, step)
 
 
-def chosen(asked: argparse.Namespace, samples: StoredSamples) -> tuple[list[int], Matches | None]:
+def chosen(
+    arguments: argparse.Namespace, samples: StoredSamples
+) -> tuple[list[int], Matches | None]:
     """Rows of the samples that were asked for, at most asked.limit, and where asked.grep was found.
 
     Raises ValueError for none.
     """
-    wanted, narrowed = np.ones(len(samples.ref), bool), []
-    if asked.episode is not None:
-        wanted[:] = False
-        wanted[rows_of_episode(episodes_of(samples), asked.episode)] = True
-        narrowed.append(f"{asked.episode}")
-    if asked.group is not None:
-        wanted &= samples.groups == asked.group
-        narrowed.append(f"of group {asked.group}")
-    if asked.failed:
-        wanted &= samples.failed
+    selected, narrowed = np.ones(len(samples.ref), bool), []
+    if arguments.episode is not None:
+        selected[:] = False
+        selected[rows_of_episode(episodes_of(samples), arguments.episode)] = True
+        narrowed.append(f"{arguments.episode}")
+    if arguments.group is not None:
+        selected &= samples.groups == arguments.group
+        narrowed.append(f"of group {arguments.group}")
+    if arguments.failed:
+        selected &= samples.failed
         narrowed.append("whose scoring failed")
-    if asked.status is not None:
-        wanted &= samples.with_status(asked.status)
-        narrowed.append(f"of status {asked.status}")
-    if asked.reward is not None:
-        wanted &= samples.with_reward(*bounds(asked.reward))
-        narrowed.append(f"with a reward of {asked.reward}")
-    if asked.where is not None:
-        name, equals, value = asked.where.partition("=")
+    if arguments.status is not None:
+        selected &= samples.with_status(arguments.status)
+        narrowed.append(f"of status {arguments.status}")
+    if arguments.reward is not None:
+        selected &= samples.with_reward(*bounds(arguments.reward))
+        narrowed.append(f"with a reward of {arguments.reward}")
+    if arguments.where is not None:
+        name, equals, value = arguments.where.partition("=")
         if not name or not equals:
-            raise ValueError(f"--where {asked.where} names no value. Write FIELD=VALUE.")
-        wanted &= samples.with_field(name, value)
-        narrowed.append(f"with {asked.where}")
+            raise ValueError(f"--where {arguments.where} names no value. Write FIELD=VALUE.")
+        selected &= samples.with_field(name, value)
+        narrowed.append(f"with {arguments.where}")
     matches = None
-    if asked.grep is not None:
-        matches = samples.containing(pattern_of(asked.grep), np.flatnonzero(wanted).tolist())
-        wanted = np.isin(np.arange(len(wanted)), matches.rows)
-        narrowed.append(f"with {asked.grep} in prompt or answer")
-    rows = in_order(asked, samples, wanted)
+    if arguments.grep is not None:
+        matches = samples.containing(pattern_of(arguments.grep), np.flatnonzero(selected).tolist())
+        selected = np.isin(np.arange(len(selected)), matches.rows)
+        narrowed.append(f"with {arguments.grep} in prompt or answer")
+    rows = in_order(arguments, samples, selected)
     if not rows:
         of = samples.name[0].upper() + samples.name[1:]
         there = (
             f" Its groups are {samples.groups.min()} to {samples.groups.max()}."
-            if asked.group is not None
+            if arguments.group is not None
             else ""
         )
         raise ValueError(f"{of} has no sample {', '.join(narrowed) or 'with a reward'}.{there}")
-    return rows[: asked.limit], matches
+    return rows[: arguments.limit], matches
 
 
-def in_order(asked: argparse.Namespace, samples: StoredSamples, wanted: np.ndarray) -> list[int]:
+def in_order(
+    arguments: argparse.Namespace, samples: StoredSamples, selected: np.ndarray
+) -> list[int]:
     """The rows that are wanted, [N] whether each is, in the order in which they are shown."""
-    scored = np.flatnonzero(wanted & ~samples.failed)
+    scored = np.flatnonzero(selected & ~samples.failed)
     by_reward = scored[np.argsort(-samples.rewards[scored], kind="stable")].tolist()
-    if asked.worst:
+    if arguments.worst:
         return by_reward[::-1]
-    if asked.best:
+    if arguments.best:
         return by_reward
-    if asked.failed or asked.group is not None or asked.episode is not None:
-        return np.flatnonzero(wanted).tolist()
-    return few(by_reward, np.flatnonzero(wanted & samples.failed).tolist(), asked.limit)
+    if arguments.failed or arguments.group is not None or arguments.episode is not None:
+        return np.flatnonzero(selected).tolist()
+    return few(by_reward, np.flatnonzero(selected & samples.failed).tolist(), arguments.limit)
 
 
-def bounds(written: str) -> tuple[float, float]:
+def bounds(span: str) -> tuple[float, float]:
     """The rewards LOW:HIGH, of which either may be left out; one number is both. ValueError."""
-    low, colon, high = written.partition(":")
+    low, colon, high = span.partition(":")
     try:
         least = float(low) if low else -math.inf
         return least, (float(high) if high else math.inf) if colon else least
     except ValueError:
         raise ValueError(
-            f"--reward {written} names no rewards. Write LOW:HIGH, such as 0.5: or 0:0.9."
+            f"--reward {span} names no rewards. Write LOW:HIGH, such as 0.5: or 0:0.9."
         ) from None
 
 
-def pattern_of(written: str) -> re.Pattern[str]:
+def pattern_of(regex: str) -> re.Pattern[str]:
     """The regular expression of a search. Raises ValueError."""
     try:
-        return re.compile(written)
+        return re.compile(regex)
     except re.error as error:
         raise ValueError(
-            f"{written!r} is no regular expression: {error}. Put a backslash before what is meant "
+            f"{regex!r} is no regular expression: {error}. Put a backslash before what is meant "
             "as it stands."
         ) from None
 
@@ -507,13 +522,13 @@ def rows_of_episode(numbers: np.ndarray, sample: int) -> list[int]:
 
 
 def told(
-    found: Transcript, characters: int, scored: bool = True, searched: str | None = None
+    transcript: Transcript, characters: int, scored: bool = True, searched: str | None = None
 ) -> list[RenderableType]:
     """A sample for people.
 
     scored: whether its step's samples are; searched: an expression that is marked in its texts.
     """
-    origin = found.origin
+    origin = transcript.origin
     reward = "scoring failed" if origin.reward is None else f"reward {origin.reward:.4g}"
     reward = reward if scored else "not scored"
     scores = ", ".join(f"{name} {value}" for name, value in origin.scores.items())
@@ -522,7 +537,7 @@ def told(
         f"{reward} ({scores}), {trained}; {origin.tokens} tokens, {ending(origin)}; "
         f"{spans(origin)}; {origin.worker}, attempt {origin.attempt}"
     )
-    said = found.parts or (("policy", found.response),)
+    parts = transcript.parts or (("policy", transcript.response),)
     seat = "" if origin.player is None else f" (player {origin.player} of {origin.episode})"
     seat += f", played by the opponent {origin.opponent}" if origin.opponent else ""
     return [
@@ -533,10 +548,10 @@ def told(
         ),
         text(facts, "dim"),
         text("asked", "cyan"),
-        marked(found.prompt, characters, searched),
+        marked(transcript.prompt, characters, searched),
         *(
             line
-            for who, part in said
+            for who, part in parts
             if who in WROTE
             for line in (
                 [text(WROTE[who], "cyan"), marked(part, characters, searched)]
@@ -553,11 +568,11 @@ def told(
     ]
 
 
-def marked(said: str, characters: int, searched: str | None) -> RenderableType:
+def marked(answer_text: str, characters: int, searched: str | None) -> RenderableType:
     """A text of a model, with what was searched for marked."""
     from rich.text import Text
 
-    line = Text(printable(said, characters))
+    line = Text(printable(answer_text, characters))
     if searched is not None:
         line.highlight_regex(pattern_of(searched), "reverse")
     return line
@@ -570,8 +585,8 @@ def as_lines(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def record(found: Transcript) -> dict[str, object]:
+def record(transcript: Transcript) -> dict[str, object]:
     """A sample for --json; its texts are whole."""
-    texts = {"prompt": found.prompt, "response": found.response}
-    parts = [{"author": who, "text": part} for who, part in found.parts]
-    return {**asdict(found.origin), **texts, **({"parts": parts} if parts else {})}
+    texts = {"prompt": transcript.prompt, "response": transcript.response}
+    parts = [{"author": who, "text": part} for who, part in transcript.parts]
+    return {**asdict(transcript.origin), **texts, **({"parts": parts} if parts else {})}

@@ -51,26 +51,30 @@ class Law:
 
 def answer(request: Request) -> Answer:
     """Fit the law for each run that was named."""
-    asked = request.arguments
-    runs = [request.files, *(find_run(request.files.store, name) for name in asked.others)]
-    laws = [law_of(run, asked.of, asked.skip) for run in runs]
+    arguments = request.arguments
+    runs = [request.files, *(find_run(request.files.store, name) for name in arguments.others)]
+    laws = [law_of(run, arguments.of, arguments.skip) for run in runs]
     if len({law.unit for law in laws}) > 1:
         raise ConfigError(
             "Some of the runs have GPUs and others have none, so their device-hours are not of one "
             "kind. Name runs of one kind."
         )
-    if asked.picture is not None:
-        drawn = [
+    if arguments.picture is not None:
+        series = [
             PlottedRun(name=x.run, compute=x.compute, reward=x.reward, fit=x.fit) for x in laws
         ]
-        Path(asked.picture).expanduser().write_bytes(scaling_png(drawn, laws[0].unit, asked.of))
-    shown: list[RenderableType] = [heading(f"{asked.of} over {laws[0].unit}, intervals at 95 %")]
-    shown += [part for law in laws for part in told(law)]
-    if asked.picture is not None:
-        shown.append(text(f"picture  {asked.picture}"))
+        Path(arguments.picture).expanduser().write_bytes(
+            scaling_png(series, laws[0].unit, arguments.of)
+        )
+    lines: list[RenderableType] = [
+        heading(f"{arguments.of} over {laws[0].unit}, intervals at 95 %")
+    ]
+    lines += [part for law in laws for part in told(law)]
+    if arguments.picture is not None:
+        lines.append(text(f"picture  {arguments.picture}"))
     return Answer(
-        record={"of": asked.of, "unit": laws[0].unit, "runs": [record(law) for law in laws]},
-        shown=shown,
+        record={"of": arguments.of, "unit": laws[0].unit, "runs": [record(law) for law in laws]},
+        shown=lines,
         good=all(law.fit is not None for law in laws),
     )
 
@@ -82,7 +86,7 @@ def law_of(run: RunStore, what: str, skip: int) -> Law:
         raise ConfigError(f"Run {run.run} has no committed step.")
     outlines = [outline_of(run, step) for step in range(first_step(run), last + 1)]
     unit, compute = compute_of(settings_of(run), outlines)
-    steps = [one.step for one in outlines]
+    steps = [outline.step for outline in outlines]
     rewards = rewards_of(run, what, outlines)
     points = [
         (hours, rewards[step])
@@ -91,12 +95,12 @@ def law_of(run: RunStore, what: str, skip: int) -> Law:
     ]
     x = np.array([hours for hours, _ in points], np.float64)
     y = np.array([reward for _, reward in points], np.float64)
-    found, refused = None, None
+    law, refused = None, None
     try:
-        found = fit(x, y)
+        law = fit(x, y)
     except NotIdentified as error:
         refused = str(error)
-    return Law(run=run.run, unit=unit, compute=x, reward=y, fit=found, refused=refused)
+    return Law(run=run.run, unit=unit, compute=x, reward=y, fit=law, refused=refused)
 
 
 def compute_of(config: GRPOConfig, outlines: list[Outline]) -> tuple[str, list[float]]:
@@ -113,10 +117,14 @@ def compute_of(config: GRPOConfig, outlines: list[Outline]) -> tuple[str, list[f
     devices = sum(pools[name].workers * pools[name].per_worker for name in names)
     unit = "GPU-hours" if any(pools[name].gpus for name in names) else "worker-hours"
     hours, so_far = [], 0.0
-    for one in outlines:
-        told = one.metrics.get(DEVICE_HOURS_SO_FAR)
-        seconds = one.metrics.get("time/step") or 0.0
-        so_far = so_far + seconds * devices / HOUR if told is None else max(told, so_far)
+    for outline in outlines:
+        recorded_hours = outline.metrics.get(DEVICE_HOURS_SO_FAR)
+        seconds = outline.metrics.get("time/step") or 0.0
+        so_far = (
+            so_far + seconds * devices / HOUR
+            if recorded_hours is None
+            else max(recorded_hours, so_far)
+        )
         hours.append(so_far)
     return unit, hours
 
@@ -126,21 +134,25 @@ def rewards_of(run: RunStore, what: str, outlines: list[Outline]) -> dict[int, f
     if what.startswith(EVALUATION):
         suite, _, metric = what.removeprefix(EVALUATION).rpartition("/")
         measured = newest_evaluations(run).values()
-        found = {
-            one.version: one.metrics[metric]
-            for one in measured
-            if one.suite == suite and metric in one.metrics
+        points = {
+            evaluation.version: evaluation.metrics[metric]
+            for evaluation in measured
+            if evaluation.suite == suite and metric in evaluation.metrics
         }
-        there = {f"eval/{one.suite}/{name}" for one in measured for name in one.metrics}
+        there = {
+            f"eval/{evaluation.suite}/{name}"
+            for evaluation in measured
+            for name in evaluation.metrics
+        }
     else:
         name = "reward/mean" if what == REWARD else what
-        found = {o.step: v for o in outlines if (v := o.metrics.get(name)) is not None}
-        there = {REWARD, *(name for one in outlines[-1:] for name in one.metrics)}
-    if not found:
+        points = {o.step: v for o in outlines if (v := o.metrics.get(name)) is not None}
+        there = {REWARD, *(name for outline in outlines[-1:] for name in outline.metrics)}
+    if not points:
         near = difflib.get_close_matches(what, there, n=3, cutoff=0.4) or sorted(there)[:3]
         hint = f" Did you mean {' or '.join(near)}?" if near else " It has no evaluations."
         raise ConfigError(f"--of {what}: run {run.run} has nothing of that name.{hint}")
-    return found
+    return points
 
 
 def told(law: Law) -> list[RenderableType]:
@@ -148,9 +160,9 @@ def told(law: Law) -> list[RenderableType]:
     lines: list[RenderableType] = [heading(f"{law.run}, {len(law.compute)} points")]
     if law.fit is None:
         return [*lines, text(f"Not identified. {law.refused}", "bold red")]
-    made = table("parameter", "value", "from", "to", right=("value", "from", "to"))
+    rows = table("parameter", "value", "from", "to", right=("value", "from", "to"))
     for name, value, bounds in parameters(law.fit):
-        made.add_row(name, *(f"{number:.4g}" for number in (value, bounds.low, bounds.high)))
+        rows.add_row(name, *(f"{number:.4g}" for number in (value, bounds.low, bounds.high)))
     ahead = table(
         law.unit, "times so far", "forecast", "from", "to",
         right=(law.unit, "times so far", "forecast", "from", "to"),
@@ -160,17 +172,17 @@ def told(law: Law) -> list[RenderableType]:
         value, bounds = law.fit.forecast(hours)
         numbers = (value, bounds.low, bounds.high)
         ahead.add_row(f"{hours:.4g}", f"{factor:g}", *(f"{number:.4g}" for number in numbers))
-    return [*lines, made, ahead, text(f"A point lies {law.fit.residual:.3g} from the curve (SD).")]
+    return [*lines, rows, ahead, text(f"A point lies {law.fit.residual:.3g} from the curve (SD).")]
 
 
-def parameters(found: Fit) -> list[tuple[str, float, Interval]]:
+def parameters(fit: Fit) -> list[tuple[str, float, Interval]]:
     """Name, value and interval of each."""
-    curve = found.curve
+    curve = fit.curve
     return [
-        ("R0", curve.start, found.start),
-        ("A", curve.asymptote, found.asymptote),
-        ("Cmid", curve.midpoint, found.midpoint),
-        ("B", curve.exponent, found.exponent),
+        ("R0", curve.start, fit.start),
+        ("A", curve.asymptote, fit.asymptote),
+        ("Cmid", curve.midpoint, fit.midpoint),
+        ("B", curve.exponent, fit.exponent),
     ]
 
 

@@ -72,11 +72,11 @@ class Watch:
 
     def _now(self) -> Progress:
         old = self._clock() - self._at
-        found = aged(self._progress, old)
+        progress = aged(self._progress, old)
         if old < SILENT:
-            return found
+            return progress
         silent = Phase(name="nothing is heard of it", seconds=old)
-        return Progress(epoch=0, step=found.step, steps=self._steps, doing=silent)
+        return Progress(epoch=0, step=progress.step, steps=self._steps, doing=silent)
 
     def until_the_end(self) -> dict[str, Any]:
         """Look until nobody works on the run; how it ended."""
@@ -120,15 +120,15 @@ class Watch:
                 self._terminal.say(step_line(self._step, self._steps, metrics), shown=narrow)
 
     def _hear(self, epoch: int) -> None:
-        found = read_progress(self._files)
-        if found is None or found.epoch != epoch:
+        progress = read_progress(self._files)
+        if progress is None or progress.epoch != epoch:
             waiting = Phase(name="waiting for a word of the flow")
-            found = Progress(epoch=epoch, step=self._step, steps=self._steps, doing=waiting)
+            progress = Progress(epoch=epoch, step=self._step, steps=self._steps, doing=waiting)
             if self._progress.epoch == epoch:
                 return
-        self._steps = found.steps or self._steps  # a run that goes on may have been given more
-        if found != self._progress:
-            self._progress, self._at = found, self._clock()
+        self._steps = progress.steps or self._steps  # a run that goes on may have been given more
+        if progress != self._progress:
+            self._progress, self._at = progress, self._clock()
 
     def _stopped(self) -> str:
         last, again = self._lease.last, ""

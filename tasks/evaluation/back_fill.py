@@ -94,8 +94,8 @@ def subjects_of(config: BackFillConfig) -> list[Subject]:
     if config.against is None:
         return [first]
     name, _, version = config.against.partition("@")
-    wanted = version or ",".join(map(str, first.versions))
-    second = subject_of(RunStore(store, name), config, wanted)
+    versions = version or ",".join(map(str, first.versions))
+    second = subject_of(RunStore(store, name), config, versions)
     for suite in config.suites:
         if _manner(first, suite) != _manner(second, suite):
             raise ConfigError(
@@ -106,18 +106,19 @@ def subjects_of(config: BackFillConfig) -> list[Subject]:
     return [first, second]
 
 
-def subject_of(files: RunStore, asked: BackFillConfig, versions: str) -> Subject:
+def subject_of(files: RunStore, settings: BackFillConfig, versions: str) -> Subject:
     """A run with the suites and versions that are asked for."""
     before = settings_of(files)
-    own = {} if before.evaluation is None else before.evaluation.suites
+    own_suites = {} if before.evaluation is None else before.evaluation.suites
     raw = before.model_dump(mode="json")
     suites = {
-        name: own[name].model_dump(mode="json") if name in own else {} for name in asked.suites
+        name: own_suites[name].model_dump(mode="json") if name in own_suites else {}
+        for name in settings.suites
     }
     raw |= {"evaluation": {"suites": suites}, "promotion": None}
-    raw["store"] |= asked.store.model_dump(mode="json", include={"uri", "options"})
+    raw["store"] |= settings.store.model_dump(mode="json", include={"uri", "options"})
     try:
-        config = change(type(before), raw, asked.settings)
+        config = change(type(before), raw, settings.settings)
         config = resolve(config, this_machine()).settings  # of pools that these have added
         check_packages(config)
         check_lengths(config, resumed=True)
@@ -128,23 +129,23 @@ def subject_of(files: RunStore, asked: BackFillConfig, versions: str) -> Subject
         raise ConfigError(str(error)) from error
 
 
-def versions_of(files: RunStore, asked: str) -> dict[int, WeightsRef]:
+def versions_of(files: RunStore, words: str) -> dict[int, WeightsRef]:
     """Number -> weights of the versions asked for, ascending. ValueError for missing ones."""
     start, last = start_of(files), head(files)
     if last is None:
         raise ValueError(f"Run {files.run} has no committed step, so no version to evaluate.")
     everything = range(start, last + 1)
-    if asked == "last":
+    if words == "last":
         numbers = [last]
-    elif asked == "all":
-        numbers = [one for one in everything if _is_there(files, one)]
+    elif words == "all":
+        numbers = [number for number in everything if _is_there(files, number)]
     else:
-        edges = [part.partition("-") for part in asked.split(",")]
+        edges = [part.partition("-") for part in words.split(",")]
         numbers = sorted({n for a, _, b in edges for n in range(int(a), int(b or a) + 1)})
     for number in numbers:
         if number not in everything:
             raise ValueError(f"Run {files.run} has no version {number}. {numbered(start, last)}")
-        if asked != "all" and not _is_there(files, number):
+        if words != "all" and not _is_there(files, number):
             raise ValueError(
                 f"The weights of version {number} of {files.run} are no longer in the store: "
                 "retention removed them. Name versions that are there, or --versions all; "
@@ -208,14 +209,14 @@ def compared(
     theirs: Mapping[tuple[str, int], EvaluationResult],
 ) -> list[Compared]:
     """Each version with the other run's of the same number, or with its only one."""
-    found = []
+    comparisons = []
     for (suite, version), result in ours.items():
         numbers = [number for name, number in theirs if name == suite]
         other = numbers[0] if len(numbers) == 1 else version
         test = tested(store, result, theirs[suite, other])
         if test is not None:
-            found.append(Compared(suite=suite, version=version, against=other, found=test))
-    return found
+            comparisons.append(Compared(suite=suite, version=version, against=other, found=test))
+    return comparisons
 
 
 def _one_run(
@@ -240,19 +241,19 @@ def _one_run(
         stack.enter_context(set_closes(cancelled, cluster.close))
         stack.callback(cancelled.set)
         evaluator = _evaluator(caller, cluster)
-        found: dict[tuple[str, int], EvaluationResult] = {}
+        results: dict[tuple[str, int], EvaluationResult] = {}
         for version, weights in subject.versions.items():
             with _kept(caller, weights):
                 evaluator.place.rollouts.use(weights)
-                made = evaluation(evaluator, version, weights)
-            found |= {(name, version): result for name, result in made.items()}
-    return found
+                version_results = evaluation(evaluator, version, weights)
+            results |= {(name, version): result for name, result in version_results.items()}
+    return results
 
 
 def _evaluator(caller: BackFill, cluster: Cluster) -> Evaluator:
     config, evaluation = caller.config, caller.config.evaluation
     assert evaluation is not None
-    suites = {name: Suite.of(config, name, one) for name, one in evaluation.suites.items()}
+    suites = {name: Suite.of(config, name, suite) for name, suite in evaluation.suites.items()}
     aside = config.evaluates_aside
     opponents = None
     if any(suite.config.opponent is not None for suite in suites.values()):

@@ -187,11 +187,11 @@ class Questioning:
 
     def usable_weights(self, step: int) -> list[WeightsRef]:
         """The version alone; WeightMismatch where the engines are at another one."""
-        held = self.engines[ROLLOUT].weights
-        if held.digest != self.weights.digest:
+        weights = self.engines[ROLLOUT].weights
+        if weights.digest != self.weights.digest:
             raise WeightMismatch(
                 f"The evaluation of version {self.number} found the engines at version "
-                f"{held.version}, {held.digest}: an evaluation measures one version."
+                f"{weights.version}, {weights.digest}: an evaluation measures one version."
             )
         return [self.weights]
 
@@ -215,15 +215,15 @@ class Questioning:
             name="evaluate", sampling=self.suite.sampling, source=self.suite.settings.source
         )
 
-    def key_of(self, asked: SuitePrompts) -> str:
+    def key_of(self, prompts: SuitePrompts) -> str:
         """Of version, questions, sampling and scoring code."""
-        models = [one.model_dump(mode="json") for one in self.config.rewards.on_engines]
+        models = [model.model_dump(mode="json") for model in self.config.rewards.on_engines]
         return key_of(
             self.weights.digest,
-            asked.prompts.to_json(),
+            prompts.prompts.to_json(),
             self.suite.sampling.identity,
             self.config.rollout.engine,
-            code_digest(asked.code),
+            code_digest(prompts.code),
             models,
             *self.suite.played(self.opponent),
             *([meanings] if (meanings := self.suite.meanings) else []),
@@ -240,34 +240,34 @@ def evaluation(
     evaluator: Evaluator, version: int, weights: WeightsRef
 ) -> dict[str, EvaluationResult]:
     """All suites on a version that the engines hold; `version`: its number in the run."""
-    found = {}
+    results = {}
     for name, suite in evaluator.suites.items():
         run = Questioning(evaluator, suite, version, weights)
         try:
-            found[name] = _evaluated(run)
+            results[name] = _evaluated(run)
         finally:
             run.shards.close()
             run.episodes.close()
-        evaluator.keep(found[name])
-        run.tell(VersionEvaluated(result=found[name], version=version))
+        evaluator.keep(results[name])
+        run.tell(VersionEvaluated(result=results[name], version=version))
         # Last: what is noted counts as told.
         note(run.caller.files, name, version, run.files.result_key(suite.summing))
-    return found
+    return results
 
 
 def _evaluated(run: Questioning) -> EvaluationResult:
     """One suite: as it is in the store, or made now."""
     began = time.time()
-    asked = result_of(ask.submit(run))
-    run.files = EvaluationFiles(run.store, run.key_of(asked))
-    known = run.files.result_key(run.suite.summing)
-    result = find_result(run.store, known)
+    prompts = result_of(ask.submit(run))
+    run.files = EvaluationFiles(run.store, run.key_of(prompts))
+    result_key = run.files.result_key(run.suite.summing)
+    result = find_result(run.store, result_key)
     if result is None or result.failed:  # a failure is no result: it is scored again
-        count = -(-len(asked.prompts) // run.suite.settings.rows_per_shard)
+        count = -(-len(prompts.prompts) // run.suite.settings.rows_per_shard)
         evaluated = [
-            evaluate_shards.submit(run, asked, shards) for shards in run.shards.ranges(count)
+            evaluate_shards.submit(run, prompts, shards) for shards in run.shards.ranges(count)
         ]
-        summed = summarize.submit(run, asked, evaluated, began)  # type: ignore[arg-type]
+        summed = summarize.submit(run, prompts, evaluated, began)  # type: ignore[arg-type]
         result = result_of(summed)
     return result.known_as(run.suite.name, run.number)
 
@@ -280,7 +280,7 @@ def ask(run: Questioning) -> SuitePrompts:
     record = run.files.finished(out_key)
     if record is None:
         with attempted(run, STEP_NUMBER, "evaluation prompts") as attempt:
-            made = prompters(run.engines).call(
+            prompts = prompters(run.engines).call(
                 PromptMaker.prompts,
                 run.call_id(STEP_NUMBER, f"prompts-{suite.prompts_key}"),
                 attempt.assignment,
@@ -289,37 +289,37 @@ def ask(run: Questioning) -> SuitePrompts:
                 out_key=out_key,
                 source=suite.settings.source,
             )
-        if made.ref is None:
+        if prompts.ref is None:
             raise ConfigError(
                 f"The first {len(rows)} rows of {suite.source.name} give the suite {suite.name} no "
                 f"prompt of at most {suite.config.data.max_prompt_tokens} tokens. Set its "
                 "prompt.max_prompt_tokens higher."
             )
         dropped: dict[str, list[int]] = {}
-        for row, reason in made.dropped:
+        for row, reason in prompts.dropped:
             dropped.setdefault(reason, []).append(row)
-        record = run.files.finish(out_key, {"ref": made.ref.to_json(), "dropped": dropped})
+        record = run.files.finish(out_key, {"ref": prompts.ref.to_json(), "dropped": dropped})
     with attempted(run, STEP_NUMBER, "reward code"):
-        called = run.engines[SCORER].call(
+        result = run.engines[SCORER].call(
             Scorer.reward_code, run.call_id(STEP_NUMBER, f"code-{suite.name}")
         )
     return SuitePrompts(
         prompts=BatchRef.from_json(record["ref"]),
         dropped={str(why): list(gone) for why, gone in dict(record["dropped"]).items()},  # type: ignore[call-overload]
-        code=tuple(called.values()),
+        code=tuple(result.values()),
     )
 
 
 @task(name="evaluate", task_run_name="evaluate {shards}", **OPTIONS)
 def evaluate_shards(
-    run: Questioning, asked: SuitePrompts, shards: ShardRange
+    run: Questioning, prompts: SuitePrompts, shards: ShardRange
 ) -> list[EvaluatedShard]:
     """Answers to some shards of the questions, with their scores."""
     return run.shards.drive(
         STEP_NUMBER,
         "evaluate",
         shards,
-        lambda shard: evaluated_shard(run, asked.prompts.part(shard - 1, shards.of), shard),
+        lambda shard: evaluated_shard(run, prompts.prompts.part(shard - 1, shards.of), shard),
     )
 
 
@@ -346,7 +346,7 @@ def evaluated_shard(run: Questioning, part: BatchRef, shard: int) -> EvaluatedSh
         record = {
             "ref": ref.to_json(),
             "metrics": {name: asdict(metric) for name, metric in result.metrics.items()},
-            "code": [asdict(one) for one in result.code],
+            "code": [asdict(function) for function in result.code],
             "worker_seconds": {**run.attempts.worker_seconds(shard)},
         }
         if not result.failed:
@@ -357,19 +357,23 @@ def evaluated_shard(run: Questioning, part: BatchRef, shard: int) -> EvaluatedSh
 def of_record(record: Mapping[str, object]) -> EvaluatedShard:
     """A shard from its record."""
     metrics, code = record["metrics"], record["code"]
-    held = record.get("worker_seconds", {})  # an older Refrain counted none
-    assert isinstance(metrics, Mapping) and isinstance(code, list) and isinstance(held, Mapping)
+    worker_seconds = record.get("worker_seconds", {})  # an older Refrain counted none
+    assert (
+        isinstance(metrics, Mapping)
+        and isinstance(code, list)
+        and isinstance(worker_seconds, Mapping)
+    )
     return EvaluatedShard(
         ref=BatchRef.from_json(record["ref"]),
-        metrics={name: LoggedMetric(**one) for name, one in metrics.items()},
+        metrics={name: LoggedMetric(**metric) for name, metric in metrics.items()},
         code=tuple(code),
-        worker_seconds=dict(held),
+        worker_seconds=dict(worker_seconds),
     )
 
 
 @task(name="sum up", task_run_name="sum up", **OPTIONS)
 def summarize(
-    run: Questioning, asked: SuitePrompts, evaluated: list[list[EvaluatedShard]], began: float
+    run: Questioning, prompts: SuitePrompts, evaluated: list[list[EvaluatedShard]], began: float
 ) -> EvaluationResult:
     """Metrics and intervals of all shards, as one stored result."""
     shards = [shard for part in evaluated for shard in part]
@@ -386,10 +390,10 @@ def summarize(
         on=run.suite.manner(run.opponent),
         metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
         intervals=intervals,
-        asked=len(asked.prompts),
-        dropped=asked.dropped,
+        asked=len(prompts.prompts),
+        dropped=prompts.dropped,
         samples=samples,
-        prompts=asked.prompts,
+        prompts=prompts.prompts,
         reward_code={key_of(list(shard.code)): list(shard.code) for shard in shards},
         right_from=settings.right_from,
         seconds=time.time() - began,
@@ -404,8 +408,8 @@ def summarize(
 def cost_of(run: Questioning, shards: Sequence[EvaluatedShard]) -> dict[str, float]:
     """What the evaluation's calls had of devices, those of a process that died too."""
     seconds = [shard.worker_seconds for shard in shards]
-    own = run.attempts.worker_seconds(None)  # prompts
-    return calls_cost(summed([*seconds, own]), pools_of(run.caller.config))
+    prompt_seconds = run.attempts.worker_seconds(None)  # prompts
+    return calls_cost(summed([*seconds, prompt_seconds]), pools_of(run.caller.config))
 
 
 Results = dict[str, EvaluationResult]  # by suite
@@ -420,7 +424,9 @@ class Evaluations:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="evaluation")
         self._waiting: list[Future[Results]] = []
         self._done: dict[int, Results] = {}  # by version
-        suites = {name: Suite.of(run.config, name, one) for name, one in config.suites.items()}
+        suites = {
+            name: Suite.of(run.config, name, settings) for name, settings in config.suites.items()
+        }
         self._evaluator = Evaluator(run, _place(run), suites, keep=self._keep)
 
     def begin(self) -> None:
@@ -452,8 +458,8 @@ class Evaluations:
         head = self._run.head
         if self._config.at_end and head not in self._done:
             self._add(head, self._run.engines[ROLLOUT].weights)
-        for one in self._waiting:
-            one.result()
+        for future in self._waiting:
+            future.result()
         return self._done.get(head)
 
     def close(self) -> None:
@@ -494,10 +500,10 @@ class Evaluations:
         return self._done[version]
 
     def _raise_failure(self) -> None:
-        for one in self._waiting:
-            if one.done() and not one.cancelled():
-                one.result()
-        self._waiting = [one for one in self._waiting if not one.done()]
+        for future in self._waiting:
+            if future.done() and not future.cancelled():
+                future.result()
+        self._waiting = [future for future in self._waiting if not future.done()]
 
     def _keep(self, result: EvaluationResult) -> None:
         self._run.measured |= evaluation_metrics(result)
@@ -521,8 +527,8 @@ def evaluations(run: Run) -> Iterator[Evaluations | None]:
     if run.config.evaluation is None:
         yield None
         return
-    found = Evaluations(run, run.config.evaluation)
+    tests = Evaluations(run, run.config.evaluation)
     try:
-        yield found
+        yield tests
     finally:
-        found.close()
+        tests.close()

@@ -124,7 +124,9 @@ def paired(
 
 def tested(store: Store, first: EvaluationResult, second: EvaluationResult) -> PairedTest | None:
     """Two evaluations of the same rows, prompt by prompt; None where no prompt has scores in both."""
-    pairs = paired(*(scores_of(store, one.samples, one.right_from) for one in (first, second)))
+    pairs = paired(
+        *(scores_of(store, result.samples, result.right_from) for result in (first, second))
+    )
     return paired_test(*pairs) if len(pairs[0]) else None
 
 

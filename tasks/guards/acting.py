@@ -66,7 +66,7 @@ def guards_on(run: FeatureView, step: int, metrics: Metrics) -> list[GuardRecord
 
     Before the step at which this branch began what a rollback needs may be gone: then it ends there.
     """
-    found = verdicts(
+    records = verdicts(
         run.config,
         step,
         run.last,
@@ -79,7 +79,7 @@ def guards_on(run: FeatureView, step: int, metrics: Metrics) -> list[GuardRecord
         record.model_copy(update={"back_to": run.start})
         if record.back_to is not None and record.back_to < run.start and not _there(run, record)
         else record
-        for record in found
+        for record in records
     ]
 
 
@@ -110,30 +110,30 @@ def carry_out(run: FeatureView, commit: Outline) -> None:
 
 
 def _act(run: FeatureView, step: int, record: GuardRecord) -> None:
-    said = guard_sentence(record, step)
+    sentence = guard_sentence(record, step)
     if record.action == "synchronous":
         run.gate.lower(0)
-        said += (
+        sentence += (
             " The steps under way are finished; from now on max_staleness is 0. To overlap again, "
             "resume with guards=[]."
         )
     elif record.action == "stop":
-        said += _remedy(run, step, record)
-        run.gate.end_after(step, GuardStopped(said))
+        sentence += _remedy(run, step, record)
+        run.gate.end_after(step, GuardStopped(sentence))
     elif record.action == "rollback":
-        said += f" The run goes back to step {record.back_to}" + (
+        sentence += f" The run goes back to step {record.back_to}" + (
             f", with {', '.join(record.change)}." if record.change else "."
         )
         run.gate.end_after(step, WentBack(record, step))
-    get_run_logger().warning(said)
+    get_run_logger().warning(sentence)
     if record.action != "stop":  # that is the run's last word, said as its error
-        run.tell(Note(text=said, warning=True))
+        run.tell(Note(text=sentence, warning=True))
     run.tell(GuardActed(step=step, record=record))
 
 
 def _remedy(run: FeatureView, step: int, record: GuardRecord) -> str:
     """What a person can do who is told that the run was stopped."""
-    guard = next(one for one in run.config.guards if one.label == record.guard)
+    guard = next(candidate for candidate in run.config.guards if candidate.label == record.guard)
     why = ""
     if guard.action == "rollback":
         spent = rollbacks(run.origin) >= run.config.max_rollbacks
@@ -219,8 +219,10 @@ def _opened(run: Run, record: GuardRecord, cause: RollbackCause) -> OpenedRun:
         return open_run(run.flow, config, resume=name)
     except ConfigError as error:
         on = fork_command(run.flow, run.config.store, f"{run.name}@{run.head}")
-        said = f"{cause.why} The run cannot go back: {error} Or go on without by {on} guards=[]."
-        raise GuardStopped(said) from error
+        sentence = (
+            f"{cause.why} The run cannot go back: {error} Or go on without by {on} guards=[]."
+        )
+        raise GuardStopped(sentence) from error
 
 
 def _left(run: Run, config: GRPOConfig) -> Cluster | None:

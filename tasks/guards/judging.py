@@ -23,17 +23,17 @@ def check_rollbacks(config: GRPOConfig) -> None:
     for guard in config.guards:
         if guard.action != "rollback":
             continue
-        named, given = f"guards: rollback.change of {guard.label}", guard.rollback.change
-        if fixed := sorted(key for key in given if key.partition(".")[0] in FIXED):
+        where, settings = f"guards: rollback.change of {guard.label}", guard.rollback.change
+        if fixed := sorted(key for key in settings if key.partition(".")[0] in FIXED):
             raise ConfigError(
-                f"{named} has {fixed[0]}, which a run that goes back keeps. Remove it; a new run can "
+                f"{where} has {fixed[0]}, which a run that goes back keeps. Remove it; a new run can "
                 "have another."
             )
         plain = config.model_dump(mode="json")
         try:
-            change(type(config), plain, settings_after(plain, given))
+            change(type(config), plain, settings_after(plain, settings))
         except ValueError as error:
-            raise ConfigError(f"{named}: {error}") from error
+            raise ConfigError(f"{where}: {error}") from error
 
 
 def settings_after(settings: Mapping[str, Any], change: Mapping[str, Any]) -> list[str]:
@@ -92,24 +92,25 @@ def verdicts(
         rollbacks: how often guards have taken the run back so far.
         metrics: of the step.
     """
-    before = {} if last is None else {one.guard: one for one in last.guards}
-    found = []
+    before = {} if last is None else {record.guard: record for record in last.guards}
+    records = []
     for guard in config.guards:
         if guard.action == "synchronous" and max_staleness == 0:
             continue
         earlier = before.get(guard.label)
         earlier = anew(earlier, step > start + 1) if earlier is not None else None
         record = judge(guard, earlier, metrics.get(guard.metric))
-        found.append(_with_action(config, guard, step, rollbacks, record))
-    return one_end(found)
+        records.append(_with_action(config, guard, step, rollbacks, record))
+    return one_end(records)
 
 
-def anew(record: GuardRecord, own: bool) -> GuardRecord:
+def anew(record: GuardRecord, own_window: bool) -> GuardRecord:
     """Where a guard stands before the next step: its mean stays, counts may begin anew.
 
-    They do in a fork (`own`: false), and where the guard had stopped the run: a person resumed it.
+    They do in a fork (`own_window`: false), and where the guard had stopped the run: a person resumed
+    it.
     """
-    if own and record.action not in ("stop", "rollback"):
+    if own_window and record.action not in ("stop", "rollback"):
         return record
     return record.model_copy(update={"beyond": 0, "within": 0, "armed": True})
 
@@ -127,8 +128,8 @@ def judge(guard: GuardConfig, before: GuardRecord | None, value: float | None) -
         value: of the metric; None where the step has none, which leaves everything as it is.
     """
     old = before or GuardRecord(guard=guard.label, metric=guard.metric, value=None, threshold=None)
-    known = old.mean if old.seen >= guard.window else None
-    threshold = guard.threshold(known)
+    reference = old.mean if old.seen >= guard.window else None
+    threshold = guard.threshold(reference)
     finite = value is not None and math.isfinite(value)
     update: dict[str, object] = {
         "metric": guard.metric,
@@ -147,10 +148,10 @@ def judge(guard: GuardConfig, before: GuardRecord | None, value: float | None) -
         update |= {"crossed": True, "beyond": beyond, "within": 0, "armed": old.armed and not acts}
         update |= {"action": guard.action if acts else None}
         return old.model_copy(update=update)
-    seen, within = old.seen + 1, old.within + 1
-    mean = value if old.mean is None else old.mean + (value - old.mean) / min(seen, guard.window)
+    steps, within = old.seen + 1, old.within + 1
+    mean = value if old.mean is None else old.mean + (value - old.mean) / min(steps, guard.window)
     armed = old.armed or within >= guard.patience
-    update |= {"beyond": 0, "within": within, "armed": armed, "mean": mean, "seen": seen}
+    update |= {"beyond": 0, "within": within, "armed": armed, "mean": mean, "seen": steps}
     return old.model_copy(update=update)
 
 
@@ -175,15 +176,15 @@ def one_end(records: Sequence[GuardRecord]) -> list[GuardRecord]:
 
     Of the others the record stays, with its count, and the action warn.
     """
-    ends = [one for one in records if one.action in ("stop", "rollback")]
+    ends = [record for record in records if record.action in ("stop", "rollback")]
     if len(ends) < 2:
         return list(records)
-    back = [one for one in ends if one.back_to is not None]
-    chosen = min(back, key=lambda one: one.back_to or 0) if back else ends[0]
+    back = [end for end in ends if end.back_to is not None]
+    verdict = min(back, key=lambda record: record.back_to or 0) if back else ends[0]
     warned: dict[str, object] = {"action": "warn", "back_to": None, "change": []}
     return [
-        one.model_copy(update=warned) if one in ends and one is not chosen else one
-        for one in records
+        record.model_copy(update=warned) if record in ends and record is not verdict else record
+        for record in records
     ]
 
 
@@ -195,8 +196,8 @@ def rollbacks(origin: Origin | None) -> int:
 
 def pending_rollback(last: Commit | None) -> GuardRecord | None:
     """The rollback that a commit decided on; None where it did not."""
-    found = [] if last is None else [one for one in last.guards if one.action == "rollback"]
-    return found[0] if found else None
+    pending = [] if last is None else [guard for guard in last.guards if guard.action == "rollback"]
+    return pending[0] if pending else None
 
 
 def bound_in_force(config: GRPOConfig, last: Commit | None) -> int:
@@ -234,11 +235,11 @@ def guard_table(commit: Commit) -> list[str]:
         return []
     lines = ["", "#### Guards", "", "| guard | metric | value | bound | beyond, steps in a row | |"]
     lines.append("|---|---|---|---|---|---|")
-    for one in commit.guards:
-        value, bound = _shown(one.value), _shown(one.threshold)
+    for guard in commit.guards:
+        value, bound = _shown(guard.value), _shown(guard.threshold)
         lines.append(
-            f"| {escaped(one.guard)} | {cell(one.metric)} | {value} | {bound} "
-            f"| {one.beyond} | {_does(one)} |"
+            f"| {escaped(guard.guard)} | {cell(guard.metric)} | {value} | {bound} "
+            f"| {guard.beyond} | {_does(guard)} |"
         )
     return lines
 

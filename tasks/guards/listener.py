@@ -20,5 +20,5 @@ def send(run: str, event: GuardActed) -> None:
     record = event.record
     facts = {"guard": record.guard, "metric": record.metric, "action": str(record.action)}
     numbers = {"value": record.value, "threshold": record.threshold, "back_to": record.back_to}
-    known = {name: number for name, number in numbers.items() if number is not None}
-    emit(GUARD, run, step=event.step, **facts, **known)
+    payload = {name: number for name, number in numbers.items() if number is not None}
+    emit(GUARD, run, step=event.step, **facts, **payload)

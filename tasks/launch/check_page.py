@@ -49,26 +49,26 @@ def page(
     config: GRPOConfig, findings: Sequence[Finding], width: int | None
 ) -> Iterator[tuple[str, list[str]]]:
     """Headings, each with its lines, of at most `width` characters where that can be."""
-    said = {"Rollout": _sampling(config), "Training": _training(config)}
+    summaries = {"Rollout": _sampling(config), "Training": _training(config)}
     of = {check: group for group, checks in GROUPS.items() for check in checks}
-    warnings = [one for one in findings if one.warning or one.check == "warning"]
+    warnings = [finding for finding in findings if finding.warning or finding.check == "warning"]
     for group in GROUPS:
         its = [
-            one
-            for one in findings
-            if one not in warnings
-            and of.get(one.check, "Workers and machine") == group
-            and one.found
+            finding
+            for finding in findings
+            if finding not in warnings
+            and of.get(finding.check, "Workers and machine") == group
+            and finding.found
         ]
-        lines = list(_wrapped(said[group], width)) if group in said else []
-        for one in sorted(its, key=lambda one: one.place is None):
-            lines += _wrapped(one.found, width)
-            if one.place is not None:
-                lines += memory_table(one.place)
+        lines = list(_wrapped(summaries[group], width)) if group in summaries else []
+        for entry in sorted(its, key=lambda finding: finding.place is None):
+            lines += _wrapped(entry.found, width)
+            if entry.place is not None:
+                lines += memory_table(entry.place)
         if lines:
             yield group, lines
     if warnings:
-        yield "Warnings", [line for one in warnings for line in _wrapped(one.found, width)]
+        yield "Warnings", [line for warning in warnings for line in _wrapped(warning.found, width)]
 
 
 def memory_table(place: Place) -> list[str]:
@@ -79,8 +79,8 @@ def memory_table(place: Place) -> list[str]:
     if small := sum(size for _, size in parts[len(rows) :]):
         rows.append((f"{len(parts) - len(rows)} smaller ones", small))
     if place.limit is not None:
-        left = place.limit - place.planned
-        rows.append(("free", left) if left >= 0 else ("too much", -left))
+        rest = place.limit - place.planned
+        rows.append(("free", rest) if rest >= 0 else ("too much", -rest))
     longest = max((len(name) for name, _ in rows), default=0)
     width = min(longest, 80 - BAR - 24)
     return [
@@ -96,10 +96,11 @@ def _bar(share: float) -> str:
 
 def _sampling(config: GRPOConfig) -> str:
     rollout = config.rollout
+    most = "" if config.same_sizes else "up to "
     return (
-        f"{config.samples_per_step} samples a step ({config.prompts_per_step} prompts x "
-        f"{config.group_size}) by {rollout.engine}, of up to {rollout.max_new_tokens} new tokens at "
-        f"temperature {rollout.temperature:g}"
+        f"{most}{config.samples_per_step} samples a step ({config.prompts_per_step} prompts x "
+        f"{most}{config.group_size}) by {rollout.engine}, of up to {rollout.max_new_tokens} new "
+        f"tokens at temperature {rollout.temperature:g}"
     )
 
 

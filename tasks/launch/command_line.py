@@ -89,10 +89,10 @@ def _begin(flow: str, resolved: Resolved[GRPOConfig], arguments: argparse.Namesp
 
         if begun(config, arguments.name):
             resume, fork = arguments.name, None
-            if said := finished(config, resume):
-                print_text(said)
+            if sentence := finished(config, resume):
+                print_text(sentence)
                 return 0
-    findings = [Finding(check="settings", found=str(one)) for one in resolved.decisions]
+    findings = [Finding(check="settings", found=str(decision)) for decision in resolved.decisions]
     with imports_uncollected(), _place_shown():
         findings += check_settings(config, resumed=resume is not None)
         with models_tested(config, resumed=resume is not None) as tested:
@@ -129,8 +129,8 @@ def _begin(flow: str, resolved: Resolved[GRPOConfig], arguments: argparse.Namesp
     if waits:
         from tasks.run.opening import wait_for_writer
 
-        if said := wait_for_writer(opened.files):
-            print_text(said)
+        if sentence := wait_for_writer(opened.files):
+            print_text(sentence)
     from tasks.run.run_record import load_flow
 
     call = load_flow(flow)
@@ -171,7 +171,8 @@ def _run(call: Callable[[Run], Any], opened: OpenedRun, waits: bool) -> int:
     try:
         last_words = partial(_stopped, terminal, again)
         with started(opened, reporting_on(terminal), last_words, waits=waits) as run:
-            terminal.say(f"Run {name}: {config.steps} steps of {config.samples_per_step} samples")
+            most = f"{'' if config.same_sizes else 'up to '}{config.samples_per_step}"
+            terminal.say(f"Run {name}: {config.steps} steps of {most} samples")
             if run.origin is not None:
                 terminal.say(f"It begins after {run.origin}; {_data_of(run)}.")
             with prefect_server(HOME / "prefect") as dashboard:
@@ -282,16 +283,16 @@ def _settings(flow: str, model: type[GRPOConfig], arguments: argparse.Namespace)
     if not RUN_NAME.fullmatch(earlier):
         option = "--resume" if arguments.resume is not None else "--fork"
         raise ConfigError(f"{option} {earlier}: no run has such a name. refrain runs lists them.")
-    given = [word for word in words if word.startswith("store.")]
-    where = change(_Stored, {}, given).store
+    store_words = [word for word in words if word.startswith("store.")]
+    where = change(_Stored, {}, store_words).store
     files = RunStore(Store(where.uri, where.options), earlier)
     check_same_flow(files, flow, where, arguments.fork)
-    stored = stored_settings(files)
+    settings = stored_settings(files)
     if (
         arguments.resume
     ):  # complete, also where an older Refrain stored less: nothing is decided anew
-        stored = validate(model, stored).model_dump(mode="json")
-    return change(model, stored, words)
+        settings = validate(model, settings).model_dump(mode="json")
+    return change(model, settings, words)
 
 
 class _Stored(Settings):

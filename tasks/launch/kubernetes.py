@@ -47,11 +47,11 @@ def render(config: GRPOConfig, module: str, name: str) -> list[Resource]:
     """
     _check(config, name)
     kubernetes = config.cluster.kubernetes
-    found = [*_read("rbac.yaml"), *_network(config), _settings(config, name)]
-    found.append(_job(config, module, name))
-    for resource in found:
+    resources = [*_read("rbac.yaml"), *_network(config), _settings(config, name)]
+    resources.append(_job(config, module, name))
+    for resource in resources:
         resource["metadata"]["namespace"] = kubernetes.namespace
-    return found
+    return resources
 
 
 def as_yaml(resources: list[Resource]) -> str:
@@ -80,13 +80,13 @@ def words_of(path: str) -> list[str]:
 
 def local_files(config: GRPOConfig) -> list[str]:
     """Files of this machine that the settings name; the image has to have them too."""
-    named = {text.partition(":")[0] for text in _texts(config.model_dump(mode="json"))}
-    return sorted(one for one in named if one.startswith("/") and os.path.isfile(one))
+    paths = {text.partition(":")[0] for text in _texts(config.model_dump(mode="json"))}
+    return sorted(path for path in paths if path.startswith("/") and os.path.isfile(path))
 
 
 def _words(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in values.items():
-        inner = isinstance(value, dict) and value and not any("." in str(one) for one in value)
+        inner = isinstance(value, dict) and value and not any("." in str(name) for name in value)
         if inner:
             yield from _words(value, f"{prefix}{key}.")
         else:
@@ -115,8 +115,8 @@ def _check(config: GRPOConfig, name: str) -> None:
             f"cluster.kind = {cluster.kind}, and these manifests are for Kubernetes. Set "
             "cluster.kind=kubernetes."
         )
-    if said := credential_sentence(config) or patch_sentence(kubernetes):
-        raise ConfigError(said)  # a ConfigMap would show credentials
+    if fault := credential_sentence(config) or patch_sentence(kubernetes):
+        raise ConfigError(fault)  # a ConfigMap would show credentials
     if local and not mounted:
         raise ConfigError(
             f"store.uri = {config.store.uri} is a folder of the flow's pod alone. Set store.uri to "
@@ -152,7 +152,7 @@ def _network(config: GRPOConfig) -> list[Resource]:
     """The policies of infra/kubernetes/network.yaml, with the places that the settings name."""
     kubernetes, port = config.cluster.kubernetes, config.tracking.prometheus_port
     closed, operator, flow = _read("network.yaml")
-    closed["spec"]["egress"] += [_egress(one) for one in kubernetes.destinations]
+    closed["spec"]["egress"] += [_egress(destination) for destination in kubernetes.destinations]
     (source,) = operator["spec"]["ingress"][0]["from"]
     source["namespaceSelector"]["matchLabels"] = {
         "kubernetes.io/metadata.name": kubernetes.operator_namespace
@@ -165,8 +165,8 @@ def _network(config: GRPOConfig) -> list[Resource]:
 def _egress(place: NetworkDestination) -> Resource:
     network = ip_network(place.cidr)
     block: Resource = {"cidr": place.cidr}
-    if kept := [str(one) for one in METADATA if lies_in(one, network)]:
-        block["except"] = kept
+    if exceptions := [str(address) for address in METADATA if lies_in(address, network)]:
+        block["except"] = exceptions
     ports = [{"protocol": "TCP", "port": port} for port in place.ports]
     return {"to": [{"ipBlock": block}], "ports": ports}
 

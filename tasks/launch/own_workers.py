@@ -27,8 +27,8 @@ def check(config: RunConfig, pool: str, count: int, name: str) -> None:
             f"cluster.kind = {cluster.kind}, and its workers are started by the run. For workers "
             "that runs join, set cluster.kind=address and cluster.address=tcp://HOST:PORT."
         )
-    if said := address_sentence(config) or credential_sentence(config):
-        raise ConfigError(said)
+    if fault := address_sentence(config) or credential_sentence(config):
+        raise ConfigError(fault)
     if pool not in cluster.pools:
         raise ConfigError(f"{pool} is no pool. Name one of {', '.join(sorted(cluster.pools))}.")
     if count < 1:

@@ -46,10 +46,10 @@ def prune(client: SyncPrefectClient, config: PruneConfig, now: datetime.datetime
     """
     before = now - datetime.timedelta(days=config.days)
     runs = artifacts = 0
-    while found := _ended(client, config, before):
-        ids = [run.id for run in found]
+    while flow_runs := _ended(client, config, before):
+        ids = [run.id for run in flow_runs]
         artifacts += _without_artifacts(client, FlowRunFilter(id=FlowRunFilterId(any_=ids)))
-        for run in found:
+        for run in flow_runs:
             with contextlib.suppress(ObjectNotFound):  # another has removed it
                 client.delete_flow_run(run.id)
                 runs += 1
@@ -72,10 +72,10 @@ def _ended(
 def _without_artifacts(client: SyncPrefectClient, runs: FlowRunFilter) -> int:
     """Remove the artifacts of some flow runs; returns how many."""
     count = 0
-    while found := client.read_artifacts(
+    while artifacts := client.read_artifacts(
         artifact_filter=ArtifactFilter(), flow_run_filter=runs, limit=ARTIFACTS_AT_ONCE
     ):
-        for artifact in found:
+        for artifact in artifacts:
             with contextlib.suppress(ObjectNotFound):
                 client.delete_artifact(artifact.id)
                 count += 1

@@ -64,12 +64,12 @@ class Deployments:
 
     @property
     def names(self) -> list[str]:
-        return [one["name"] for one in self.file["deployments"]]
+        return [deployment["name"] for deployment in self.file["deployments"]]
 
     @property
     def pools(self) -> list[str]:
         """Work pools, by name."""
-        return sorted({one["work_pool"]["name"] for one in self.file["deployments"]})
+        return sorted({deployment["work_pool"]["name"] for deployment in self.file["deployments"]})
 
     def warnings(self) -> list[str]:
         """Sentences: what of the settings of all one does not have, and whose curves nobody sees."""
@@ -103,37 +103,43 @@ def deployments(
     """
     file = yaml.safe_load(shipped.read_text())
     template = file.pop("definitions")["deployment"]
-    known = {one["name"]: one for one in file["deployments"]}
-    found, own, everywhere = known, dict[str, list[str]](), list[str]()
+    ours = {deployment["name"]: deployment for deployment in file["deployments"]}
+    by_name, words_by_name, everywhere = ours, dict[str, list[str]](), list[str]()
     if team is not None:
-        found = {one.name: _entry(one, known, template) for one in team.deployments}
-        own = {one.name: words_of(one.settings) for one in team.deployments}
+        by_name = {
+            deployment.name: _entry(deployment, ours, template) for deployment in team.deployments
+        }
+        words_by_name = {
+            deployment.name: words_of(deployment.settings) for deployment in team.deployments
+        }
         everywhere = words_of(team.settings)
     for name in names:
-        if name not in found:
-            near = difflib.get_close_matches(name, found, n=1)
+        if name not in by_name:
+            near = difflib.get_close_matches(name, by_name, n=1)
             hint = f"Did you mean {near[0]}? " if near else ""
             raise ConfigError(
-                f"There is no deployment {name}. {hint}There are: {', '.join(found)}."
+                f"There is no deployment {name}. {hint}There are: {', '.join(by_name)}."
             )
-    of_runs = [one for one in (*known.values(), *found.values()) if _recipe_of(one) is not None]
-    runs = [*dict.fromkeys(settings_class(load_flow(_flow_of(one))) for one in of_runs)]
+    of_runs = [
+        entry for entry in (*ours.values(), *by_name.values()) if _recipe_of(entry) is not None
+    ]
+    runs = [*dict.fromkeys(settings_class(load_flow(_flow_of(entry))) for entry in of_runs)]
     shared = [*everywhere, *(words if len(names) != 1 else ())]
     entries, curves, left_out = [], {}, {}
-    for name in names or found:
-        entry = copy.deepcopy(found[name])
-        build, given = _recipe_of(entry), [*everywhere, *own.get(name, ()), *words]
+    for name in names or by_name:
+        entry = copy.deepcopy(by_name[name])
+        build, settings = _recipe_of(entry), [*everywhere, *words_by_name.get(name, ()), *words]
         try:
             _check_parameters(entry)
             if build is None:
-                left_out[name] = _fill_in(entry, given, shared, runs)
+                left_out[name] = _fill_in(entry, settings, shared, runs)
             else:
-                config = _loaded(entry, build, given)
+                config = _loaded(entry, build, settings)
                 curves[name] = config.tracking.uri
         except ConfigError as error:
             raise ConfigError(f"Deployment {name}: {error}") from None
         entries.append(_with_limit_told(entry))
-    nowhere = [word for word in shared if all(word in left for left in left_out.values())]
+    nowhere = [word for word in shared if all(word in absent for absent in left_out.values())]
     if nowhere and not curves:
         raise ConfigError(f"{_pair(nowhere[0])[0]}: none of these deployments has such a setting.")
     return Deployments(
@@ -144,42 +150,46 @@ def deployments(
 
 
 def _entry(
-    one: DeploymentEntry, known: Mapping[str, Any], template: Mapping[str, Any]
+    deployment: DeploymentEntry, ours: Mapping[str, Any], template: Mapping[str, Any]
 ) -> dict[str, Any]:
     """An entry of a team's file as one of Prefect's."""
-    base = known.get(one.name)
-    if one.flow is not None and one.recipe is None:
-        flow = _module_path(one.flow)
-        alike = (of for of in known.values() if _recipe_of(of) is None and _flow_of(of) == flow)
+    base = ours.get(deployment.name)
+    if deployment.flow is not None and deployment.recipe is None:
+        flow = _module_path(deployment.flow)
+        alike = (of for of in ours.values() if _recipe_of(of) is None and _flow_of(of) == flow)
         base = next(alike, None)
-    if base is None or one.recipe is not None or (one.flow is not None and _recipe_of(base)):
-        flow = one.flow or (_flow_of(base) if base else "grpo")
-        recipe = one.recipe or DEMO
+    if (
+        base is None
+        or deployment.recipe is not None
+        or (deployment.flow is not None and _recipe_of(base))
+    ):
+        flow = deployment.flow or (_flow_of(base) if base else "grpo")
+        recipe = deployment.recipe or DEMO
         path = str(find_recipe(recipe).absolute()) if "/" in recipe else recipe
-        made = {
+        entry = {
             **template,
-            "name": one.name,
+            "name": deployment.name,
             "entrypoint": _module_path(flow).replace(":", "."),
             "tags": [flow.rpartition(":")[2]],
             "build": [{RECIPE: {"id": "recipe", "name": path, "flow": flow}}],
         }
         if not _module_path(flow).startswith(OURS):
-            made["work_pool"] = {**template["work_pool"], "job_variables": own_flow_variables()}
+            entry["work_pool"] = {**template["work_pool"], "job_variables": own_flow_variables()}
     else:
-        made = {**base, "name": one.name}
-    own = one.of_prefect()
+        entry = {**base, "name": deployment.name}
+    changes = deployment.of_prefect()
     for key in ("parameters", "work_pool"):  # what they do not name stays
-        if isinstance(own.get(key), dict):
-            own[key] = {**made.get(key, {}), **own[key]}
-    return {**made, **own}
+        if isinstance(changes.get(key), dict):
+            changes[key] = {**entry.get(key, {}), **changes[key]}
+    return {**entry, **changes}
 
 
 def _with_limit_told(entry: dict[str, Any]) -> dict[str, Any]:
     """What a run that finds others at work does, in the description that the page shows."""
     limit = entry.get("concurrency_limit")
     if isinstance(limit, dict) and limit.get("collision_strategy", ENQUEUE) == ENQUEUE:
-        said = WAITING.format(limit=limit["limit"])
-        entry["description"] = f"{entry.get('description', '')} {said}".strip()
+        sentence = WAITING.format(limit=limit["limit"])
+        entry["description"] = f"{entry.get('description', '')} {sentence}".strip()
     return entry
 
 
@@ -209,11 +219,11 @@ def _recipe_of(entry: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _check_parameters(entry: Mapping[str, Any]) -> None:
     """ConfigError for a parameter that the entry's flow has not."""
-    known = inspect.signature(load_flow(_flow_of(entry)).fn).parameters
+    parameters = inspect.signature(load_flow(_flow_of(entry)).fn).parameters
     for name in entry.get("parameters", {}):
-        if name not in known:
+        if name not in parameters:
             raise ConfigError(
-                f"parameters.{name}: its flow has no such parameter. It has {', '.join(known)}."
+                f"parameters.{name}: its flow has no such parameter. It has {', '.join(parameters)}."
             )
 
 
@@ -243,19 +253,19 @@ def _fill_in(
         runs: classes of runs' settings.
     """
     model = typing.get_type_hints(load_flow(_flow_of(entry)).fn)["config"]
-    fields, given = model.model_fields, {**entry.get("parameters", {}).get("config", {})}
-    taken, left_out = list[str](), list[str]()
+    fields, parameters = model.model_fields, {**entry.get("parameters", {}).get("config", {})}
+    settings, left_out = list[str](), list[str]()
     for word in words:
         group = _group(word)
         places = group in SHARED and (group in fields or "settings" in fields)
         its_own = group in fields and group not in GRPOConfig.model_fields
-        (taken if word not in shared or places or its_own else left_out).append(word)
+        (settings if word not in shared or places or its_own else left_out).append(word)
     if "settings" in fields:
-        of_run = [word for word in taken if _group(word) not in fields]
+        of_run = [word for word in settings if _group(word) not in fields]
         _check_settings_of_runs(of_run, runs)
-        given |= {"settings": [*given.get("settings", ()), *of_run]} if of_run else {}
-        taken = [word for word in taken if word not in of_run]
-    config = filled_in(model, given, taken)
+        parameters |= {"settings": [*parameters.get("settings", ()), *of_run]} if of_run else {}
+        settings = [word for word in settings if word not in of_run]
+    config = filled_in(model, parameters, settings)
     entry["parameters"] = {**entry.get("parameters", {}), "config": config}
     return left_out
 
@@ -269,9 +279,9 @@ def _check_settings_of_runs(words: Sequence[str], runs: Sequence[type[GRPOConfig
     """ConfigError for a word that is no setting of any run."""
     recipe = read_yaml(find_recipe("tiny").read_text())
     for word in words:
-        said = [no_such_settings(model, recipe, [word]) for model in runs]
-        if all(said):
-            raise ConfigError("\n".join(said[0]))
+        faults = [no_such_settings(model, recipe, [word]) for model in runs]
+        if all(faults):
+            raise ConfigError("\n".join(faults[0]))
 
 
 def _pair(word: str) -> tuple[str, str]:
@@ -313,11 +323,11 @@ def patiently(register: Callable[[], list[str]]) -> list[str]:
 
     What it does twice must come to the same. Raises NotDeployed.
     """
-    for left in reversed(range(ATTEMPTS)):
+    for tries in reversed(range(ATTEMPTS)):
         try:
             return register()
         except httpx.TransportError as error:
-            if not left:
+            if not tries:
                 raise NotDeployed(
                     f"The Prefect server did not answer {ATTEMPTS} times ({type(error).__name__}: "
                     f"{error}). Deploy again when it is less busy, or set "
@@ -336,12 +346,12 @@ def ensure_pools(client: SyncPrefectClient, names: list[str]) -> list[str]:
     return names
 
 
-def register_deployments(found: Deployments) -> None:
+def register_deployments(declared: Deployments) -> None:
     """All of these, by Prefect's own command."""
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "prefect.yaml"
-        file.write_text(yaml.safe_dump(found.file, sort_keys=False))
+        file.write_text(yaml.safe_dump(declared.file, sort_keys=False))
         done = subprocess.run(
             [*command, "--prefect-file", str(file)],
             stdout=subprocess.PIPE,
@@ -381,21 +391,21 @@ def register_automations(notify: str | None = None, path: Path = AUTOMATIONS_FIL
     notify: a notification block, type/name, through which they speak.
     """
     declared = yaml.safe_load(path.read_text())["automations"]
-    return [_register(one, notify) for one in declared]
+    return [_register(automation, notify) for automation in declared]
 
 
 def _register(declared: dict[str, Any], notify: str | None) -> str:
     subject = declared.pop("subject")
-    wanted = TypeAdapter(Automation).validate_python(
+    automation = TypeAdapter(Automation).validate_python(
         {**declared, "actions": [_action(subject, notify)]}
     )
     try:
-        found = cast(Automation, Automation.read(name=wanted.name))
+        existing = cast(Automation, Automation.read(name=automation.name))
     except ValueError:
-        wanted.create()
+        automation.create()
     else:
-        wanted.model_copy(update={"id": found.id, "enabled": found.enabled}).update()
-    return wanted.name
+        automation.model_copy(update={"id": existing.id, "enabled": existing.enabled}).update()
+    return automation.name
 
 
 def _action(subject: str, notify: str | None) -> dict[str, str]:
@@ -429,8 +439,8 @@ def recipe(name: str, settings: dict[str, Any] | None = None, flow: str = "grpo"
 
 def _without_credentials(config: GRPOConfig) -> GRPOConfig:
     """The settings, which Prefect stores and shows. ConfigError where they hold a credential."""
-    if said := credential_sentence(config):
-        raise ConfigError(said)
+    if fault := credential_sentence(config):
+        raise ConfigError(fault)
     return config
 
 

@@ -72,13 +72,13 @@ class ServerProcess:
     def answers(self) -> bool:
         """Whether it says that it is well."""
         # On this machine: by no proxy. httpx would take three times as long for one request.
-        asked = HTTPConnection(
+        connection = HTTPConnection(
             str(self._health.hostname), self._health.port, timeout=HEALTH_TIMEOUT
         )
-        with contextlib.closing(asked):
+        with contextlib.closing(connection):
             try:
-                asked.request("GET", self._health.path)
-                return asked.getresponse().status == HTTPStatus.OK
+                connection.request("GET", self._health.path)
+                return connection.getresponse().status == HTTPStatus.OK
             except (OSError, HTTPException):
                 return False
 

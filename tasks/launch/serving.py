@@ -124,12 +124,12 @@ def written(folder: Path, served: Served) -> Path:
     target, store = Store(f"file://{folder}"), served.run.store
     if not target.exists(f"{name}/{MANIFEST}"):
         copy_whole(store, served.weights, target, name, stream_whole(store, served.weights))
-    found = open_manifest_at(target, name)
+    copied = open_manifest_at(target, name)
     chain = [manifest for _, manifest in open_chain(store, served.weights)]
     as_it_is = chain[0].adapter is None and FILE_NAMES not in chain[-1].files
-    if as_it_is and found.digest != served.weights.digest:
+    if as_it_is and copied.digest != served.weights.digest:
         raise WeightMismatch(
-            f"{folder / name} has digest {found.digest}, and {served.name} has "
+            f"{folder / name} has digest {copied.digest}, and {served.name} has "
             f"{served.weights.digest}. Remove the folder."
         )
     return folder / name
@@ -163,8 +163,8 @@ def _own_key(file: Path) -> str:
     """The key in a file of this user alone, made where there is none. OSError."""
     with contextlib.suppress(FileExistsError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        made = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with open(made, "w") as text:
+        handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with open(handle, "w") as text:
             text.write(f"{secrets.token_hex(32)}\n")
     with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW)) as text:
         status = os.fstat(text.fileno())
@@ -256,14 +256,14 @@ def _option(name: str, value: object) -> list[str]:
 def _environment(settings: GRPOConfig, log: Path, key: str) -> dict[str, str]:
     rollout = settings.rollout.model_copy(update={"engine": "vllm"})
     threads = settings.cluster.pools[settings.cluster.roles.rollout].threads
-    own = {
+    variables = {
         # vLLM's engine process ends with the server, and the server with this process.
         OWNER_VARIABLE: f"{os.getpid()}:{log}",
         SERVED_KEY: key,  # on no command line, which other users can read
         "OMP_NUM_THREADS": str(threads),
         "VLLM_LOGGING_LEVEL": "INFO",
     }
-    return {**os.environ, **worker_environment(rollout), **own}
+    return {**os.environ, **worker_environment(rollout), **variables}
 
 
 def _watch(config: ServeConfig, store: Store, served: Served, server: ServerProcess) -> Served:

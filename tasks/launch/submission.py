@@ -79,9 +79,9 @@ class Submission:
         try:
             self.record = SubmissionRecord.model_validate_json((self.folder / RECORD).read_text())
         except FileNotFoundError:
-            known = ", ".join(sorted(one.name for one in submitted(folder.parent))) or "none"
+            names = ", ".join(sorted(path.name for path in submitted(folder.parent))) or "none"
             raise ConfigError(
-                f"There is no submission {folder.name} in {folder.parent}. There are: {known}."
+                f"There is no submission {folder.name} in {folder.parent}. There are: {names}."
             ) from None
 
     @property
@@ -107,8 +107,8 @@ class Submission:
         for name in reversed(store.children()):
             if not name.startswith(f"{self.record.family}-"):
                 continue
-            written = RunStore(store, name).read_run() or {}
-            match written:
+            record = RunStore(store, name).read_run() or {}
+            match record:
                 case {"origin": {"rollback": dict()}}:
                     continue
                 case {"config": {"cluster": {"slurm": {"name": self.name}}}}:
@@ -140,17 +140,17 @@ class Submission:
 
     def _jobs(self, ending: bool = False) -> dict[str, list[Task]]:
         names = [self.flow_job, *(f"{self.name}-{pool}" for pool in self.record.pools)]
-        found: dict[str, list[Task]] = {}
+        jobs: dict[str, list[Task]] = {}
         for task in listed(names, ending):
-            found.setdefault(task.job_name, []).append(task)
-        return found
+            jobs.setdefault(task.job_name, []).append(task)
+        return jobs
 
     def log(self, worker: str | None = None) -> Path:
         """The log file of the flow or of a worker."""
         path = self.folder / (FLOW_LOG if worker is None else f"{worker}.log")
         if not path.exists():
-            known = ", ".join(sorted(one.stem for one in self.folder.glob("*.log"))) or "none yet"
-            raise ConfigError(f"There is no log {path.name} in {self.folder}. There are: {known}.")
+            names = ", ".join(sorted(file.stem for file in self.folder.glob("*.log"))) or "none yet"
+            raise ConfigError(f"There is no log {path.name} in {self.folder}. There are: {names}.")
         return path
 
     def submit(self) -> None:
@@ -166,11 +166,11 @@ class Submission:
             while self._jobs() and time.monotonic() < until:
                 time.sleep(1.0)
         until = time.monotonic() + GONE_TIMEOUT
-        while (left := self._jobs(ending=True)) and time.monotonic() < until:
-            for name in left:
+        while (jobs := self._jobs(ending=True)) and time.monotonic() < until:
+            for name in jobs:
                 slurm_says("scancel", "--quiet", "--name", name)
             time.sleep(1.0)
-        return [task.id for tasks in left.values() for task in tasks]
+        return [task.id for tasks in jobs.values() for task in tasks]
 
     def work(self) -> int:
         """In the flow's job: run the flow, from where it stands; returns the exit code.
@@ -184,16 +184,16 @@ class Submission:
             [sys.executable, "-P", "-m", self.record.module, *words],
             env={**os.environ, "PYTHONPATH": python_path()},
         )
-        told: set[int] = set()
+        signals: set[int] = set()
 
         def stop(number: int, frame: FrameType | None) -> None:
-            told.add(number)
+            signals.add(number)
             flow.send_signal(signal.SIGTERM)
 
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGUSR1, stop)
         code = flow.wait()
-        if told == {signal.SIGUSR1} and code == INTERRUPTED:
+        if signals == {signal.SIGUSR1} and code == INTERRUPTED:
             print_text(
                 "The job's time is nearly over: a job that goes on with the run is submitted."
             )

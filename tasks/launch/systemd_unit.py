@@ -35,7 +35,7 @@ def unit(command: str, words: Sequence[str], lines: Sequence[str]) -> str:
             f"User={getpass.getuser()}",
             f"WorkingDirectory={_value(os.getcwd())}",
             f"EnvironmentFile=-/etc/refrain/{command}.env",
-            f"ExecStart={' '.join(_word(one) for one in run)}",
+            f"ExecStart={' '.join(_word(word) for word in run)}",
             "Restart=always",
             "RestartSec=5",
             f"RestartPreventExitStatus={BAD_SETTINGS}",

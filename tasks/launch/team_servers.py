@@ -46,8 +46,8 @@ class Place:
     def hosts(self) -> list[str]:
         """What a request to it may have as `Host`."""
         names = {*own_names(), self.host} if self.host in EVERYWHERE else {self.host}
-        own = {f"{bracketed(name)}:{self.port}" for name in {*names, "localhost", "127.0.0.1"}}
-        return sorted({*own, urlsplit(self.url).netloc})
+        places = {f"{bracketed(name)}:{self.port}" for name in {*names, "localhost", "127.0.0.1"}}
+        return sorted({*places, urlsplit(self.url).netloc})
 
     @property
     def origins(self) -> list[str]:
@@ -90,8 +90,8 @@ def _is_origin(parts: SplitResult) -> bool:
         port = parts.port
     except ValueError:  # no number, or none that there is
         return False
-    named = parts.scheme in ("http", "https") and parts.hostname and port != 0
-    return bool(named) and not parts.path.strip("/")
+    is_named = parts.scheme in ("http", "https") and parts.hostname and port != 0
+    return bool(is_named) and not parts.path.strip("/")
 
 
 def check_places(prefect: Place, mlflow: Place) -> None:
@@ -106,8 +106,8 @@ def check_places(prefect: Place, mlflow: Place) -> None:
 def check_free(prefect: Place, mlflow: Place) -> None:
     """ConfigError where one of them cannot listen at its place now."""
     check_places(prefect, mlflow)
-    for name, one in (("prefect", prefect), ("mlflow", mlflow)):
-        _listen(f"--{name}-port", one.host, one.port)
+    for name, place in (("prefect", prefect), ("mlflow", mlflow)):
+        _listen(f"--{name}-port", place.host, place.port)
 
 
 def _listen(option: str, host: str, port: int) -> None:
@@ -147,8 +147,8 @@ def seen_by_others(host: str) -> str:
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((DOCUMENTATION, 9))  # sends nothing
         return str(probe.getsockname()[0])
-    found = [name for name in own_addresses() if not is_loopback(name)]
-    return found[0] if found else socket.getfqdn()
+    names = [name for name in own_addresses() if not is_loopback(name)]
+    return names[0] if names else socket.getfqdn()
 
 
 def own_names() -> list[str]:
@@ -159,10 +159,10 @@ def own_names() -> list[str]:
 def own_addresses() -> list[str]:
     """Addresses of this machine's interfaces, those of one link left out."""
     return [
-        one.address
+        address.address
         for interface in psutil.net_if_addrs().values()
-        for one in interface
-        if one.family in (socket.AF_INET, socket.AF_INET6) and "%" not in one.address
+        for address in interface
+        if address.family in (socket.AF_INET, socket.AF_INET6) and "%" not in address.address
     ]
 
 
@@ -295,11 +295,11 @@ def serve(prefect: Place, mlflow: Place, folder: Path) -> int:
         if given((PREFECT_LOGIN,)):
             print_text(f"export PREFECT_API_AUTH_STRING=…   # what {PREFECT_LOGIN} is here")
         print_text(f"# and for each run: tracking.uri={mlflow.url}", flush=True)
-        kept = [KeptServer(server) for server in servers]
+        watched = [KeptServer(server) for server in servers]
         while True:
             time.sleep(LOOK_EVERY)
-            for one in kept:
-                if (news := one.look()) is not None:
+            for keeper in watched:
+                if (news := keeper.look()) is not None:
                     print_text(f"{time.strftime('%H:%M:%S')} {news}", error=True, flush=True)
     except ServerError as error:
         print_text(error, error=True)

@@ -98,15 +98,17 @@ def smaller_share(demand: MemoryDemand, place: Place) -> str:
     """What to set where vLLMs that sample take most of a GPU that cannot hold all."""
     config, gpu = demand.config, place.limit
     assert gpu is not None
-    mine = [one for one in demand.vllms() if one.holder in place.taken and one.named == "rollout"]
-    others = place.planned - sum(place.taken[one.holder] for one in mine)
-    most = math.floor(100 * (gpu - others) / gpu / len(mine)) / 100
-    apart = f"cluster.roles.{mine[-1].whose} to a pool of its own"
-    share = mine[0].share(gpu)
-    if most <= 0 or (share is not None and _least(mine[0], gpu) > most):
+    vllms = [
+        vllm for vllm in demand.vllms() if vllm.holder in place.taken and vllm.named == "rollout"
+    ]
+    others = place.planned - sum(place.taken[vllm.holder] for vllm in vllms)
+    most = math.floor(100 * (gpu - others) / gpu / len(vllms)) / 100
+    apart = f"cluster.roles.{vllms[-1].whose} to a pool of its own"
+    share = vllms[0].share(gpu)
+    if most <= 0 or (share is not None and _least(vllms[0], gpu) > most):
         in_turn = config.max_staleness == 0 and config.opponent is None and others > 0
         return f"Set {apart}{', or cluster.share_devices=true' * in_turn}."
-    or_apart = f", or {apart}" * (len(mine) > 1)
+    or_apart = f", or {apart}" * (len(vllms) > 1)
     return f"Set rollout.gpu_memory_utilization to {most:g} or less{or_apart}."
 
 
@@ -118,34 +120,34 @@ Settings: TypeAlias = Mapping[str, object]  # of the train engine, by name
 def too_large(demand: MemoryDemand, place: Place) -> str:
     """What such a place has to hold, has, and what to set."""
     assert place.limit is not None
-    said = (
+    sentence = (
         f"By the memory plan {place.what} has to hold {size_of(place.planned)}, and has "
         f"{size_of(place.limit)} ({place.limited_by}); most of it for {place.largest}."
     )
     for holder in demand.holders():
         if isinstance(holder, Vllm) and place.largest == holder.holder:
-            return f"{said} {holder.remedy or smaller_share(demand, place)}"
+            return f"{sentence} {holder.remedy or smaller_share(demand, place)}"
         if isinstance(holder, WorkerEngine) and place.largest in holder.held:
-            return f"{said} {holder.remedy(place.largest)}"
+            return f"{sentence} {holder.remedy(place.largest)}"
     pool_of = demand.config.cluster.roles.pool_of
     for ranks in demand.ranks():
         pool = pool_of(ranks.role)
-        own = pool != pool_of("actor") and place.what.endswith(f" of pool {pool}")
-        if ranks.remedy is not None and own:
-            return f"{said} {ranks.remedy}"
-    return f"{said} {_of_train_engine(demand, place)}"
+        has_own_pool = pool != pool_of("actor") and place.what.endswith(f" of pool {pool}")
+        if ranks.remedy is not None and has_own_pool:
+            return f"{sentence} {ranks.remedy}"
+    return f"{sentence} {_of_train_engine(demand, place)}"
 
 
 def _of_train_engine(demand: MemoryDemand, place: Place) -> str:
     """The settings of the train engine that are enough, and where those are ranks an adapter too."""
     config, shape = demand.config, demand.shape
-    fitting = {one.what for one in places(demand) if one.fits} | {place.what}
+    fitting = {candidate.what for candidate in places(demand) if candidate.fits} | {place.what}
 
     def size_with(changed: GRPOConfig) -> str | None:
         """What the place has to hold then; None where it, or another that could, cannot."""
-        found = {one.what: one for one in places(demand.under(changed))}
-        enough = all(found[what].fits for what in fitting if what in found)
-        return size_of(found[place.what].planned) if enough and _valid(changed) else None
+        by_name = {candidate.what: candidate for candidate in places(demand.under(changed))}
+        enough = all(by_name[what].fits for what in fitting if what in by_name)
+        return size_of(by_name[place.what].planned) if enough and _valid(changed) else None
 
     for words, changed in smaller(config, shape):
         if now := size_with(changed):
@@ -166,7 +168,9 @@ def _or_adapter(
     adapted = config.model_copy(update={"lora": LoraConfig()})
     options = [("", adapted)]
     options += [
-        (f" {more}", one) for more, one in smaller(adapted, shape) if "workers=" not in more
+        (f" {more}", candidate)
+        for more, candidate in smaller(adapted, shape)
+        if "workers=" not in more
     ]
     for more, changed in options:
         if now := size_with(changed):
@@ -209,16 +213,16 @@ def _same_bits(config: GRPOConfig) -> list[Settings]:
     resharded = train.reshard_after_forward is True
     if train.reshard_after_forward == "auto":
         resharded = ranks > train.replicas
-    found: list[Settings] = [] if resharded else [{"reshard_after_forward": True}]
+    settings: list[Settings] = [] if resharded else [{"reshard_after_forward": True}]
     if train.gradient_checkpointing < 1:
-        found.append({"gradient_checkpointing": 1.0})
+        settings.append({"gradient_checkpointing": 1.0})
     if _on_gpu(config) and train.optimizer_device == "device":
-        found.append({"optimizer_device": "host"})
+        settings.append({"optimizer_device": "host"})
     if _on_gpu(config) and train.weights_dtype == "float32" and train.compute_dtype == "bfloat16":
-        found.append({"weights_dtype": "bfloat16"})
+        settings.append({"weights_dtype": "bfloat16"})
     if _on_gpu(config) and not train.activation_offload:
-        found.append({"activation_offload": True})
-    return found
+        settings.append({"activation_offload": True})
+    return settings
 
 
 def _other_bits(config: GRPOConfig, shape: Shape) -> list[Settings]:
@@ -229,21 +233,21 @@ def _other_bits(config: GRPOConfig, shape: Shape) -> list[Settings]:
         longest = episode
     budgets = [train.micro_batch_tokens // part for part in (2, 4, 8, 16)]
     least = -(-longest // train.sequence_parallel)
-    found: list[Settings] = [
+    settings: list[Settings] = [
         {"micro_batch_tokens": budget} for budget in budgets if budget >= least
     ]
     if train.logit_chunk_tokens > FEW_LOGITS:
-        found.append({"logit_chunk_tokens": FEW_LOGITS})
+        settings.append({"logit_chunk_tokens": FEW_LOGITS})
     for parts in () if config.sees_frames or not shape.divisible else (2, 4, 8):
         budget = -(-longest // parts)
         helps = parts > train.sequence_parallel and budget < train.micro_batch_tokens
         if helps and not ranks % parts and not shape.heads % parts:
-            found.append({"sequence_parallel": parts, "micro_batch_tokens": budget})
+            settings.append({"sequence_parallel": parts, "micro_batch_tokens": budget})
     if train.optimizer_dtype == "float32":
-        found.append({"optimizer_dtype": "bfloat16"})
+        settings.append({"optimizer_dtype": "bfloat16"})
     if train.optimizer_dtype != "8bit":
-        found.append({"optimizer_dtype": "8bit"})
-    return found
+        settings.append({"optimizer_dtype": "8bit"})
+    return settings
 
 
 def _on_gpu(config: GRPOConfig) -> bool:
@@ -304,12 +308,12 @@ def check_memory(config: GRPOConfig, of_features: tuple[HoldersOf, ...] = ()) ->
         why = "the model's files are not here, or its code cannot be gone through for it"
         return [PlanLine(line=f"no plan: {why}")]
     demand = MemoryDemand(config=config, shape=shape, of_features=of_features)
-    found = list(places(demand))
-    for place in found:
+    planned_places = list(places(demand))
+    for place in planned_places:
         if not place.fits:
             raise DoesNotFit(too_large(demand, place), place)
-    if said := no_room(demand):
-        raise ValueError(said)
+    if fault := no_room(demand):
+        raise ValueError(fault)
     lines = [_of_ranks(config, ranks) for ranks in demand.ranks()]
     of_workers: list[str] = []
     for engine in demand.worker_engines():
@@ -318,10 +322,10 @@ def check_memory(config: GRPOConfig, of_features: tuple[HoldersOf, ...] = ()) ->
         else:
             of_workers.append(f"{engine.line}: {_listed(engine.sizes)}")
     lines += of_workers
-    lines += [_of_vllm(config, one) for one in demand.vllms()]
+    lines += [_of_vllm(config, vllm) for vllm in demand.vllms()]
     return [
         *(PlanLine(line=line) for line in lines),
-        *(PlanLine(line=_of_place(place), place=place) for place in found),
+        *(PlanLine(line=_of_place(place), place=place) for place in planned_places),
     ]
 
 

@@ -158,15 +158,15 @@ class MemoryDemand:
 
     def ranks(self) -> list[Ranks]:
         """Of the train engine."""
-        return [one for one in self.holders() if isinstance(one, Ranks)]
+        return [holder for holder in self.holders() if isinstance(holder, Ranks)]
 
     def worker_engines(self) -> list[WorkerEngine]:
         """Of all others but vLLM on GPUs."""
-        return [one for one in self.holders() if isinstance(one, WorkerEngine)]
+        return [holder for holder in self.holders() if isinstance(holder, WorkerEngine)]
 
     def vllms(self) -> list[Vllm]:
         """On GPUs."""
-        return [one for one in self.holders() if isinstance(one, Vllm)]
+        return [holder for holder in self.holders() if isinstance(holder, Vllm)]
 
 
 def _policy_holders(config: GRPOConfig, shape: Shape) -> Iterator[Holder]:
@@ -214,7 +214,7 @@ def plan_of(config: GRPOConfig, shape: Shape, role: Role) -> MemoryPlan:
         ranks,
         train.sequence_parallel,
         train.tree_training,
-        paths=episodes.max_turns if (episodes := config.episodes) and episodes.are_forests else 1,
+        paths=config.most_paths,
         path=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
     )
     lora = config.lora if role == "actor" else None
@@ -364,7 +364,7 @@ def _of_worker(demand: MemoryDemand, name: str) -> tuple[dict[str, int], dict[st
     """
     config = demand.config
     pool, pool_of = config.cluster.pools[name], config.cluster.roles.pool_of
-    held: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     host: dict[str, int] = {}
     passing: dict[str, int] = {}
     holes = 0
@@ -372,13 +372,13 @@ def _of_worker(demand: MemoryDemand, name: str) -> tuple[dict[str, int], dict[st
         if pool_of(ranks.role) != name:
             continue
         plan, whose = plan_of(config, ranks.shape, ranks.role), ranks.name
-        held.update({f"{whose}'s {what}": size for what, size in plan.held.items() if size})
+        sizes.update({f"{whose}'s {what}": size for what, size in plan.held.items() if size})
         host.update({f"{whose}'s {what}": size for what, size in plan.host.items()})
         holes = max(holes, plan.holes)
         if plan.passing_peak >= sum(passing.values()):
             largest = max(plan.passing, key=lambda what: plan.passing[what])
             passing = {f"{whose}'s {largest} and what else an update needs": plan.passing_peak}
-    device = {**held, **passing}
+    device = {**sizes, **passing}
     beside: dict[str, int] = {}
     for engine in demand.worker_engines():
         if pool_of(engine.role) == name:
@@ -390,13 +390,13 @@ def _of_worker(demand: MemoryDemand, name: str) -> tuple[dict[str, int], dict[st
     return {}, {**device, **beside}
 
 
-def _in_turn(taken: dict[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+def _in_turn(by_holder: dict[str, int]) -> tuple[dict[str, int], dict[str, int]]:
     """Of what the roles of a pool take of a GPU one after the other: the most, and the rest.
 
     The rest is the host's, save of engines that sample: those drop it.
     """
     roles: dict[str, dict[str, int]] = {}
-    for what, size in taken.items():
+    for what, size in by_holder.items():
         roles.setdefault("rollout" if what == "vLLM" else what.split("'s ")[0], {})[what] = size
     most = max(roles, key=lambda role: sum(roles[role].values()), default="")
     away = {
@@ -411,7 +411,7 @@ def _in_turn(taken: dict[str, int]) -> tuple[dict[str, int], dict[str, int]]:
 
 def gpu_limit(config: GRPOConfig, name: str) -> tuple[int | None, str]:
     """Bytes of a GPU of a pool and who says so; None where nobody does."""
-    given = config.cluster.pools[name].gpu_memory_gib
-    if given is not None:
-        return int(given * GIB), f"cluster.pools.{name}.gpu_memory_gib"
+    stated = config.cluster.pools[name].gpu_memory_gib
+    if stated is not None:
+        return int(stated * GIB), f"cluster.pools.{name}.gpu_memory_gib"
     return (gpu_memory() if config.cluster.kind == "local" else None), "nvidia-smi"

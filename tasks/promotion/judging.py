@@ -138,51 +138,53 @@ def judge(
     test: prompt by prompt against the champion's stored evaluation, where rule.significance asks for
     it; None: there is no such evaluation.
     """
-    mine = f"version {evaluated.version} has a held-out reward of {evaluated.reward:.4f}"
+    candidate = f"version {evaluated.version} has a held-out reward of {evaluated.reward:.4f}"
     if evaluated.failed or math.isnan(evaluated.reward):
         return PromotionDecision(
             promote=False,
             reason=f"{evaluated.failed} of {evaluated.samples} held-out samples could not be scored.",
         )
     if champion is None:
-        return PromotionDecision(promote=True, reason=f"There is no {rule.alias} yet; {mine}.")
+        return PromotionDecision(promote=True, reason=f"There is no {rule.alias} yet; {candidate}.")
     name = f"the {rule.alias} {champion.run}@{champion.step}"
     if rule.significance is not None:
-        return _tested(mine, name, rule, test)
+        return _tested(candidate, name, rule, test)
     if champion.evaluation is None or champion.evaluated_on != evaluated.on:
-        known = "none" if champion.evaluation is None else "one on other rows or in another manner"
+        evidence = (
+            "none" if champion.evaluation is None else "one on other rows or in another manner"
+        )
         return PromotionDecision(
             promote=False,
-            reason=f"It cannot be compared: of {name} there is {known}, and {mine}. Move the alias "
-            "by hand, or remove it.",
+            reason=f"It cannot be compared: of {name} there is {evidence}, and {candidate}. Move the "
+            "alias by hand, or remove it.",
         )
     gain = evaluated.reward - champion.evaluation
     better = gain > 0 and gain >= rule.margin
     relation = "at least" if better else "not more than 0, or less than"
     return PromotionDecision(
         promote=better,
-        reason=f"{mine[0].upper()}{mine[1:]}, {name} {champion.evaluation:.4f}: "
+        reason=f"{candidate[0].upper()}{candidate[1:]}, {name} {champion.evaluation:.4f}: "
         f"a gain of {gain:+.4f}, {relation} the margin of {rule.margin:g}.",
     )
 
 
 def _tested(
-    mine: str, name: str, rule: PromotionConfig, test: PairedTest | None
+    candidate: str, name: str, rule: PromotionConfig, test: PairedTest | None
 ) -> PromotionDecision:
-    """Where a gain has to be significant. mine, name: what to say of the two versions."""
+    """Where a gain has to be significant. candidate, name: what to say of the two versions."""
     assert rule.significance is not None
     if test is None:
         return PromotionDecision(
             promote=False,
-            reason=f"It cannot be compared: of {name} no evaluation on the same rows and in the same "
-            f"manner is stored, and {mine}. Set evaluation.before = true in runs that go on from it, "
-            "or make one with flows.evaluate.",
+            reason=f"It cannot be compared: of {name} no evaluation on the same rows and in the "
+            f"same manner is stored, and {candidate}. Set evaluation.before = true in runs that go "
+            "on from it, or make one with flows.evaluate.",
         )
     enough = test.difference > 0 and test.difference >= rule.margin
     sure = test.p_value <= rule.significance
     return PromotionDecision(
         promote=enough and sure,
-        reason=f"{mine[0].upper()}{mine[1:]}; over {test.prompts} prompts that is "
+        reason=f"{candidate[0].upper()}{candidate[1:]}; over {test.prompts} prompts that is "
         f"{test.difference:+.4f} ({test.low:+.4f} to {test.high:+.4f}) against {name}, "
         f"{'at least' if enough else 'not more than 0, or less than'} the margin of {rule.margin:g}, "
         f"and p = {test.p_value:.4g} is {'at most' if sure else 'above'} the significance of "
@@ -217,11 +219,13 @@ def evaluation_of(champion: Registered, run: RunStore, on: str) -> EvaluationRes
         digest = version_weights(owner, champion.step).digest
     except ObjectMissing:
         return None
-    known = [*evaluations_of(owner, version=champion.step), *evaluations_of(run)]
-    found = [
-        one for one in known if one.on == on and one.weights.digest == digest and not one.failed
+    results = [*evaluations_of(owner, version=champion.step), *evaluations_of(run)]
+    comparable = [
+        result
+        for result in results
+        if result.on == on and result.weights.digest == digest and not result.failed
     ]
-    return max(found, key=lambda one: one.made_at, default=None)
+    return max(comparable, key=lambda result: result.made_at, default=None)
 
 
 def asked(

@@ -19,12 +19,22 @@ from tasks.run.clock import KnownRows, RowTracker
 from tasks.run.facts import OpenedRun, Position
 
 HISTORY = "row_history"  # refs of a commit: after its step; with -1, -2, … after those before it
-DIFFICULTY = "difficulty"  # by which the epoch is ordered in which the next step draws
+# By which the epoch is ordered in which the next step draws; of a task, with - and its name.
+DIFFICULTY = "difficulty"
 
 
-def begun(cursor: Cursor) -> int:
-    """The last epoch of which rows were drawn before a place, and whose order is thus decided."""
-    return cursor.epoch if cursor.position else cursor.epoch - 1
+def begun(cursor: Cursor) -> dict[str, int]:
+    """The last epoch of which rows were drawn before a place, and whose order is thus decided.
+
+    Of each task by its name, or of all rows under none.
+    """
+    places = cursor.parts.items()
+    return {name: one.epoch if one.position else one.epoch - 1 for name, one in places}
+
+
+def order_name(task: str) -> str:
+    """The name in a commit's refs of what a task's epoch is ordered by."""
+    return f"{DIFFICULTY}-{task}" if task else DIFFICULTY
 
 
 class RowHistories(RowTracker):
@@ -34,9 +44,10 @@ class RowHistories(RowTracker):
         self._config, self._files = opened.config, opened.files
         self._size, self._start = position.cursor.size, opened.start
         self._after: dict[int, BatchRef] = {}  # step -> the rows after it
-        self._ordered_by: dict[int, BatchRef | None] = {}  # step -> by which the epoch begun is
+        # Step -> by which the epoch begun is ordered, of each task.
+        self._ordered_by: dict[int, dict[str, BatchRef]] = {}
         self._seen: dict[int, int] = {self._start: 0}  # step -> requests that its draw knew of
-        # Step -> the epoch that was begun before it.
+        # Step -> the epoch that was begun before it, of each task.
         self._epochs = {position.head + 1: begun(position.cursor)}
         last, origin = position.last, opened.origin
         same_data = origin is None or origin.cursor or position.head > opened.start
@@ -58,10 +69,11 @@ class RowHistories(RowTracker):
     def for_draw(self, step: int) -> KnownRows:
         """What the draw of a step goes by."""
         data = self._config.data
-        of_epoch = {self._epochs[step]: self._ordered_by.get(step)}
+        ordered_by = self._ordered_by.get(step, {})
 
-        def ranks(epoch: int) -> NDArray[np.float64] | None:
-            ref = of_epoch.get(epoch, self._known(step))
+        def ranks(epoch: int, task: str = "") -> NDArray[np.float64] | None:
+            begins = epoch != self._epochs[step][task]
+            ref = self._known(step) if begins else ordered_by.get(task)
             return None if ref is None else self._read(ref).ranks(self._size)
 
         ranked = ranks if data.order == "difficulty" else unranked
@@ -75,11 +87,14 @@ class RowHistories(RowTracker):
 
     def has_drawn(self, step: int, cursor: Cursor) -> None:
         """A step has drawn up to a place: in the epoch under way there, if one is, it drew too."""
-        ordered_by = self._known(step)
-        if begun(cursor) == self._epochs[step]:
-            ordered_by = self._ordered_by.get(step)
-        self._ordered_by[step + 1] = ordered_by if cursor.position else None
-        self._epochs[step + 1] = begun(cursor)
+        known, before, epochs = self._known(step), self._ordered_by.get(step, {}), begun(cursor)
+        found = {
+            name: before.get(name) if epochs[name] == self._epochs[step][name] else known
+            for name, place in cursor.parts.items()
+            if place.position
+        }
+        self._ordered_by[step + 1] = {name: ref for name, ref in found.items() if ref is not None}
+        self._epochs[step + 1] = epochs
 
     def named(self, step: int, after: BatchRef) -> dict[str, BatchRef]:
         """The refs that the commit of a step names, after which the rows are `after`."""
@@ -87,8 +102,8 @@ class RowHistories(RowTracker):
         for back in range(1, self._lag + 1):
             if (ref := self._after.get(step - back)) is not None:
                 found[f"{HISTORY}-{back}"] = ref
-        ordered_by = self._ordered_by.get(step + 1)
-        return found if ordered_by is None else {**found, DIFFICULTY: ordered_by}
+        ordered_by = self._ordered_by.get(step + 1, {})
+        return found | {order_name(name): ref for name, ref in ordered_by.items()}
 
     def readmitted(self, step: int, seen: int) -> set[int] | None:
         """Rows that a step lets in again, whose draw knew of so many requests; None: all."""
@@ -102,16 +117,18 @@ class RowHistories(RowTracker):
         for known in (self._after, self._seen):
             for step in [step for step in known if step < oldest]:
                 del known[step]
-        for begun in (self._ordered_by, self._epochs):
-            begun.pop(commit.step, None)
+        self._ordered_by.pop(commit.step, None)
+        self._epochs.pop(commit.step, None)
 
     def _take(self, step: int, commit: Commit) -> None:
         for back in range(self._lag + 1):
             ref = commit.refs.get(HISTORY if back == 0 else f"{HISTORY}-{back}")
             if ref is not None and step - back >= self._start:
                 self._after[step - back] = ref
-        self._ordered_by[step + 1] = commit.refs.get(DIFFICULTY)
-        self._epochs[step + 1] = begun(Cursor.from_json(commit.cursor))
+        epochs = begun(Cursor.from_json(commit.cursor))
+        refs = {name: commit.refs.get(order_name(name)) for name in epochs}
+        self._ordered_by[step + 1] = {name: ref for name, ref in refs.items() if ref is not None}
+        self._epochs[step + 1] = epochs
 
     def _point(self, step: int) -> int:
         """The step after which the rows are those that a step's draw goes by."""

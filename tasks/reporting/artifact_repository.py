@@ -34,16 +34,16 @@ class RefrainArtifactRepository(ArtifactRepository):
         sizes = {name: len(data) for name, data in described(store, ref).items()}
         if loads_as_it_lies(store, ref):
             files = open_manifest_at(store, ref.key).files
-            sizes |= {name: one.nbytes for name, one in files.items()}
+            sizes |= {name: file.nbytes for name, file in files.items()}
         prefix = f"{path.strip('/')}/" if path else ""
         below = {
             name.removeprefix(prefix): n for name, n in sizes.items() if name.startswith(prefix)
         }
-        found = {}
+        entries = {}
         for name, size in sorted(below.items()):
             first, deeper, _ = name.partition("/")
-            found[first] = FileInfo(f"{prefix}{first}", bool(deeper), None if deeper else size)
-        return list(found.values())
+            entries[first] = FileInfo(f"{prefix}{first}", bool(deeper), None if deeper else size)
+        return list(entries.values())
 
     def download_artifacts(self, artifact_path: str, dst_path: str | None = None) -> str:
         """The folder, or one of its files, as MLflow asks for them.
@@ -72,8 +72,8 @@ class RefrainArtifactRepository(ArtifactRepository):
         return str(target / artifact_path)
 
     def _download_file(self, remote_file_path: str, local_path: str) -> None:
-        found = Path(self.download_artifacts(remote_file_path))
-        Path(local_path).write_bytes(found.read_bytes())
+        path = Path(self.download_artifacts(remote_file_path))
+        Path(local_path).write_bytes(path.read_bytes())
 
     def log_artifact(self, local_file: str, artifact_path: str | None = None) -> NoReturn:
         """Refused: a policy version is final."""

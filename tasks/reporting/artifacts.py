@@ -156,12 +156,12 @@ def show_step(run: RunFacts, commit: Commit, scored: list[Scored], attempts: lis
 
 def show_samples(run: RunFacts, commit: Commit) -> None:
     """What a few of the step's samples were asked and wrote, of the first ones that it drew."""
-    found = shown_samples(run.files, commit, run.config.tracking.shown_samples)
-    if not found:
+    transcripts = shown_samples(run.files, commit, run.config.tracking.shown_samples)
+    if not transcripts:
         return
     lines = [f"### Samples of step {commit.step} of {escaped(run.name)}", ""]
-    for one in found:
-        lines += sample_lines(one)
+    for transcript in transcripts:
+        lines += sample_lines(transcript)
     more = command("flows.samples", run.config.store, f"{run.name}@{commit.step}", "--worst")
     create_markdown_artifact(
         key=key(run.name, "samples"),
@@ -170,9 +170,9 @@ def show_samples(run: RunFacts, commit: Commit) -> None:
     )
 
 
-def sample_lines(one: Transcript) -> list[str]:
+def sample_lines(transcript: Transcript) -> list[str]:
     """Markdown of a sample: its texts as code blocks, in which nothing is interpreted."""
-    origin = one.origin
+    origin = transcript.origin
     reward = "scoring failed" if origin.reward is None else f"reward {origin.reward:.4g}"
     by = "" if origin.player is None else f", player {origin.player}"
     by += f", played by the opponent {escaped(origin.opponent)}" if origin.opponent else ""
@@ -181,10 +181,10 @@ def sample_lines(one: Transcript) -> list[str]:
         f"{escaped(ending(origin))}",
         "",
     ]
-    parts = one.parts or (("policy", one.response),)
+    parts = transcript.parts or (("policy", transcript.response),)
     wrote = [(WROTE[who], text) for who, text in parts if who in WROTE]
-    for what, said in (("asked", one.prompt), *wrote):
-        block = printable(said, SHOWN_CHARACTERS).splitlines() or [""]
+    for what, body in (("asked", transcript.prompt), *wrote):
+        block = printable(body, SHOWN_CHARACTERS).splitlines() or [""]
         lines += [f"{what}:", "", *(f"    {line}" for line in block), ""]
     return lines
 
@@ -192,8 +192,8 @@ def sample_lines(one: Transcript) -> list[str]:
 def shard_rows(scored: list[Scored]) -> list[dict[str, str | int | float]]:
     """The table of shards: a line for each or, of many, for those of a rollout task."""
     rows, first = [], 1
-    for one in scored:
-        stats = [shard.stats for shard in one.sampled]
+    for part in scored:
+        stats = [shard.stats for shard in part.sampled]
         last = first + len(stats) - 1
         tokens, seconds = sum(each.tokens for each in stats), max(each.seconds for each in stats)
         rows.append(
@@ -206,7 +206,7 @@ def shard_rows(scored: list[Scored]) -> list[dict[str, str | int | float]]:
                 "tokens/s": round(tokens / max(seconds, 1e-9), 1),
                 "seconds": round(seconds, 2),
                 "truncated": sum(each.truncated for each in stats),
-                "scoring failed": one.failures,
+                "scoring failed": part.failures,
                 "policy version": listed(each.version for each in stats),
                 "weights held": listed(each.digest for each in stats),
             }
@@ -217,17 +217,17 @@ def shard_rows(scored: list[Scored]) -> list[dict[str, str | int | float]]:
 
 def listed(values: Iterable[str | int]) -> str | int:
     """One value as it is; of several the first ones, and how many there are."""
-    found = list(dict.fromkeys(values))
-    if len(found) == 1:
-        return found[0]
-    more = f", … {len(found)} in all" if len(found) > 4 else ""
-    return ", ".join(map(str, found[:4])) + more
+    distinct = list(dict.fromkeys(values))
+    if len(distinct) == 1:
+        return distinct[0]
+    more = f", … {len(distinct)} in all" if len(distinct) > 4 else ""
+    return ", ".join(map(str, distinct[:4])) + more
 
 
 def nothing_trained(commit: Commit) -> list[str]:
     """A line for a step that trained no token."""
-    said = untrained(commit.metrics)
-    return ["", f"**{said[0].upper()}{said[1:]}.**"] if said else []
+    sentence = untrained(commit.metrics)
+    return ["", f"**{sentence[0].upper()}{sentence[1:]}.**"] if sentence else []
 
 
 def lineage(run: RunFacts, commit: Commit, attempts: list[Attempt]) -> str:
@@ -257,7 +257,7 @@ def lineage(run: RunFacts, commit: Commit, attempts: list[Attempt]) -> str:
         *nothing_trained(commit),
         *left_out(ledger),
         *sampled_in_rounds(commit),
-        *(line for one in features_of(run.config) for line in one.page(commit)),
+        *(line for feature in features_of(run.config) for line in feature.page(commit)),
         "",
         "#### Where the time went",
         "",
@@ -291,8 +291,8 @@ def lineage(run: RunFacts, commit: Commit, attempts: list[Attempt]) -> str:
 def left_out(ledger: Ledger) -> list[str]:
     """Markdown lines: why prompts were filtered or dropped, if any were."""
     reasons = {**ledger.filtered_by, **ledger.dropped}
-    told = ", ".join(f"{escaped(reason)} {count}" for reason, count in reasons.items())
-    return ["", f"Filtered or dropped so far: {told}."] if told else []
+    counts = ", ".join(f"{escaped(reason)} {count}" for reason, count in reasons.items())
+    return ["", f"Filtered or dropped so far: {counts}."] if counts else []
 
 
 def sampled_in_rounds(commit: Commit) -> list[str]:
@@ -313,12 +313,16 @@ def stage_table(commit: Commit, attempts: list[Attempt]) -> list[str]:
     whole = commit.metrics.get("time/step") or 0.0
     lines = ["| stage | seconds | share | calls | retries | workers |", "|---|---|---|---|---|---|"]
     for stage in dict.fromkeys(attempt.stage for attempt in attempts):
-        own = [attempt for attempt in attempts if attempt.stage == stage]
-        seconds = max(one.ended for one in own) - min(one.started for one in own)
-        workers = sorted({one.assignment.worker for one in own} - {""}) or ["train workers"]
+        tries = [attempt for attempt in attempts if attempt.stage == stage]
+        seconds = max(attempt.ended for attempt in tries) - min(
+            attempt.started for attempt in tries
+        )
+        workers = sorted({attempt.assignment.worker for attempt in tries} - {""}) or [
+            "train workers"
+        ]
         lines.append(
-            f"| {stage} | {seconds:.2f} | {seconds / max(whole, 1e-9):.0%} | {len(own)} "
-            f"| {sum(one.number > 1 for one in own)} | {escaped(', '.join(workers))} |"
+            f"| {stage} | {seconds:.2f} | {seconds / max(whole, 1e-9):.0%} | {len(tries)} "
+            f"| {sum(attempt.number > 1 for attempt in tries)} | {escaped(', '.join(workers))} |"
         )
     return [*lines, f"| whole step | {whole:.2f} | | | | |"]
 
@@ -410,12 +414,13 @@ def reward_code(commit: Commit) -> list[str]:
         return []
     lines = ["", "| reward code | function | lines | file | packages |", "|---|---|---|---|---|"]
     for digest, functions in commit.reward_code.items():
-        for one in functions:
-            packages = one.get("packages")
+        for function in functions:
+            packages = function.get("packages")
             versions = packages.items() if isinstance(packages, dict) else ()
             lines.append(
-                f"| {cell(digest)} | {escaped(one.get('name'))} "
-                f"| {cell(str(one.get('source'))[:17])} | {cell(str(one.get('module'))[:17])} "
+                f"| {cell(digest)} | {escaped(function.get('name'))} "
+                f"| {cell(str(function.get('source'))[:17])} "
+                f"| {cell(str(function.get('module'))[:17])} "
                 f"| {escaped(', '.join(f'{name} {version}' for name, version in versions))} |"
             )
     return lines
@@ -441,11 +446,11 @@ def shown_samples(files: RunStore, commit: Commit, count: int) -> list[Transcrip
     try:
         rewards, failed, _ = judged(files, first)
         by_reward = [row for row in np.argsort(-rewards, kind="stable").tolist() if not failed[row]]
-        shown = first.take(few(by_reward, np.flatnonzero(failed).tolist(), count))
+        selected = first.take(few(by_reward, np.flatnonzero(failed).tolist(), count))
         words = tokenizer_of(files, (commit.version_out, commit.version_in))
         # Their advantages are not shown, and would have the whole batch read.
-        origins = origins_of(files, shown, commit.step, {})
-        return transcribed(files, shown, origins, words)
+        origins = origins_of(files, selected, commit.step, {})
+        return transcribed(files, selected, origins, words)
     except (NoTokenizer, ObjectMissing):
         return []
 
@@ -466,24 +471,26 @@ def cost_lines(metrics: CommitMetrics, currency: str) -> list[str]:
         "|---|---|---|---|---|---|",
     ]
     for pool in pools:
-        own = seconds_of(metrics, pool)
-        work = {k: v for k, v in own.items() if k not in (HELD, IDLE, LOST, STARTING)}
+        seconds_of_stage = seconds_of(metrics, pool)
+        work = {k: v for k, v in seconds_of_stage.items() if k not in (HELD, IDLE, LOST, STARTING)}
         by_stage = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in work.items())
         lines.append(
-            f"| {escaped(pool)} | {own[HELD]:.1f} | {by_stage or '-'} | {own[LOST]:.1f} "
-            f"| {own[STARTING]:.1f} "
-            f"| {own[IDLE]:.1f} ({number(metrics, f'{IDLE_SHARE}/{pool}'):.0%}) |"
+            f"| {escaped(pool)} | {seconds_of_stage[HELD]:.1f} | {by_stage or '-'} "
+            f"| {seconds_of_stage[LOST]:.1f} "
+            f"| {seconds_of_stage[STARTING]:.1f} "
+            f"| {seconds_of_stage[IDLE]:.1f} ({number(metrics, f'{IDLE_SHARE}/{pool}'):.0%}) |"
         )
     processor = (
         f"{escaped(pool)} {number(metrics, f'{CPU_SECONDS}/{pool}'):.1f}" for pool in pools
     )
     energy = {pool: metrics.get(f"{JOULES}/{pool}") for pool in pools}
-    told = ", ".join(
+    energy_text = ", ".join(
         f"{escaped(pool)} {joules:.0f}" for pool, joules in energy.items() if joules is not None
     )
     lines += [
         "",
-        f"Processor-seconds: {', '.join(processor)}. Joules of GPUs: {told or 'no driver told'}.",
+        f"Processor-seconds: {', '.join(processor)}. "
+        f"Joules of GPUs: {energy_text or 'no driver told'}.",
         "",
         f"Device-hours: {number(metrics, DEVICE_HOURS):.4g} of the step, "
         f"{number(metrics, DEVICE_HOURS_SO_FAR):.4g} of the version that it made; "
@@ -545,11 +552,12 @@ def evaluation_note(
     version: the run's number of it.
     """
     run = files.run
-    made = "" if result.asked_by == run else f", made for {escaped(result.asked_by)}"
+    maker = "" if result.asked_by == run else f", made for {escaped(result.asked_by)}"
     lines = [
         f"### {escaped(result.suite)} on version {version} of {escaped(run)}",
         "",
-        f"- {result.asked} prompts, {result.metrics['samples']:.0f} samples by {result.engine}{made}",
+        f"- {result.asked} prompts, {result.metrics['samples']:.0f} samples by "
+        f"{result.engine}{maker}",
         f"- Weights {code(result.weights.digest)}, which every engine attested",
         f"- Stored in {code(files.store.url(EvaluationFiles(files.store, result.key).folder))}",
         "",
@@ -607,12 +615,12 @@ def ways_on(facts: RunFacts) -> list[str]:
 def form_link(store: StoreConfig, run: str) -> str | None:
     """Address of the form that asks for the run, filled in; None where it is not deployed."""
     with get_client(sync_client=True) as client, contextlib.suppress(PrefectException):
-        found = client.read_deployment_by_name(DEPLOYMENT)
+        deployment = client.read_deployment_by_name(DEPLOYMENT)
         where = store.model_dump(mode="json", include={"uri", "options"})
-        asked = {"config": {"run": run, "store": where}}
-        page = url_for("deployment", obj_id=found.id)
+        parameters = {"config": {"run": run, "store": where}}
+        page = url_for("deployment", obj_id=deployment.id)
         # Twice: Prefect 3.7's form decodes what its router has decoded.
-        return page and f"{page}/run?parameters={quote(quote(json.dumps(asked)))}"
+        return page and f"{page}/run?parameters={quote(quote(json.dumps(parameters)))}"
     return None
 
 
@@ -633,9 +641,9 @@ def show_ways_on(facts: RunFacts, key: str, step: int, ways: list[str]) -> None:
             )
 
     run = contextvars.copy_context().run  # which flow run's page it is
-    shown = threading.Thread(target=run, args=(show,), name="ways-on", daemon=True)
-    shown.start()
-    shown.join(PATIENCE)
+    thread = threading.Thread(target=run, args=(show,), name="ways-on", daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
 
 
 def skipped(nothing: NothingNew) -> State[None]:

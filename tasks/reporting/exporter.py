@@ -28,18 +28,18 @@ class RunFiles(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Of all runs together; of a run with several files the newest."""
-        found: dict[str, Metric] = {}
+        families: dict[str, Metric] = {}
         runs = unreadable = 0
         for path in self._files():
             try:
                 for family in _families(path):
-                    one = found.setdefault(family.name, family)
-                    if one is not family:
-                        one.samples += family.samples
+                    first = families.setdefault(family.name, family)
+                    if first is not family:
+                        first.samples += family.samples
                 runs += 1
             except (OSError, ValueError):  # it is being removed, or no run wrote it
                 unreadable += 1
-        yield from found.values()
+        yield from families.values()
         yield GaugeMetricFamily("refrain_exporter_runs", "Runs that are told.", value=runs)
         yield GaugeMetricFamily(
             "refrain_exporter_unreadable_files",
@@ -49,13 +49,13 @@ class RunFiles(Collector):
 
     def _files(self) -> Iterable[Path]:
         newest: dict[str, tuple[float, Path]] = {}
-        for path in (one for folder in self._folders for one in folder.glob(f"*{SUFFIX}")):
+        for path in (file for folder in self._folders for file in folder.glob(f"*{SUFFIX}")):
             try:
-                written = path.stat().st_mtime
+                modified = path.stat().st_mtime
             except OSError:
                 continue
-            if time.time() - written <= self._keep:
-                newest[path.stem] = max(newest.get(path.stem, (0.0, path)), (written, path))
+            if time.time() - modified <= self._keep:
+                newest[path.stem] = max(newest.get(path.stem, (0.0, path)), (modified, path))
         return [path for _, (_, path) in sorted(newest.items())]
 
 

@@ -170,12 +170,12 @@ class PageQueue:
                 self._why = self._why or f"it took longer than {most:g} s."
                 break
         with self._changed:
-            left = len(self._writes)
+            unwritten = len(self._writes)
             self._writes.clear()
         self._closing.set()
-        if left:
+        if unwritten:
             self._tell(
-                f"{self._place.where} has not heard of all ({left} writes are left): "
+                f"{self._place.where} has not heard of all ({unwritten} writes are left): "
                 f"{self._why} The store has all of it: the rest is written when the run goes on "
                 "(--resume), and refrain curves shows it at any time."
             )
@@ -290,9 +290,9 @@ class MachineWatch:
 
     def _look(self) -> None:
         while not self._stop.wait(self._every):
-            seen = self._machines()
-            self._samples.extend(seen)
-            if seen and not self._queued:
+            samples = self._machines()
+            self._samples.extend(samples)
+            if samples and not self._queued:
                 self._queued = True
                 self._queue.add("What machines did", self._write)
 
@@ -449,7 +449,7 @@ class RunTracker:
             lineage=version_tags(commit),
             metrics=numbers_of(commit),
             at=commit.committed_at,
-            evaluations=[tracked_evaluation(one) for one in evaluated],
+            evaluations=[tracked_evaluation(result) for result in evaluated],
         )
         self._numbers[weights.version] = number
         return number
@@ -468,18 +468,18 @@ class RunTracker:
         Waits for MLflow, in the background of a step; where it does not answer soon, all of those
         that are registered stay until it has been asked again.
         """
-        own = [version for version in versions if version in self._numbers]
-        if not own:
+        registered = [version for version in versions if version in self._numbers]
+        if not registered:
             return versions
         what = "Which versions are to be removed"
         try:
             gone = self._queue.ask(
-                what, lambda: self._tracker.call(Tracker.let_go, own), LET_GO_PATIENCE
+                what, lambda: self._tracker.call(Tracker.let_go, registered), LET_GO_PATIENCE
             )
         except TrackingError:
             gone = ()
             self._let_go = frozenset()
-        return {*versions} - ({*own} - {*gone})
+        return {*versions} - ({*registered} - {*gone})
 
     def removed(self, versions: Collection[int]) -> None:
         """Have the registry say that the files of these policy versions are gone."""
@@ -488,16 +488,18 @@ class RunTracker:
 
     def _say_what_is_gone(self) -> None:
         """What a process removed that died before it could say so, and what it left after all."""
-        known = self._tracker.call(Tracker.registered_versions)
-        gone = unsaid(known, partial(is_there, self._facts.files))
+        versions = self._tracker.call(Tracker.registered_versions)
+        gone = unsaid(versions, partial(is_there, self._facts.files))
         if gone:
             self._tracker.call(Tracker.tag_removed, gone)
-        self._take_back(known, {one.version for one in known} - {*gone})
+        self._take_back(versions, {version.version for version in versions} - {*gone})
 
-    def _take_back(self, known: Sequence[RegisteredVersion], staying: Collection[int]) -> None:
+    def _take_back(self, versions: Sequence[RegisteredVersion], staying: Collection[int]) -> None:
         """Of what was to go and stays, by other settings or an alias, have it said no longer."""
-        if kept := [one.version for one in known if one.going and one.version in staying]:
-            self._tracker.call(Tracker.take_back, kept)
+        if versions_back := [
+            version.version for version in versions if version.going and version.version in staying
+        ]:
+            self._tracker.call(Tracker.take_back, versions_back)
 
     def _ask_what_stays(self) -> None:
         store = self._facts.config.store
@@ -505,7 +507,7 @@ class RunTracker:
             return
         versions = self._tracker.call(Tracker.registered_versions)
         stay = that_stay(versions, store.keep_registered, store.keep_registered_days, time.time())
-        self._let_go = frozenset({one.version for one in versions} - stay)
+        self._let_go = frozenset({version.version for version in versions} - stay)
         self._take_back(versions, stay)
 
     def version_evaluated(self, event: VersionEvaluated) -> None:
@@ -527,8 +529,8 @@ class RunTracker:
 
     def run_finished(self, event: RunFinished) -> None:
         """Record what all of the run cost, up to its end after the last step, and end its page."""
-        shown, now = cost_of_run(event), time.time()
-        self._write("What the run cost", Tracker.log_metrics, event.step, shown, at=now)
+        cost, now = cost_of_run(event), time.time()
+        self._write("What the run cost", Tracker.log_metrics, event.step, cost, at=now)
         self._end("FINISHED")
 
     def tag(self, name: str, value: str) -> None:
@@ -592,9 +594,9 @@ class RunTracker:
         method: Callable[Concatenate[Tracker, P], object],
         /,
         *arguments: P.args,
-        **named: P.kwargs,
+        **keywords: P.kwargs,
     ) -> None:
-        self._add(what, lambda: self._tracker.call(method, *arguments, **named))
+        self._add(what, lambda: self._tracker.call(method, *arguments, **keywords))
 
     def _ask(self, what: str, do: Callable[[], object]) -> object:
         self._needed.set()
@@ -620,11 +622,11 @@ class ReopenedPage:
         """Look for it; this imports MLflow."""
         page, run = Tracker(self._config), self._files.run
         try:
-            found = page.reopen(run, self._files.store.uri, record_of(self._files))
+            exists = page.reopen(run, self._files.store.uri, record_of(self._files))
         except TrackingError as error:
             self._warn(f"The results go to the store alone: {error}")
             return
-        if not found:
+        if not exists:
             self._warn(
                 f"MLflow at {self._config.uri} has no page of {run}: the results go to the store "
                 "alone. Give tracking.uri=… of the place that has it."
@@ -700,18 +702,18 @@ def traced_samples(facts: RunFacts, commit: Commit) -> list[TracedSample]:
     count = facts.config.tracking.traced_samples
     return [
         TracedSample(
-            sample=str(one.origin.sample),
+            sample=str(sample.origin.sample),
             step=commit.step,
             at=commit.committed_at,
-            prompt=one.prompt,
-            response=one.response,
-            reward=one.origin.reward,
-            tokens=one.origin.tokens,
-            ending=ending(one.origin),
-            parts=[(who, text) for who, text in one.parts if who in WROTE],
+            prompt=sample.prompt,
+            response=sample.response,
+            reward=sample.origin.reward,
+            tokens=sample.origin.tokens,
+            ending=ending(sample.origin),
+            parts=[(who, text) for who, text in sample.parts if who in WROTE],
             more={"refrain.version": str(commit.version_in.version)},
         )
-        for one in shown_samples(facts.files, commit, count)
+        for sample in shown_samples(facts.files, commit, count)
     ]
 
 

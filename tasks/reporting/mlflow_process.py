@@ -150,23 +150,23 @@ class PageWriter:
         method: Callable[Concatenate[Tracker, P], R],
         /,
         *arguments: P.args,
-        **named: P.kwargs,
+        **keywords: P.kwargs,
     ) -> R:
         """What a method of Tracker does to the page, such as Tracker.log_step."""
         with self._waits_told(method.__name__):
-            answer: R = self._called(method.__name__, arguments, named)
+            answer: R = self._called(method.__name__, arguments, keywords)
             return answer
 
-    def _called(self, method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    def _called(self, method: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         try:
-            answer = self._asked(method, arguments, named)
+            answer = self._asked(method, arguments, keywords)
         except CallLost:  # killed from outside, perhaps: one more try tells
             answer = PageAnswer(unknown=True)
         try:
             if answer.unknown:
                 if method != START:
                     self._checked(self._asked(START, (self._tracked,), {}))
-                answer = self._asked(method, arguments, named)
+                answer = self._asked(method, arguments, keywords)
         except (CallLost, NotStarted) as error:
             raise TrackingError(
                 f"MLflow at {self._config.uri} was not written to: {method} {error}"
@@ -174,12 +174,12 @@ class PageWriter:
         return self._checked(answer).value
 
     def _asked(
-        self, method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]
+        self, method: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> PageAnswer:
-        asked = PageCall(
-            page=self._page, config=self._config, method=method, arguments=arguments, named=named
+        call = PageCall(
+            page=self._page, config=self._config, method=method, arguments=arguments, named=keywords
         )
-        return SHARED.process().call(asked, self._deadline(method))
+        return SHARED.process().call(call, self._deadline(method))
 
     @contextlib.contextmanager
     def _waits_told(self, method: str) -> Iterator[None]:
@@ -187,10 +187,10 @@ class PageWriter:
         over, began = Event(), time.time()
 
         def tell() -> None:
-            left = TOLD_AFTER
-            while not over.wait(left):
+            pause = TOLD_AFTER
+            while not over.wait(pause):
                 self._tell(self._waiting(method, began))
-                left = EVERY
+                pause = EVERY
 
         threading.Thread(target=tell, name="mlflow-waits", daemon=True).start()
         try:
@@ -227,17 +227,17 @@ def main(socket: int, owner: int, dump: int) -> None:
         answer_calls(connection, lambda message: packed(_answer(pages, _unpack(message))))
 
 
-def _answer(pages: dict[str, Page], asked: PageCall) -> PageAnswer:
-    if asked.method != START and asked.page not in pages:
+def _answer(pages: dict[str, Page], call: PageCall) -> PageAnswer:
+    if call.method != START and call.page not in pages:
         return PageAnswer(unknown=True)
     try:
-        tracker = pages.get(asked.page) or Page(asked.config)
-        value = methodcaller(asked.method, *asked.arguments, **asked.named)(tracker)
-        pages[asked.page] = tracker  # once it has started
+        tracker = pages.get(call.page) or Page(call.config)
+        value = methodcaller(call.method, *call.arguments, **call.named)(tracker)
+        pages[call.page] = tracker  # once it has started
     except TrackingError as error:
         return PageAnswer(error=str(error))
     except Exception:  # a fault of ours; the owner's log has it whole
-        return PageAnswer(error=f"MLflow at {asked.config.uri} failed:\n{traceback.format_exc()}")
+        return PageAnswer(error=f"MLflow at {call.config.uri} failed:\n{traceback.format_exc()}")
     return PageAnswer(
         value=value,
         link=tracker.link,

@@ -116,9 +116,9 @@ class OtherTracker:
             self._queue.add(f"Step {step}", log)
 
     def _version_evaluated(self, event: VersionEvaluated) -> None:
-        found = tracked_evaluation(event.result.known_as(event.result.suite, event.version))
-        if found.at >= self._since:
-            self._log_at(event.version, found.metrics, found.at)
+        evaluation = tracked_evaluation(event.result.known_as(event.result.suite, event.version))
+        if evaluation.at >= self._since:
+            self._log_at(event.version, evaluation.metrics, evaluation.at)
 
     def _run_finished(self, event: RunFinished) -> None:
         self._log_at(event.step, cost_of_run(event), time.time())

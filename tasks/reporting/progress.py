@@ -85,13 +85,13 @@ def step_line(
     ]
     retries = _number(metrics, "retries", 0.0)
     last = [f"retries {retries:.0f}"] if retries else []
-    taken = f"{_number(metrics, 'time/step'):.1f} s"
+    seconds_text = f"{_number(metrics, 'time/step'):.1f} s"
 
     def line() -> str:
         of = f" ({', '.join(times)})" if times or width is None else ""
-        return "  ".join([*head, trained, *more, taken + of, *last])
+        return "  ".join([*head, trained, *more, seconds_text + of, *last])
 
-    shortest = sorted(times, key=lambda one: float(one.split()[1]))
+    shortest = sorted(times, key=lambda text: float(text.split()[1]))
     while width is not None and len(line()) > width and (shortest or more):
         if shortest:
             times.remove(shortest.pop(0))
@@ -115,8 +115,8 @@ def _more(metrics: Mapping[str, float | None]) -> Iterator[str]:
 
 def _number(metrics: Mapping[str, float | None], name: str, missing: float = float("nan")) -> float:
     """A metric; not a number where a stored one was none."""
-    found = metrics.get(name, missing)
-    return float("nan") if found is None else found
+    value = metrics.get(name, missing)
+    return float("nan") if value is None else value
 
 
 class ProgressLine:
@@ -384,12 +384,12 @@ class ProgressTracker:
             )
 
     def _sampling_and_scoring(self, now: float) -> list[Phase]:
-        found = []
+        phases = []
         for number, step in self._steps.items():
             of = self._of(number)
             if step.sampled < step.shards:
                 seconds = now - step.began
-                found.append(
+                phases.append(
                     Phase(
                         name=f"sampling{of}",
                         done=step.sampled,
@@ -401,7 +401,7 @@ class ProgressTracker:
                 )
             under_way = any((number, stage) in self._calls for stage in SCORING)
             if step.scoring is not None and (under_way or step.scored < step.sampled):
-                found.append(
+                phases.append(
                     Phase(
                         name=f"scoring{of}",
                         done=step.scored,
@@ -410,12 +410,12 @@ class ProgressTracker:
                         seconds=now - step.scoring,
                     )
                 )
-        return found
+        return phases
 
     def _tokens(self, step: _Step, seconds: float) -> str:
         """Drawn for a step so far, and by the second."""
         tokens = step.tokens
-        if sum(one.sampled < one.shards for one in self._steps.values()) == 1:
+        if sum(other.sampled < other.shards for other in self._steps.values()) == 1:
             tokens = max(tokens, self._drawn_since(step.before))
         rate = tokens / max(seconds, 1.0)
         if len(self._drawn) > 1:
@@ -434,13 +434,13 @@ class ProgressTracker:
         return new
 
     def _stages(self, now: float) -> list[Phase]:
-        found = []
+        phases = []
         for (number, stage), (since, _) in self._calls.items():
             if stage not in STAGES:
                 continue
             done, total = self._counted(stage) if self._looked >= since else (None, None)
             size = self._nbytes if stage == "weight_sync" else None
-            found.append(
+            phases.append(
                 Phase(
                     name=f"{STAGES[stage]}{self._of(number)}",
                     done=done,
@@ -450,14 +450,14 @@ class ProgressTracker:
                     seconds=now - since,
                 )
             )
-        return found
+        return phases
 
     def _counted(self, stage: str) -> tuple[int | None, int | None]:
         """How far its engines are, by what the first that says so reported last."""
         roles, method = CALLS.get(stage, ((), ""))
         for call in self._work.calls:
-            if call.role in roles and call.method == method and (said := COUNT.search(call.phase)):
-                return int(said[1]) - 1, int(said[2])  # the one that is under way is not done
+            if call.role in roles and call.method == method and (count := COUNT.search(call.phase)):
+                return int(count[1]) - 1, int(count[2])  # the one that is under way is not done
         return None, None
 
     def _of(self, step: int) -> str:
@@ -469,11 +469,11 @@ class ProgressTracker:
         times = [after - before for before, after in pairwise(self._ends)]
         if len(times) > 2:
             times = times[1:]  # the first one compiles, and fills caches
-        left = self._total - max(self._newest - len(self._steps), 0)
+        steps_left = self._total - max(self._newest - len(self._steps), 0)
         if not times or self._total == 0:
             return None
         mean = sum(times) / len(times)
-        return max(left * mean - (now - self._ends[-1]), 0.0)
+        return max(steps_left * mean - (now - self._ends[-1]), 0.0)
 
 
 def _size(count: re.Match[str]) -> str:
@@ -536,13 +536,13 @@ class ProgressWatch:
         leaving.join(CLOSE)  # while the lease is held
 
     def _watch(self) -> None:
-        began = said = told = self._clock()
-        told -= STORE
+        began = last_line = last_write = self._clock()
+        last_write -= STORE
         while not self._over.wait(self._look):
             now = self._clock()
-            due = now - told >= STORE
+            due = now - last_write >= STORE
             if not self._ready.is_set():
-                plain = not self._terminal.is_live and now - said >= PLAIN
+                plain = not self._terminal.is_live and now - last_line >= PLAIN
                 if plain or due or self._terminal.is_live:
                     starts = self._starts()
                     if self._ready.is_set() or self._over.is_set():
@@ -550,11 +550,11 @@ class ProgressWatch:
                     text = self._tracker.start_seen(starts)
                     if plain:
                         self._terminal.say(f"{text}, for {now - began:.0f} s")
-                        said = now
+                        last_line = now
             elif self._at_work is not None and (due or self._terminal.is_live):
                 self._tracker.seen(self._at_work())
             if due:
-                told = now
+                last_write = now
                 self._tell()
 
     def _tell(self) -> None:

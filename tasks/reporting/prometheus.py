@@ -174,9 +174,9 @@ class RunMetrics:
     def step_committed(self, event: StepCommitted) -> None:
         """A step is a part of the run."""
         self._step_seconds.observe(event.metrics["time/step"])
-        self._samples.inc(sum(len(one.ref) for one in event.scored))
-        self._unscored.inc(sum(one.failures for one in event.scored))
-        for cause in (cause for one in event.scored for cause in one.causes):
+        self._samples.inc(sum(len(part.ref) for part in event.scored))
+        self._unscored.inc(sum(part.failures for part in event.scored))
+        for cause in (cause for part in event.scored for cause in part.causes):
             self._causes.labels(cause.function).inc(cause.samples)
         self.committed(event.record)
 
@@ -236,13 +236,13 @@ class WithLabels(Collector):
         """As they are now."""
         with self._lock:  # one reader at a time sees one look
             for family in self._registry.collect():
-                found = Metric(family.name, family.documentation, family.type, family.unit)
-                found.samples = [
-                    Sample(one.name, {**self._labels, **one.labels}, one.value)
-                    for one in family.samples
-                    if not one.name.endswith("_created")
+                labelled = Metric(family.name, family.documentation, family.type, family.unit)
+                labelled.samples = [
+                    Sample(sample.name, {**self._labels, **sample.labels}, sample.value)
+                    for sample in family.samples
+                    if not sample.name.endswith("_created")
                 ]
-                yield found
+                yield labelled
 
 
 def labels_of(facts: RunFacts, host: str) -> dict[str, str]:
@@ -281,18 +281,20 @@ class MachineryMetrics(Collector):
         self._latencies: dict[tuple[Place, str], Latency] = {}  # by operation
         self._cpu_seconds: dict[Place, float] = {}
 
-    def update(self, seen: Machinery | None, at: float) -> None:
+    def update(self, look: Machinery | None, at: float) -> None:
         """Take a look over; `at`: when it was, since 1970. None: there were no workers to ask."""
         with self._lock:
             self._at = at
-            if seen is None:
+            if look is None:
                 return
-            self._seen = seen
-            self._add(FLOW, seen.flow)
-            for pool, worker in seen.workers.values():
+            self._seen = look
+            self._add(FLOW, look.flow)
+            for pool, worker in look.workers.values():
                 self._add(pool, worker)
-            there = {one.process for _, one in seen.workers.values()} | {seen.flow.process}
-            self._before = {name: one for name, one in self._before.items() if name in there}
+            there = {worker.process for _, worker in look.workers.values()} | {look.flow.process}
+            self._before = {
+                name: metrics for name, metrics in self._before.items() if name in there
+            }
 
     def _add(self, pool: str, now: WorkerMetrics) -> None:
         place, before = (pool, now.host), self._before.get(now.process)
@@ -323,20 +325,20 @@ class MachineryMetrics(Collector):
                 yield from _gpus(self._seen)
                 yield from _engines(self._seen)
 
-    def _pools(self, seen: Machinery) -> Iterable[Metric]:
+    def _pools(self, look: Machinery) -> Iterable[Metric]:
         live = _gauge("refrain_workers", "Workers that there are.", "pool", "role")
-        wanted = _gauge("refrain_workers_wanted", "Workers that there should be.", "pool", "role")
-        for pool in seen.pools:
+        target = _gauge("refrain_workers_wanted", "Workers that there should be.", "pool", "role")
+        for pool in look.pools:
             labels = [pool.name, "+".join(pool.roles)]
             live.add_metric(labels, pool.live)
-            wanted.add_metric(labels, pool.wanted)
+            target.add_metric(labels, pool.wanted)
         slots = _gauge("refrain_slots", "Calls that live workers take at once.", "pool", "role")
         busy = _gauge("refrain_slots_in_use", "Calls on workers now.", "pool", "role")
         queue = _gauge("refrain_queued_calls", "Calls that wait for a slot.", "pool", "role")
-        for one in seen.loads:
-            slots.add_metric([one.pool, one.role], one.load.slots)
-            busy.add_metric([one.pool, one.role], one.load.calls)
-            queue.add_metric([one.pool, one.role], one.load.waiting)
+        for load in look.loads:
+            slots.add_metric([load.pool, load.role], load.load.slots)
+            busy.add_metric([load.pool, load.role], load.load.calls)
+            queue.add_metric([load.pool, load.role], load.load.waiting)
         cpu = CounterMetricFamily(
             "refrain_cpu_seconds",
             "Processor seconds of workers and of what they started, and of the flow alone.",
@@ -344,7 +346,7 @@ class MachineryMetrics(Collector):
         )
         for place, seconds in self._cpu_seconds.items():
             cpu.add_metric(place, seconds)
-        return live, wanted, slots, busy, queue, cpu
+        return live, target, slots, busy, queue, cpu
 
     def _store(self) -> Iterable[Metric]:
         latency = HistogramMetricFamily(
@@ -357,16 +359,16 @@ class MachineryMetrics(Collector):
             "Tries that failed; most are made again.",
             labels=["operation", "pool", "host"],
         )
-        for (place, operation), one in self._latencies.items():
+        for (place, operation), histogram in self._latencies.items():
             labels, count, buckets = [operation, *place], 0, []
-            for bound, more in zip([*map(str, BOUNDS), "+Inf"], one.counts, strict=True):
+            for bound, more in zip([*map(str, BOUNDS), "+Inf"], histogram.counts, strict=True):
                 count += more
                 buckets.append((bound, float(count)))
-            latency.add_metric(labels, buckets, sum_value=one.seconds)
-            failures.add_metric(labels, one.failures)
+            latency.add_metric(labels, buckets, sum_value=histogram.seconds)
+            failures.add_metric(labels, histogram.failures)
         places = ["pool", "host"]
         read = CounterMetricFamily("refrain_store_read_bytes", "Read of the store.", labels=places)
-        written = CounterMetricFamily(
+        writes = CounterMetricFamily(
             "refrain_store_written_bytes", "Written to the store.", labels=places
         )
         requests = CounterMetricFamily(
@@ -374,20 +376,20 @@ class MachineryMetrics(Collector):
         )
         for place, usage in self._usage.items():
             read.add_metric(place, usage.bytes_read)
-            written.add_metric(place, usage.bytes_written)
+            writes.add_metric(place, usage.bytes_written)
             requests.add_metric(place, usage.requests)
-        return latency, failures, read, written, requests
+        return latency, failures, read, writes, requests
 
 
 def _gauge(name: str, meaning: str, *labels: str) -> GaugeMetricFamily:
     return GaugeMetricFamily(name, meaning, labels=labels)
 
 
-def _roles(seen: Machinery) -> Mapping[str, str]:
-    return {pool.name: "+".join(pool.roles) for pool in seen.pools}
+def _roles(look: Machinery) -> Mapping[str, str]:
+    return {pool.name: "+".join(pool.roles) for pool in look.pools}
 
 
-def _workers(seen: Machinery) -> Iterable[Metric]:
+def _workers(look: Machinery) -> Iterable[Metric]:
     names = ("worker", "pool", "role", "host")
     calls = _gauge("refrain_worker_calls", "Calls that a worker runs.", *names)
     memory = _gauge(
@@ -395,27 +397,27 @@ def _workers(seen: Machinery) -> Iterable[Metric]:
         "Resident memory of a worker's processes; what they share counts in each.",
         *names,
     )
-    roles = _roles(seen)
-    for name, (pool, one) in seen.workers.items():
-        labels = [name, pool, roles.get(pool, ""), one.host]
-        calls.add_metric(labels, one.calls)
-        memory.add_metric(labels, one.memory)
+    roles = _roles(look)
+    for name, (pool, worker) in look.workers.items():
+        labels = [name, pool, roles.get(pool, ""), worker.host]
+        calls.add_metric(labels, worker.calls)
+        memory.add_metric(labels, worker.memory)
     return calls, memory
 
 
-def _disks(seen: Machinery) -> Iterable[Metric]:
+def _disks(look: Machinery) -> Iterable[Metric]:
     free = _gauge("refrain_disk_free_bytes", "Free space where something lies.", "place", "host")
     size = _gauge("refrain_disk_size_bytes", "Size of that file system.", "place", "host")
-    found = {(place, seen.flow.host): space for place, space in seen.disks.items()}
-    for one in (seen.flow, *(worker for _, worker in seen.workers.values())):
-        found["temporary", one.host] = one.temporary
-    for labels, space in found.items():
+    spaces = {(place, look.flow.host): space for place, space in look.disks.items()}
+    for process in (look.flow, *(worker for _, worker in look.workers.values())):
+        spaces["temporary", process.host] = process.temporary
+    for labels, space in spaces.items():
         free.add_metric(labels, space.free)
         size.add_metric(labels, space.size)
     return free, size
 
 
-def _gpus(seen: Machinery) -> Iterable[Metric]:
+def _gpus(look: Machinery) -> Iterable[Metric]:
     """Each GPU once on its machine, with the worker that has it."""
     names = ["gpu", "worker", "pool", "role", "host"]
     gauges = (
@@ -425,21 +427,21 @@ def _gpus(seen: Machinery) -> Iterable[Metric]:
         ("power_watts", "Power that it draws.", lambda gpu: gpu.power),
         ("temperature_celsius", "Its temperature.", lambda gpu: gpu.temperature),
     )
-    roles, found = _roles(seen), dict[tuple[str, str], tuple[list[str], GpuState]]()
-    for name, (pool, one) in seen.workers.items():
-        for gpu in one.gpus:
-            labels = [gpu.uuid, name, pool, roles.get(pool, ""), one.host]
-            found.setdefault((gpu.uuid, one.host), (labels, gpu))
+    roles, gpus_by_id = _roles(look), dict[tuple[str, str], tuple[list[str], GpuState]]()
+    for name, (pool, worker) in look.workers.items():
+        for gpu in worker.gpus:
+            labels = [gpu.uuid, name, pool, roles.get(pool, ""), worker.host]
+            gpus_by_id.setdefault((gpu.uuid, worker.host), (labels, gpu))
     for suffix, meaning, value in gauges:
         family = GaugeMetricFamily(f"refrain_gpu_{suffix}", meaning, labels=names)
-        for labels, gpu in found.values():
-            if (known := value(gpu)) is not None:
-                family.add_metric(labels, known)
+        for labels, gpu in gpus_by_id.values():
+            if (number := value(gpu)) is not None:
+                family.add_metric(labels, number)
         yield family
     energy = CounterMetricFamily(
         "refrain_gpu_energy_joules", "Energy since its driver was loaded.", labels=names
     )
-    for labels, gpu in found.values():
+    for labels, gpu in gpus_by_id.values():
         if gpu.joules is not None:
             energy.add_metric(labels, gpu.joules)
     yield energy
@@ -449,12 +451,12 @@ def _utilization(gpu: GpuState) -> float | None:
     return gpu.utilization
 
 
-def _engines(seen: Machinery) -> Iterable[Metric]:
+def _engines(look: Machinery) -> Iterable[Metric]:
     """What engines' libraries measure, under their own names, with the worker and its role."""
     families: dict[str, Metric] = {}
-    for name, (pool, one) in seen.workers.items():
-        for role, metrics in one.engines.items():
-            more = {"worker": name, "pool": pool, "role": role, "host": one.host}
+    for name, (pool, worker) in look.workers.items():
+        for role, metrics in worker.engines.items():
+            more = {"worker": name, "pool": pool, "role": role, "host": worker.host}
             for metric in metrics:
                 if metric.type in ("histogram", "summary") and metric.name not in VLLM_HISTOGRAMS:
                     continue
@@ -544,11 +546,11 @@ class LiveMetrics:
             thread.join(ENDING)
 
     def _look(self, look: Callable[[], Machinery | None]) -> None:
-        seen = None
+        machinery = None
         # A cluster that ends is told by the run itself; the metrics go on with what they had.
         with contextlib.suppress(ClusterLost, TimeoutError, OSError):
-            seen = look()
-        self.machinery.update(seen, time.time())
+            machinery = look()
+        self.machinery.update(machinery, time.time())
         self._publish()
 
     def _publish(self) -> None:

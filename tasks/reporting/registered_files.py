@@ -223,7 +223,7 @@ class Page(Tracker):
         from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
         there = get_artifact_repository(model.artifact_location, tracking_uri=self.config.uri)
-        if any(one.path == MLMODEL for one in there.list_artifacts()):
+        if any(file.path == MLMODEL for file in there.list_artifacts()):
             return
         with tempfile.TemporaryDirectory() as scratch:
             folder, last = Path(scratch, "model"), Path(scratch, "last")

@@ -70,8 +70,8 @@ class Terminal:
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def live(self, shown: Callable[[], RenderableType]) -> Iterator[None]:
-        """During the body, keep below the lines what `shown` gives several times a second.
+    def live(self, render: Callable[[], RenderableType]) -> Iterator[None]:
+        """During the body, keep below the lines what `render` gives several times a second.
 
         Within another such body nothing is new.
         """
@@ -80,7 +80,7 @@ class Terminal:
             yield
             return
         self._live = Live(
-            get_renderable=shown,
+            get_renderable=render,
             console=console,
             refresh_per_second=REFRESHES,
             transient=True,
@@ -155,12 +155,12 @@ def plain(progress: Progress) -> str:
 
 def aged(progress: Progress, seconds: float) -> Progress:
     """What was said so many seconds ago, as it would be now if nothing but time had passed."""
-    doing, left = progress.doing, progress.seconds_left
+    doing, seconds_left = progress.doing, progress.seconds_left
     return progress.model_copy(
         update={
             "doing": doing and _older(doing, seconds),
             "phases": tuple(_older(phase, seconds) for phase in progress.phases),
-            "seconds_left": None if left is None else max(left - seconds, 0.0),
+            "seconds_left": None if seconds_left is None else max(seconds_left - seconds, 0.0),
         }
     )
 

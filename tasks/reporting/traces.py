@@ -118,8 +118,8 @@ class StepTraces:
     def run_ended(self) -> None:
         """What is left of steps is no committed step."""
         with self._lock:
-            left, self._steps = list(self._steps.values()), {}
-        for span in left:
+            spans, self._steps = list(self._steps.values()), {}
+        for span in spans:
             span.set_status(Status(StatusCode.ERROR, "the run ended before it was committed"))
             span.end()
         close_within(self._provider, ENDING)

@@ -180,16 +180,16 @@ def main(socket: int, owner: int, dump: int) -> None:
     """Answer calls until the owner is gone. Arguments: engines.processes.user_code.begin."""
     begin(owner, dump, "refrain tracker")
     _be_silent()
-    found: list[str] = []
+    texts: list[str] = []
 
     def note(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
         if category is UserWarning:  # how Trackio tells what it does not take
-            found.append(str(message))
+            texts.append(str(message))
 
     warnings.showwarning = note
     with Connection(socket) as connection:
-        _, wanted = connection.recv()
-        first = TrackerToLoad(**wanted)
+        _, fields = connection.recv()
+        first = TrackerToLoad(**fields)
         try:
             tracker = TRACKERS[first.kind](first.folder)
         except Exception as error:
@@ -198,14 +198,14 @@ def main(socket: int, owner: int, dump: int) -> None:
         connection.send(packed(TrackerReady()))
         begun = False
 
-        def answer(asked: Packed) -> Packed:
+        def answer(message: Packed) -> Packed:
             nonlocal begun
-            call = TrackerCall(**asked[1])
+            call = TrackerCall(**message[1])
             answered = _answer(tracker, call, begun)
             begun = begun or (call.method == "start" and not answered.error)
-            told = tuple(found)
-            found.clear()
-            return packed(replace(answered, warnings=told))
+            warning_texts = tuple(texts)
+            texts.clear()
+            return packed(replace(answered, warnings=warning_texts))
 
         answer_calls(connection, answer)
 

@@ -73,15 +73,18 @@ class _Together:
     def line(self) -> str:
         """Of all that were taken; empty where there are none."""
         with self._lock:
-            found, self._attempts = self._attempts or [], None
-        if not found:
+            attempts, self._attempts = self._attempts or [], None
+        if not attempts:
             return ""
-        seconds = [one.ended - one.started for one in found]
-        shards = {one.shard: one.number for one in sorted(found, key=lambda one: one.number)}
+        seconds = [attempt.ended - attempt.started for attempt in attempts]
+        shards = {
+            attempt.shard: attempt.number
+            for attempt in sorted(attempts, key=lambda attempt: attempt.number)
+        }
         again = [f"{shard} ({number})" for shard, number in sorted(shards.items()) if number > 1]
         return (
-            f"{found[0].stage}: {len(found)} calls for {len(shards)} shards on "
-            f"{', '.join(sorted({one.assignment.worker for one in found}))} took "
+            f"{attempts[0].stage}: {len(attempts)} calls for {len(shards)} shards on "
+            f"{', '.join(sorted({attempt.assignment.worker for attempt in attempts}))} took "
             f"{min(seconds):.2f} to {max(seconds):.2f} s"
             + (f"; shards that were tried again (attempt): {', '.join(again)}" if again else "")
         )
@@ -137,8 +140,8 @@ class AttemptLog:
     def add(self, *attempts: Attempt) -> None:
         """Of steps."""
         with self._lock:
-            for one in attempts:
-                self._by_step.setdefault(one.step, []).append(one)
+            for attempt in attempts:
+                self._by_step.setdefault(attempt.step, []).append(attempt)
 
     def add_evaluation(self, attempt: Attempt) -> None:
         """Of an evaluation."""
@@ -153,14 +156,14 @@ class AttemptLog:
     def charge(self, step: int) -> None:
         """From now on what evaluations tried is a part of a step: of the one that is committed."""
         with self._lock:
-            made = [replace(one, step=step) for one in self._evaluations]
-            self._by_step.setdefault(step, []).extend(made)
+            attempts = [replace(evaluation, step=step) for evaluation in self._evaluations]
+            self._by_step.setdefault(step, []).extend(attempts)
             self._evaluations.clear()
 
     def committed(self, step: int) -> None:
         """Forget a step and those before it."""
         with self._lock:
-            for before in [one for one in self._by_step if one <= step]:
+            for before in [number for number in self._by_step if number <= step]:
                 del self._by_step[before]
 
 
@@ -173,19 +176,21 @@ class EvaluationLog:
 
     def add(self, *attempts: Attempt) -> None:
         """Whatever their step."""
-        for one in attempts:
-            self._made.append(one)
-            self._caller.add_evaluation(one)
+        for attempt in attempts:
+            self._made.append(attempt)
+            self._caller.add_evaluation(attempt)
 
     def worker_seconds(self, shard: int | None) -> dict[str, float]:
         """Pool -> seconds that the tries of a shard had of its workers; None: those of no shard."""
-        return summed(one.assignment.held.seconds for one in self._made if one.shard == shard)
+        return summed(
+            attempt.assignment.held.seconds for attempt in self._made if attempt.shard == shard
+        )
 
 
 def summed(worker_seconds: Iterable[dict[str, float]]) -> dict[str, float]:
     """Pool -> seconds."""
-    found: dict[str, float] = {}
-    for one in worker_seconds:
-        for pool, seconds in one.items():
-            found[pool] = found.get(pool, 0.0) + seconds
-    return found
+    seconds_by_pool: dict[str, float] = {}
+    for by_pool in worker_seconds:
+        for pool, seconds in by_pool.items():
+            seconds_by_pool[pool] = seconds_by_pool.get(pool, 0.0) + seconds
+    return seconds_by_pool

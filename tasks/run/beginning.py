@@ -94,15 +94,15 @@ def check_state_fits(config: GRPOConfig, before: GRPOConfig, origin: str) -> Non
         f"or begin with the weights alone: continue_from = {origin} with continue_state = weights."
     )
     was, is_ = (
-        "null" if one is None else str(one.model_dump(mode="json", exclude={"serving"}))
-        for one in (before.lora, config.lora)
+        "null" if lora is None else str(lora.model_dump(mode="json", exclude={"serving"}))
+        for lora in (before.lora, config.lora)
     )
     if was != is_:
         raise ConfigError(
             f"The trainer state of {origin} is of lora = {was}, and lora = {is_} does not fit it. "
             f"Set lora to the former, {anew}"
         )
-    formats = [one.train.optimizer_dtype for one in (before, config)]
+    formats = [settings.train.optimizer_dtype for settings in (before, config)]
     if formats[0] != formats[1] and "8bit" in formats:
         raise ConfigError(
             f"The trainer state of {origin} is of train.optimizer_dtype = {formats[0]}, and "
@@ -176,15 +176,15 @@ def beginning(config: GRPOConfig) -> tuple[Origin, np.ndarray]:
                 "Set continue_data = unseen."
             )
         return origin, seen_before(owner)
-    seen = seen_at(owner, reached, source)
-    if seen is None:
+    digests = seen_at(owner, reached, source)
+    if digests is None:
         return origin, np.empty(0, np.uint64)
-    if config.continue_data == "unseen" and not unseen(source, seen):
+    if config.continue_data == "unseen" and not unseen(source, digests):
         raise NothingNew(
             f"Nothing new to train on: all {len(source)} rows of {source.name} were seen by {origin} "
             "or the runs before it."
         )
-    return origin, seen
+    return origin, digests
 
 
 def first_cursor(
@@ -192,51 +192,51 @@ def first_cursor(
     config: GRPOConfig,
     source: PromptSource,
     origin: Origin | None,
-    seen: np.ndarray,
+    digests: np.ndarray,
 ) -> Cursor:
     """Where a run draws first, by its origin and the digests of the rows seen before."""
     if origin is not None and origin.cursor:
         before = read_commit(RunStore(store, origin.run), origin.step)
         return Cursor.from_json(before.cursor)
     first = origin is not None and not origin.fork and config.continue_data == "unseen"
-    new = unseen(source, seen) if first and len(seen) else []
+    new = unseen(source, digests) if first and len(digests) else []
     return first_place(config.data, source, new)
 
 
-def fresh_rows(cursor: Cursor, source: PromptSource, seen: np.ndarray) -> list[int]:
+def fresh_rows(cursor: Cursor, source: PromptSource, digests: np.ndarray) -> list[int]:
     """The unseen rows with which a run began that has some first; none in later epochs."""
-    return unseen(source, seen) if cursor.in_unseen else []
+    return unseen(source, digests) if cursor.in_unseen else []
 
 
 def place_of(
-    store: Store, tracking: TrackingConfig, named: str, setting: str
+    store: Store, tracking: TrackingConfig, address: str, setting: str
 ) -> tuple[RunStore, int | None]:
     """The run that models:/NAME@ALIAS, RUN or RUN@STEP names, and the step; None for its last.
 
     The last of a run that a guard rolled back is that of the run which goes on with it. setting: that
     names it. Raises ConfigError.
     """
-    if not named.startswith(REGISTERED):
-        name, _, step = named.partition("@")
+    if not address.startswith(REGISTERED):
+        name, _, step = address.partition("@")
         run = RunStore(store, name)
         return (run, int(step)) if step else (goes_on_as(run), None)
-    model, _, alias = named.removeprefix(REGISTERED).partition("@")
+    model, _, alias = address.removeprefix(REGISTERED).partition("@")
     try:
-        found = Registry(tracking).by_alias(model, alias)
+        version = Registry(tracking).by_alias(model, alias)
     except NotRegistered as error:
         raise ConfigError(f"{setting}: {error}") from error
-    if found is None:
+    if version is None:
         raise ConfigError(
-            f"{setting} = {named}: no version of model {model} has the alias {alias} at "
+            f"{setting} = {address}: no version of model {model} has the alias {alias} at "
             f"{tracking.uri}. Run once without {setting} and with promotion.alias = {alias}, "
             "or set another alias."
         )
-    if found.store_uri != store.uri:
+    if version.store_uri != store.uri:
         raise ConfigError(
-            f"{setting} = {named} is in the store {found.store_uri}, and store.uri = {store.uri}. "
-            "Set store.uri to the former."
+            f"{setting} = {address} is in the store {version.store_uri}, and store.uri = "
+            f"{store.uri}. Set store.uri to the former."
         )
-    return RunStore(store, found.run), found.step
+    return RunStore(store, version.run), version.step
 
 
 def _check_snapshot(parent: RunStore, origin: Origin, role: str) -> None:
@@ -264,9 +264,9 @@ def frozen_version(config: GRPOConfig, store: Store, fork: Origin | None) -> Opp
         return None
     if (
         fork is not None
-        and (found := _parents_opponent(RunStore(store, fork.run), settings)) is not None
+        and (opponent := _parents_opponent(RunStore(store, fork.run), settings)) is not None
     ):
-        return found
+        return opponent
     if settings.version == START:
         return None
     try:
@@ -274,9 +274,9 @@ def frozen_version(config: GRPOConfig, store: Store, fork: Origin | None) -> Opp
         origin = begin_at(owner, step, fork=False, trainer_state=False, cursor=False)
     except (NoSuchOrigin, StoreError) as error:
         raise ConfigError(f"{SETTING} = {settings.version}: {error}") from error
-    found = Opponent.of(origin.weights)
-    _check_fits(config, settings_of(RunStore(store, origin.run)), found)
-    return found
+    opponent = Opponent.of(origin.weights)
+    _check_fits(config, settings_of(RunStore(store, origin.run)), opponent)
+    return opponent
 
 
 def _parents_opponent(parent: RunStore, settings: OpponentConfig) -> Opponent | None:
@@ -284,15 +284,15 @@ def _parents_opponent(parent: RunStore, settings: OpponentConfig) -> Opponent | 
     before = settings_of(parent).opponent
     if before is None or before.version != settings.version:
         return None
-    found = opponent_of(parent)
+    opponent = opponent_of(parent)
     try:
-        open_chain(parent.store, found.weights)
+        open_chain(parent.store, opponent.weights)
     except ObjectMissing as error:
         raise ConfigError(
-            f"The opponent of {parent.run}, {found}, is no longer in the store ({error}). Set "
+            f"The opponent of {parent.run}, {opponent}, is no longer in the store ({error}). Set "
             f"{SETTING} to another version."
         ) from error
-    return found
+    return opponent
 
 
 def _check_fits(config: GRPOConfig, other: GRPOConfig, opponent: Opponent) -> None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from configs.grpo import GRPOConfig
 from engines.failures import CallCancelled
-from storage.prompts.cursor import Cursor, unranked
+from storage.prompts.cursor import Cursor, Ranks, unranked
 from storage.runs.commit_log import Commit, Ledger
 from storage.runs.curves import History, read_history, shown
 from storage.runs.run_store import RunStore
@@ -151,7 +151,7 @@ class KnownRows:
     """What a draw goes by besides its cursor."""
 
     kept_out: NDArray[np.bool_] | None = None  # [rows of the data] in quarantine; None: no row
-    ranks: Callable[[int], np.ndarray | None] = unranked  # epoch -> by which its rows are ordered
+    ranks: Ranks = unranked  # by which rows are ordered, for an epoch of all, or of a task's
     readmissions: int = 0  # requests to readmit rows that it takes account of
 
 
@@ -230,8 +230,8 @@ class Clock:
 
     def data_over(self, cursor: Cursor, carried: int) -> bool:
         """Whether data.epochs leave too little for a step after `cursor`, carried groups counted."""
-        left = cursor.remaining(self._config.data.epochs)
-        return left is not None and left + carried < self._config.fewest_prompts
+        rest = cursor.remaining(self._config.data.epochs)
+        return rest is not None and rest + carried < self._config.fewest_prompts
 
     def oldest_version(self, step: int) -> int:
         """The first policy version with which a step may be sampled."""

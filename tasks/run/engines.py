@@ -61,9 +61,9 @@ class StoreUsage:
     def __init__(self) -> None:
         self._before: dict[str, Usage] = {"": COUNTER.total()}
 
-    def since_last(self, told: Mapping[str, Usage]) -> Metrics:
-        """Metrics of a step; `told`: what each worker process has asked since it began."""
-        now = {"": COUNTER.total(), **told}
+    def since_last(self, usage: Mapping[str, Usage]) -> Metrics:
+        """Metrics of a step; `usage`: what each worker process has asked since it began."""
+        now = {"": COUNTER.total(), **usage}
         total = Usage()
         for process, count in now.items():
             total += count - self._before.get(process, Usage())
@@ -154,10 +154,10 @@ class Engines:
         config, store = self.run.config, self.run.store
         pools = []
         for name in sorted(config.used_pools):
-            roles = [one for one in get_args(Role) if one in self._roles]
-            here = tuple(one for one in roles if config.cluster.roles.pool_of(one) == name)
-            wanted, live = config.cluster.pools[name].workers, len(cluster.workers(name))
-            pools.append(PoolState(name=name, roles=here, wanted=wanted, live=live))
+            roles = [role for role in get_args(Role) if role in self._roles]
+            here = tuple(role for role in roles if config.cluster.roles.pool_of(role) == name)
+            target, live = config.cluster.pools[name].workers, len(cluster.workers(name))
+            pools.append(PoolState(name=name, roles=here, wanted=target, live=live))
         loads = []
         for role in self._roles.values():
             client = clients[role]
@@ -199,11 +199,11 @@ class Engines:
 
     def _start(self, name: str, after: Future[None] | None = None) -> None:
         """Start a role's engines; `after`: another start that ends first, well or badly."""
-        made, role = self._made(), self._roles[name]
+        opened, role = self._made(), self._roles[name]
         if after is not None:
             after.exception()
         assert role.start is not None
-        role.start(self, made.clients[role])
+        role.start(self, opened.clients[role])
         waiting = [name for name, future in self._started.items() if not future.done()]
         self.run.tell(EngineStarted(waiting=tuple(sorted(waiting))))
 
@@ -221,8 +221,8 @@ class Engines:
         cluster = self.run.config.cluster
         with contextlib.ExitStack() as stack:
             for pool in {cluster.roles.pool_of(role) for role in roles}:
-                known = self.cluster.known_workers(pool)
-                names = known or [f"{pool}-{n}" for n in range(cluster.pools[pool].workers)]
+                live = self.cluster.known_workers(pool)
+                names = live or [f"{pool}-{n}" for n in range(cluster.pools[pool].workers)]
                 stack.enter_context(assignment.time.held(pool, names, assignment.held))
             yield
 
@@ -257,8 +257,8 @@ class Engines:
     def temporary_certificates(self) -> Certificates | None:
         """Files of the certificates that were made for this cluster alone, if any were."""
         cluster = self._made().cluster
-        made = isinstance(cluster.config.encryption, TemporaryTls)
-        return cluster.certificate_files if made else None
+        is_temporary = isinstance(cluster.config.encryption, TemporaryTls)
+        return cluster.certificate_files if is_temporary else None
 
     @property
     def clients(self) -> Clients:
@@ -283,10 +283,10 @@ class Engines:
 
         Only while no call is under way.
         """
-        made, self._opened = self._made(), None
+        opened, self._opened = self._made(), None
         self._threads.shutdown(wait=True)
-        made.clients.close()
-        return made.cluster
+        opened.clients.close()
+        return opened.cluster
 
     def close(self) -> None:
         """End every engine and worker."""
@@ -295,9 +295,9 @@ class Engines:
         if self._opened is not None:
             # Not cancelled by now means opening or open: wait for it, so that nothing is left.
             with contextlib.suppress(Exception, CancelledError):
-                made = self._opened.result()
-                made.cluster.close()
-                made.clients.close()
+                opened = self._opened.result()
+                opened.cluster.close()
+                opened.clients.close()
 
 
 def _open(run: RunView, roles: list[EngineRole[Any]], cluster: Cluster | None) -> Opened:
@@ -336,7 +336,7 @@ def outage_lines(tell: Callable[[Event], object]) -> Say:
 def sentence(wait: Wait, tries: int = 1) -> str:
     """What is waited for, since when and until when; `tries`: of the task, this one included."""
     until = wait.until + sum(
-        wait.limit + backoff(ATTEMPTS - left) for left in range(tries - 1, 0, -1)
+        wait.limit + backoff(ATTEMPTS - rest) for rest in range(tries - 1, 0, -1)
     )
     cause = f" ({wait.cause})" if wait.cause else ""
     return (

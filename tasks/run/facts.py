@@ -108,40 +108,40 @@ class DiskWarnings:
         self._written: deque[int] = deque(maxlen=RECENT)  # by a step, bytes
         self._told: int | None = None  # bytes left at the last warning
 
-    def after(self, step: int, written: float) -> str | None:
+    def after(self, step: int, nbytes: float) -> str | None:
         """A sentence where the disk will be full soon; once each time that half of it is used up.
 
-        To be asked when what the settings do not keep has been removed. `written`: bytes that the
+        To be asked when what the settings do not keep has been removed. `nbytes`: that the
         step wrote to the store.
         """
         if self._folder is None:
             return None
-        left = shutil.disk_usage(self._folder).free
-        self._seen.append((step, left))
-        self._written.append(int(written))
-        if self._told is not None and left > 2 * self._told:
+        free = shutil.disk_usage(self._folder).free
+        self._seen.append((step, free))
+        self._written.append(int(nbytes))
+        if self._told is not None and free > 2 * self._told:
             self._told = None  # somebody has made room
-        if self._told is not None and left > self._told / 2:
+        if self._told is not None and free > self._told / 2:
             return None
-        why = self._why(step, left)
+        why = self._why(step, free)
         if why is None:
             return None
-        self._told = left
+        self._told = free
         return (
-            f"The disk of the store {self._folder} has {left / GIB:.1f} GiB left: {why}. Make room, "
+            f"The disk of the store {self._folder} has {free / GIB:.1f} GiB left: {why}. Make room, "
             "or keep less: resume with smaller store.keep_steps, keep_versions, keep_registered or "
             "keep_snapshots. refrain gc says what they would remove."
         )
 
-    def _why(self, step: int, left: int) -> str | None:
+    def _why(self, step: int, free: int) -> str | None:
         most = max(self._written)
-        if step < self._steps and left < 2 * most:
+        if step < self._steps and free < 2 * most:
             return f"a step of this run writes up to {most / GIB:.1f} GiB"
         first, before = self._seen[0]
-        if len(self._seen) < FEWEST or before <= left:
+        if len(self._seen) < FEWEST or before <= free:
             return None
-        a_step = (before - left) / (step - first)
-        room = int(left / a_step)
+        a_step = (before - free) / (step - first)
+        room = int(free / a_step)
         if room > min(SOON, self._steps - step):
             return None
         return f"it lost {a_step / GIB:.2g} GiB a step, and is full in about {room} steps"

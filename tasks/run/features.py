@@ -224,21 +224,21 @@ def features_of(config: GRPOConfig, position: Position | None = None) -> list[Fe
             f"those of tasks/run/features.py ({', '.join(FEATURES)})."
         )
     if position is not None:
-        used |= {name for name, left in LEFT_BY_COMMIT.items() if left(position)}
-    found = [_record(path) for name, path in FEATURES.items() if name in used]
+        used |= {name for name, is_left in LEFT_BY_COMMIT.items() if is_left(position)}
+    features = [_record(path) for name, path in FEATURES.items() if name in used]
     for hook in SINGLE:
         nothing = Feature.__dataclass_fields__[hook].default
-        answers = [one for one in found if getattr(one, hook) is not nothing]
+        answers = [feature for feature in features if getattr(feature, hook) is not nothing]
         assert len(answers) < 2, f"two features of a run have the hook {hook}"
-    return found
+    return features
 
 
 def judged(features: Iterable[Feature], run: FeatureView, step: int, metrics: Metrics) -> Verdicts:
     """What the features say of a step that is about to be committed."""
-    found = [one.judge(run, step, metrics) for one in features if one.judge]
+    verdicts = [feature.judge(run, step, metrics) for feature in features if feature.judge]
     return Verdicts(
-        records=[record for one in found for record in one.records],
-        metrics={name: value for one in found for name, value in one.metrics.items()},
+        records=[record for verdict in verdicts for record in verdict.records],
+        metrics={name: value for verdict in verdicts for name, value in verdict.metrics.items()},
     )
 
 
@@ -249,9 +249,9 @@ def tidy(config: GRPOConfig, files: RunStore, head: int) -> list[str]:
 
 def _record(path: str) -> Feature:
     module, _, name = path.partition(":")
-    found = getattr(import_module(module), name)
-    assert isinstance(found, Feature), path
-    return found
+    feature = getattr(import_module(module), name)
+    assert isinstance(feature, Feature), path
+    return feature
 
 
 class PreflightError(ConfigError):

@@ -54,8 +54,8 @@ def filled_in(settings: type[object]) -> bool:
 
 def flow_run_url() -> str | None:
     """Page of the flow run on the dashboard."""
-    found = flow_run_id()
-    return url_for("flow-run", obj_id=found) if found else None
+    run_id = flow_run_id()
+    return url_for("flow-run", obj_id=run_id) if run_id else None
 
 
 def attempt() -> int:
@@ -63,11 +63,11 @@ def attempt() -> int:
 
     Its states are counted: Prefect counts attempts anew after Retry on the flow run's page.
     """
-    found = flow_run_id()
-    if found is None:
+    run_id = flow_run_id()
+    if run_id is None:
         return 1
     with get_client(sync_client=True) as client:
-        states = client.read_flow_run_states(found)
+        states = client.read_flow_run_states(run_id)
     return max(1, sum(state.is_running() for state in states))
 
 
@@ -76,12 +76,12 @@ def begun_before(store: Store, family: str) -> RunStore | None:
 
     Of several, which rollbacks make, the first. family: what the names of its runs begin with.
     """
-    found = flow_run_id()
-    if found is None:
+    run_id = flow_run_id()
+    if run_id is None:
         return None
     names = (name for name in store.children() if name.startswith(f"{family}-"))
     runs = (RunStore(store, name) for name in names if RUN_NAME.fullmatch(name))
-    return next((run for run in runs if run.constant(FIELD) == str(found)), None)
+    return next((run for run in runs if run.constant(FIELD) == str(run_id)), None)
 
 
 def part_from_earlier_attempts(attempt: int, flows: Iterable[object] = ()) -> None:
@@ -92,14 +92,14 @@ def part_from_earlier_attempts(attempt: int, flows: Iterable[object] = ()) -> No
     process that was killed leaves those that it had under way running for ever. To be called once
     no earlier attempt lives: when this one holds the run, or the run is done.
     """
-    context, found = FlowRunContext.get(), flow_run_id()
-    if context is None or found is None:
+    context, run_id = FlowRunContext.get(), flow_run_id()
+    if context is None or run_id is None:
         return
-    for one in flows:
-        if isinstance(one, Flow):
-            context.task_run_dynamic_keys[Task(one.fn).task_key] = attempt * NUMBERS
+    for flow in flows:
+        if isinstance(flow, Flow):
+            context.task_run_dynamic_keys[Task(flow.fn).task_key] = attempt * NUMBERS
     below = FlowRunFilter(
-        parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[found]),
+        parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[run_id]),
         state=FlowRunFilterState(type=FlowRunFilterStateType(any_=list(UNDER_WAY))),
     )
     ended: State[None] = Crashed(message=f"The process of attempt {attempt - 1} has ended.")
@@ -126,22 +126,22 @@ def made_up(name: str) -> bool:
 
 @cache
 def _words(lists: tuple[str, ...]) -> frozenset[str]:
-    known: Any = vocabulary
-    return frozenset(word for name in lists for word in known[name]["words"])
+    lists_by_name: Any = vocabulary
+    return frozenset(word for name in lists for word in lists_by_name[name]["words"])
 
 
 @cache
 def _names_of_the_form() -> re.Pattern[str] | None:
     """None where the dashboard of this Prefect has other words: names of its form are kept then."""
-    found: dict[str, str] = {}
+    patterns: dict[str, str] = {}
     for path in Path(prefect.__file__).parent.glob("server/ui/assets/index-*.js"):
         program = path.read_text(errors="replace")
         for begin in OF_THE_FORM:
             if words := re.search(rf"[`'\"]({re.escape(begin)}[a-zA-Z0-9.-]*)[`'\"]", program):
-                found[begin] = "|".join(map(re.escape, filter(None, words[1].split("."))))
-    if len(found) < len(OF_THE_FORM):
+                patterns[begin] = "|".join(map(re.escape, filter(None, words[1].split("."))))
+    if len(patterns) < len(OF_THE_FORM):
         return None
-    letter, place, region = (found[begin] for begin in OF_THE_FORM)
+    letter, place, region = (patterns[begin] for begin in OF_THE_FORM)
     letter = letter.replace("RANDOM", "[0-9]{2,3}")
     return re.compile(rf"(?:{letter})-(?:(?:{place})(?:-(?:{region}))?|-(?:{region}))")
 
@@ -171,27 +171,27 @@ def _name(name: str, tag: str | None = None) -> None:
     context = FlowRunContext.get()
     if context is None or context.flow_run is None or context.flow_run.name == name:
         return
-    found = context.flow_run
-    if not made_up(found.name):
+    current = context.flow_run
+    if not made_up(current.name):
         if tag is not None:
-            _tag(found, tag)
+            _tag(current, tag)
         return
-    if _may_be_typed(found):
-        _tag(found, found.name)
+    if _may_be_typed(current):
+        _tag(current, current.name)
     with get_client(sync_client=True) as client:
-        client.update_flow_run(found.id, name=name)
-    found.name = name
+        client.update_flow_run(current.id, name=name)
+    current.name = name
 
 
-def _may_be_typed(found: FlowRun) -> bool:
+def _may_be_typed(run: FlowRun) -> bool:
     """Whether a person may have given the flow run the name that looks made up."""
-    by_a_person = found.deployment_id is not None and not found.auto_scheduled
-    return by_a_person and not found.name.endswith(NOT_BEGUN)
+    by_a_person = run.deployment_id is not None and not run.auto_scheduled
+    return by_a_person and not run.name.endswith(NOT_BEGUN)
 
 
-def _tag(found: FlowRun, tag: str) -> None:
-    if tag in found.tags:
+def _tag(run: FlowRun, tag: str) -> None:
+    if tag in run.tags:
         return
-    found.tags = [*found.tags, tag]
+    run.tags = [*run.tags, tag]
     with get_client(sync_client=True) as client:
-        client.update_flow_run(found.id, tags=found.tags)
+        client.update_flow_run(run.id, tags=run.tags)

@@ -90,10 +90,10 @@ def started(
         begin(opened, position)
         run = Run(opened, lease, position, reporting)
         owner = _before(opened, position)
-        if said := meaning_sentence(opened.files, opened.config, position.last, owner):
-            run.tell(Note(text=said, warning=True))
-        if said := code_sentence(opened.files, opened.config, position.last, owner):
-            run.tell(Note(text=said, warning=True))
+        if sentence := meaning_sentence(opened.files, opened.config, position.last, owner):
+            run.tell(Note(text=sentence, warning=True))
+        if sentence := code_sentence(opened.files, opened.config, position.last, owner):
+            run.tell(Note(text=sentence, warning=True))
         failed.pop_all()
     for line in warnings_of(opened.config):
         run.tell(Note(text=f"Warning: {line}", warning=True))
@@ -240,10 +240,10 @@ def row_digests(run: Run) -> np.ndarray:
         rows = range(start, min(start + ROWS_AT_ONCE, len(source)))
         call = run.call_id(run.after, f"row-digests-{start}")
         try:
-            found = engines.call(Scorer.row_digests, call, start=start, stop=rows.stop)
+            digests = engines.call(Scorer.row_digests, call, start=start, stop=rows.stop)
         except (ClusterLost, InfrastructureError):
-            found = source.row_digests(rows)
-        return found
+            digests = source.row_digests(rows)
+        return digests
 
     engines = run.engines[SCORER]
     try:
@@ -278,7 +278,7 @@ def signals_end(waits: threading.Event, last_words: Callable[[], object]) -> Ite
         yield
         return
 
-    asked, over, raised = threading.Event(), threading.Event(), threading.Event()
+    signalled, over, raised = threading.Event(), threading.Event(), threading.Event()
 
     def give_up() -> None:
         if not over.wait(PATIENCE):
@@ -288,8 +288,8 @@ def signals_end(waits: threading.Event, last_words: Callable[[], object]) -> Ite
             os._exit(INTERRUPTED)
 
     def begin() -> None:
-        if not asked.is_set():
-            asked.set()
+        if not signalled.is_set():
+            signalled.set()
             waits.set()
             threading.Thread(target=give_up, name="give-up", daemon=True).start()
 

@@ -65,11 +65,11 @@ class WorkerLooks:
     def look(self, cluster: Cluster) -> dict[str, tuple[str, WorkerMetrics]]:
         """Ask some of the workers, in turn; one that does not answer keeps its last answer."""
         members = cluster.members()
-        addresses = [one.address for one in members.values()]
+        addresses = [member.address for member in members.values()]
         first = self._looks * ASKED_AT_ONCE % max(1, len(addresses))
         self._looks += 1
         around = itertools.islice(itertools.cycle(addresses), first, first + len(addresses))
-        asked = itertools.islice(around, ASKED_AT_ONCE)
+        turn = itertools.islice(around, ASKED_AT_ONCE)
         run = cluster.client.run
 
         async def ask(address: str) -> dict[str, WorkerMetrics]:
@@ -80,13 +80,15 @@ class WorkerLooks:
                 return {}
 
         async def ask_all() -> list[dict[str, WorkerMetrics]]:
-            return await asyncio.gather(*map(ask, asked))
+            return await asyncio.gather(*map(ask, turn))
 
         for answer in cluster.ask(ask_all):
             self._answers |= answer
-        self._answers = {one: self._answers[one] for one in addresses if one in self._answers}
+        self._answers = {
+            address: self._answers[address] for address in addresses if address in self._answers
+        }
         return {
-            name: (one.pool, self._answers[one.address])
-            for name, one in members.items()
-            if one.address in self._answers
+            name: (member.pool, self._answers[member.address])
+            for name, member in members.items()
+            if member.address in self._answers
         }

@@ -39,26 +39,26 @@ def meaning_sentence(
     if owner is None:
         return None
     before = _began_with(files) if last is None else last.meanings
-    found = changes(before, meanings_of(config.model_dump(mode="json")))
+    scorers = changes(before, meanings_of(config.model_dump(mode="json")))
     head = changes(before, _of_model(before, config))
-    if not found and not head:
+    if not scorers and not head:
         return None
     since = "since the run began" if last is None else f"since step {last.step}"
     first, mark = ("now", "") if last is None else (f"step {last.step + 1}", ", which is marked")
-    said = []
-    if found:
-        said.append(
-            f"What {' and '.join(map(str, found))} means has changed {since}: from {first} on{mark}, "
-            f"scores do not compare with those before. {_remedy(found, config, owner)}"
+    sentences = []
+    if scorers:
+        sentences.append(
+            f"What {' and '.join(map(str, scorers))} means has changed {since}: from {first} on"
+            f"{mark}, scores do not compare with those before. {_remedy(scorers, config, owner)}"
         )
     if head:
-        said.append(
+        sentences.append(
             f"What {head[0]} are has changed {since}: those that the trainer made left the scale, "
             f"cap or bias of this model's output head out. From {first} on{mark}, they are the "
             "model's own; losses, ratios and KL do not compare with those before, and earlier "
             "updates are replayed otherwise."
         )
-    return " ".join(said)
+    return " ".join(sentences)
 
 
 def _of_model(before: Mapping[str, int], config: GRPOConfig) -> dict[str, int]:
@@ -74,16 +74,16 @@ def _began_with(files: RunStore) -> Mapping[str, int]:
     return cast("Mapping[str, int]", files.constant(MEANINGS) or {})
 
 
-def _remedy(found: Sequence[MeaningChange], config: GRPOConfig, owner: str) -> str:
+def _remedy(scorers: Sequence[MeaningChange], config: GRPOConfig, owner: str) -> str:
     """How what was scored before is scored anew."""
-    kinds = {one.name for one in found}
+    kinds = {change.name for change in scorers}
     labels = [reward.label for reward in config.rewards.functions if reward.kind in kinds]
     rescore = _command(config.store, "rescore", owner, "--reward", *(labels[:1] or ["NAME"]))
-    said = f"The stored samples of earlier steps are scored again by: {rescore}."
+    sentence = f"The stored samples of earlier steps are scored again by: {rescore}."
     if GREEDY in kinds or config.evaluation is not None:
         again = _command(config.store, "evaluate", owner, "--suite", "NAME", "--versions", "all")
-        said += f" Evaluations are made again by: {again}."
-    return said
+        sentence += f" Evaluations are made again by: {again}."
+    return sentence
 
 
 def _command(store: StoreConfig, *words: str) -> str:
@@ -102,8 +102,8 @@ def meaning_metrics(last: Commit | None, config: GRPOConfig) -> dict[str, float]
         **_of_model(last.meanings, config),
     }
     return {
-        f"{MEANING_CHANGED}{one.name.replace(' ', '_')}": float(one.now)
-        for one in changes(last.meanings, now)
+        f"{MEANING_CHANGED}{change.name.replace(' ', '_')}": float(change.now)
+        for change in changes(last.meanings, now)
     }
 
 
@@ -125,22 +125,25 @@ def code_files(config: GRPOConfig) -> dict[str, str]:
 
     Without those whose file is not found, such as functions of compiled modules.
     """
-    found = ((label, _file_of(path)) for label, path in _functions(config))
+    files = ((label, _file_of(path)) for label, path in _functions(config))
     return {
         label: f"sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}"
-        for label, file in found
+        for label, file in files
         if file is not None
     }
 
 
 def _functions(config: GRPOConfig) -> Iterator[tuple[str, str]]:
     suites = [] if config.evaluation is None else config.evaluation.suites.values()
-    for rewards in (config.rewards, *(one.rewards for one in suites if one.rewards is not None)):
+    for rewards in (
+        config.rewards,
+        *(suite.rewards for suite in suites if suite.rewards is not None),
+    ):
         for reward in rewards.functions:
             if isinstance(reward, FunctionReward):
                 yield reward.label, reward.path
-    for one in config.played.values():
-        for path in _paths(one.environment):
+    for episodes in config.played.values():
+        for path in _paths(episodes.environment):
             yield ENVIRONMENT + path.rpartition(":")[2], path
 
 
@@ -180,8 +183,12 @@ def _recorded(files: RunStore, last: Commit | None) -> Mapping[str, str]:
         return cast("Mapping[str, str]", files.constant(CODE_FILES) or {})
     if last.code_files:
         return last.code_files
-    made = (one for functions in last.reward_code.values() for one in functions)
-    return {str(one["name"]): str(one["module"]) for one in made if one.get("module")}
+    records = (function for functions in last.reward_code.values() for function in functions)
+    return {
+        str(function["name"]): str(function["module"])
+        for function in records
+        if function.get("module")
+    }
 
 
 def code_sentence(
@@ -199,15 +206,17 @@ def code_sentence(
         return None
     since = "the run began" if last is None else f"step {last.step}"
     first = "now on" if last is None else f"step {last.step + 1} on, which is marked"
-    said = (
+    sentence = (
         f"The code of {' and '.join(labels)} has changed since {since}: from {first}, scores do not "
         "compare with those before."
     )
     rewards = [label for label in labels if not label.startswith(ENVIRONMENT)]
     if rewards:
         words = ["refrain", "rescore", owner, "--reward", rewards[0], *config.store.words()]
-        said += f" The stored samples of earlier steps are scored again by: {shlex.join(words)}."
-    return said
+        sentence += (
+            f" The stored samples of earlier steps are scored again by: {shlex.join(words)}."
+        )
+    return sentence
 
 
 def code_metrics(files: RunStore, last: Commit | None, now: Mapping[str, str]) -> dict[str, float]:

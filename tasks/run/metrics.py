@@ -30,10 +30,12 @@ def step_metrics(
     """Everything that MLflow and the commit record of a step; times in seconds."""
     attempts = run.attempts_of(step)
     stages = stage_seconds(attempts)
-    shards = [shard.stats for one in scored for shard in one.sampled]
+    shards = [shard.stats for part in scored for shard in part.sampled]
     tokens, read = sum(shard.tokens for shard in shards), sum(shard.read for shard in shards)
     cached = sum(shard.cached for shard in shards)
-    fullest = max((one.cache_use for one in shards if one.cache_use is not None), default=None)
+    fullest = max(
+        (stats.cache_use for stats in shards if stats.cache_use is not None), default=None
+    )
     metrics: Metrics = {
         **batch.metrics,
         **updated.metrics,
@@ -79,16 +81,18 @@ def cost_of(run: Run, step: int, now: float, samples: int) -> Metrics:
         for name, spent in run.engines.spent().items()
         if name in pools
     }
-    own = None if last is None or run.head == run.start else last.committed_at
+    committed_at = None if last is None or run.head == run.start else last.committed_at
     before = {} if last is None else last.metrics
-    if own is None or own <= run.engines.launched:  # nothing of this flow's is committed
+    if (
+        committed_at is None or committed_at <= run.engines.launched
+    ):  # nothing of this flow's is committed
         end = read_end(run.files)
         before = before | (end.cost if end is not None and end.step == run.head else {})
     return step_cost(
         [AttemptCost.of(attempt.record()) for attempt in run.attempts_of(step)],
         window_of(
             run.engines.launched,
-            own,
+            committed_at,
             now,
             None if died is None else (died.started, died.last_seen),
         ),
@@ -117,14 +121,14 @@ def stage_seconds(attempts: list[Attempt]) -> dict[str, float]:
     return {stage: end - start for stage, (start, end) in spans.items()}
 
 
-def logged_metrics(scored: list[Scored], taken: Mapping[str, float]) -> Metrics:
+def logged_metrics(scored: list[Scored], own_metrics: Mapping[str, float]) -> Metrics:
     """What reward functions gave to log_metric, under the names that they gave, as TRL logs it.
 
-    Means over the samples (engines.rewards.runner.LoggedMetric). A name that is in `taken`,
-    one of the step's own, is put under log_metric/.
+    Means over the samples (engines.rewards.runner.LoggedMetric). A name in `own_metrics`, those of
+    the step itself, is put under log_metric/.
     """
     pool = pooled(shard.metrics for shard in scored)
     return {
-        f"log_metric/{name}" if name in taken else name: metric.mean
+        f"log_metric/{name}" if name in own_metrics else name: metric.mean
         for name, metric in pool.items()
     }

@@ -84,16 +84,16 @@ def open_run(
         resume, config = going_on_as(before, config, flow)
     files = OwnRunStore(store, resume or name or new_name(config.name))
     source = open_source(config.data.source)
-    origin, seen = None, np.empty(0, np.uint64)
+    origin, digests = None, np.empty(0, np.uint64)
     if resume is not None:
         check_resumable(files, config, flow)
         _check_same_data(files, config, source)
-        origin, seen = origin_of(files), seen_before(files)
+        origin, digests = origin_of(files), seen_before(files)
     elif fork is not None:
         origin = origin_of_fork(config, fork, flow).model_copy(update={"rollback": cause})
-        seen = seen_before(parent_of(files, origin))
+        digests = seen_before(parent_of(files, origin))
     elif config.continue_from is not None:
-        origin, seen = beginning(config)
+        origin, digests = beginning(config)
     if resume is None:
         for feature in features_of(config):
             config = feature.pin(store, config)
@@ -105,8 +105,8 @@ def open_run(
         source=source,
         resumed=resume is not None,
         origin=origin,
-        seen=seen,
-        first=first_cursor(store, config, source, origin, seen),
+        seen=digests,
+        first=first_cursor(store, config, source, origin, digests),
         opponent=(
             recorded_opponent(files)
             if resume is not None
@@ -138,17 +138,17 @@ def _check_same_data(files: RunStore, config: GRPOConfig, source: PromptSource) 
 
 def _check_first_step(opened: OpenedRun) -> None:
     """ConfigError, or NothingNew for a run that goes on, where the data's epochs give no step."""
-    config, left = opened.config, opened.first.remaining(opened.config.data.epochs)
-    if left is None or left >= config.fewest_prompts:
+    config, rest = opened.config, opened.first.remaining(opened.config.data.epochs)
+    if rest is None or rest >= config.fewest_prompts:
         return
-    said = (
-        f"data.epochs = {config.data.epochs} leaves {left} prompts of {opened.source.name}, and a "
+    sentence = (
+        f"data.epochs = {config.data.epochs} leaves {rest} prompts of {opened.source.name}, and a "
         f"step takes {config.fewest_prompts}."
     )
     if config.continue_from is not None:
-        raise NothingNew(f"Too little to train on: {said}")
+        raise NothingNew(f"Too little to train on: {sentence}")
     raise ConfigError(
-        f"{said} Set data.epochs higher, prompts_per_step lower, or data.last_step = partial."
+        f"{sentence} Set data.epochs higher, prompts_per_step lower, or data.last_step = partial."
     )
 
 
@@ -170,8 +170,8 @@ def take_over(opened: OpenedRun, waits: bool = False) -> tuple[RunLease, Positio
                 f"Run {opened.name} was begun by another process meanwhile. Give the same command "
                 "again to go on with it."
             )
-        own = head(opened.files) if opened.resumed else None
-        position = _inherited(opened) if own is None else _committed(opened, own)
+        own_head = head(opened.files) if opened.resumed else None
+        position = _inherited(opened) if own_head is None else _committed(opened, own_head)
         failed.pop_all()
     return lease, position
 
@@ -321,9 +321,9 @@ def check_resumable(files: RunStore, config: GRPOConfig, flow: str) -> None:
 def check_unchanged(files: RunStore, config: GRPOConfig, flow: str) -> None:
     """ConfigError unless the flow made the run, with settings that differ where they may."""
     check_same_flow(files, flow, config.store)
-    written = settings_of(files).model_dump(mode="json")
+    recorded = settings_of(files).model_dump(mode="json")
     changed = [
-        key for key in differing(written, config.model_dump(mode="json")) if not may_change(key)
+        key for key in differing(recorded, config.model_dump(mode="json")) if not may_change(key)
     ]
     if changed:
         raise ConfigError(
@@ -343,22 +343,22 @@ def going_on_as(files: RunStore, config: GRPOConfig, flow: str) -> tuple[str, GR
         return files.run, config
     check_unchanged(files, config, flow)
     before = settings_of(files).model_dump(mode="json")
-    given = config.model_dump(mode="json")
+    changed = config.model_dump(mode="json")
     child = RunStore(files.store, end.rolled_back.child)
     settings = settings_of(child).model_dump(mode="json")
-    for key in differing(before, given):
-        _place(settings, key, given)
+    for key in differing(before, changed):
+        _place(settings, key, changed)
     return going_on_as(child, validate(type(config), settings), flow)
 
 
-def _place(settings: Any, key: str, given: Any) -> None:
-    """Put the value that `given` has at a dotted name into settings of the same form."""
+def _place(settings: Any, key: str, values: Any) -> None:
+    """Put the value that `values` has at a dotted name into settings of the same form."""
     *parents, last = key.split(".")
     for part in parents:
         index: Any = int(part) if isinstance(settings, list) else part
-        settings, given = settings[index], given[index]
+        settings, values = settings[index], values[index]
     index = int(last) if isinstance(settings, list) else last
-    settings[index] = given[index]
+    settings[index] = values[index]
 
 
 def keeping_no_less(files: RunStore, config: GRPOConfig, filled_in: bool = False) -> GRPOConfig:
@@ -367,41 +367,47 @@ def keeping_no_less(files: RunStore, config: GRPOConfig, filled_in: bool = False
     What a recipe or the words leave open has today's default, which may be another than when the run
     began. filled_in: a form has filled in what nobody set, so a default there is nobody's word.
     """
-    store, usual, kept = config.store, StoreConfig(), {}
+    store, usual, as_before = config.store, StoreConfig(), {}
     for name, before in settings_of(files).store.model_dump(include=KEPT).items():
-        given = getattr(store, name)
-        said = name in store.model_fields_set and not (filled_in and given == getattr(usual, name))
-        if not said and given is not None and (before is None or before > given):
-            kept[name] = before
-    return config.model_copy(update={"store": store.model_copy(update=kept)}) if kept else config
+        value = getattr(store, name)
+        is_set = name in store.model_fields_set and not (
+            filled_in and value == getattr(usual, name)
+        )
+        if not is_set and value is not None and (before is None or before > value):
+            as_before[name] = before
+    return (
+        config.model_copy(update={"store": store.model_copy(update=as_before)})
+        if as_before
+        else config
+    )
 
 
-def told_kept(asked: GRPOConfig, opened: GRPOConfig) -> list[Finding]:
+def told_kept(before: GRPOConfig, opened: GRPOConfig) -> list[Finding]:
     """That of a run which goes on more is kept than the settings ask that it was to go on with."""
-    old, new = (one.store.model_dump(mode="json", include=KEPT) for one in (asked, opened))
-    kept = [f"store.{name}={json.dumps(new[name])}" for name in differing(old, new)]
-    if not kept:
+    old, new = (config.store.model_dump(mode="json", include=KEPT) for config in (before, opened))
+    words = [f"store.{name}={json.dumps(new[name])}" for name in differing(old, new)]
+    if not words:
         return []
-    said = (
-        f"Kept as when the run began: {', '.join(kept)}. To keep less, say so for this run: "
+    sentence = (
+        f"Kept as when the run began: {', '.join(words)}. To keep less, say so for this run: "
         "refrain … --resume RUN store.…=…"
     )
-    return [Finding(check="settings", found=said, warning=True)]
+    return [Finding(check="settings", found=sentence, warning=True)]
 
 
 def may_change(key: str) -> bool:
     """Whether a setting may be another on resuming, by its dotted name."""
-    patterns = (re.escape(one).replace(r"\*", "[^.]+") for one in MAY_CHANGE)
+    patterns = (re.escape(name).replace(r"\*", "[^.]+") for name in MAY_CHANGE)
     return any(re.fullmatch(rf"{pattern}(\..*)?", key) for pattern in patterns)
 
 
 def differing(old: Any, new: Any, prefix: str = "") -> list[str]:
     """Dotted names of the settings in which two configs differ."""
     if isinstance(old, dict) and isinstance(new, dict):
-        found = []
+        names = []
         for name in sorted({*old, *new}):
-            found += differing(old.get(name), new.get(name), f"{prefix}{name}.")
-        return found
+            names += differing(old.get(name), new.get(name), f"{prefix}{name}.")
+        return names
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         pairs = enumerate(zip(old, new, strict=True))
         return [name for i, (a, b) in pairs for name in differing(a, b, f"{prefix}{i}.")]

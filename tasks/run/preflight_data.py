@@ -55,28 +55,28 @@ def check_data(config: GRPOConfig, resumed: bool = False) -> tuple[str, str]:
     """
     source = open_source(config.data.source)
     parts = parts_of(config, source)
-    found = []
+    summaries = []
     for name, part in parts.items():
         with naming(name):
-            found.append(f"{name} {check_rows(config.model, part.data, part.source, resumed)}")
-    data = "; ".join(found).strip()
+            summaries.append(f"{name} {check_rows(config.model, part.data, part.source, resumed)}")
+    data = "; ".join(summaries).strip()
     frames, images = config.keeps_frames, config.needs_images
     for name, episodes in config.played.items():
         if episodes.environment.kind != "none":
             (row,) = parts[name].source.rows([0])
             with naming(name):
-                said = check_environment(
+                summary = check_environment(
                     episodes, {**row, TASK: name} if name else row, frames, images
                 )
-            data += f"; environment{f' of {name}' if name else ''}: {said}"
-    given: tuple[str, ...] = () if config.episodes is None else EPISODE_COLUMNS
+            data += f"; environment{f' of {name}' if name else ''}: {summary}"
+    columns: tuple[str, ...] = () if config.episodes is None else EPISODE_COLUMNS
     if config.episodes is not None and config.episodes.players > 1:
-        given = (*given, PLAYER)
+        columns = (*columns, PLAYER)
     for feature in features_of(config):
         feature.check_rewards(config.rewards)
     for name, part in parts.items():
         with naming(name):
-            check_rewards(part.rewards, part.data, part.source, given)
+            check_rewards(part.rewards, part.data, part.source, columns)
             if not resumed:
                 check_tests(part.rewards, part.source)
     if config.evaluation is not None:
@@ -123,12 +123,12 @@ def check_rows(model: Model, data: DataConfig, source: PromptSource, resumed: bo
     needed to compare the engines.
     """
     source.check_columns([name for name in (data.prompt_column, data.state_column) if name])
-    found = f"{source.name}: {len(source)} rows; columns {', '.join(source.columns)}"
+    summary = f"{source.name}: {len(source)} rows; columns {', '.join(source.columns)}"
     if isinstance(data.source, ReasoningGymSource):  # loading the library takes seconds
         if not resumed:
             row: Row = {data.prompt_column: "1"}
             check_prompts(model, data, source.name, [prompt_of(row, data)], [row])
-        return f"{found}; template {data.template}"
+        return f"{summary}; template {data.template}"
     prompts = []
     rows = source.rows(range(min(ROWS, len(source))))
     for number, row in enumerate(rows):
@@ -142,7 +142,7 @@ def check_rows(model: Model, data: DataConfig, source: PromptSource, resumed: bo
             raise ValueError(f"Row {number} of {source.name}: {error}") from None
     if not resumed:
         check_prompts(model, data, source.name, prompts, rows)
-    return f"{found}; template {data.template} fits the first {len(prompts)}"
+    return f"{summary}; template {data.template} fits the first {len(prompts)}"
 
 
 def _check_depth(row: Row) -> None:
@@ -151,11 +151,11 @@ def _check_depth(row: Row) -> None:
         level: list[JsonValue] = [value]
         depth = 0
         while level and depth <= DEEPEST:
-            inner = [one for one in level if isinstance(one, (list, dict))]
+            inner = [container for container in level if isinstance(container, (list, dict))]
             level = [
                 item
-                for one in inner
-                for item in (one.values() if isinstance(one, dict) else one)
+                for container in inner
+                for item in (container.values() if isinstance(container, dict) else container)
                 if isinstance(item, (list, dict))
             ]
             depth += 1
@@ -193,21 +193,21 @@ def check_prompts(
             f"data.max_prompt_tokens = {data.max_prompt_tokens}, but the shortest of the first "
             f"{len(plain)} prompts of {source} has {shortest} tokens. Set it higher."
         )
-    made = isinstance(data.source, ReasoningGymSource)  # then a text stands for its prompts
-    if not made and all(len(ids) < 2 for ids in encoded[len(plain) :][: len(plain)]):
+    generated = isinstance(data.source, ReasoningGymSource)  # then a text stands for its prompts
+    if not generated and all(len(ids) < 2 for ids in encoded[len(plain) :][: len(plain)]):
         raise ValueError(
             f"None of the first {len(plain)} prompts of {source} has more than one token; column "
             f"'{data.prompt_column}' is empty there. Set data.prompt_column to the one that holds "
             "the prompts."
         )
     facts = model_facts(model)
-    known = None if facts is None else facts.rows
+    tokens = None if facts is None else facts.rows
     for number, ids in enumerate(encoded[len(plain) :]):
-        if known is not None and ids and max(ids) >= known:
+        if tokens is not None and ids and max(ids) >= tokens:
             raise ValueError(
                 f"Row {number} of {source}: its prompt has the token {max(ids)}, and the model's "
-                f"embedding ends at {known - 1} (vocab_size of its config.json). Set model.path to a "
-                "model whose embedding has a row for every token of its tokenizer."
+                f"embedding ends at {tokens - 1} (vocab_size of its config.json). Set model.path to "
+                "a model whose embedding has a row for every token of its tokenizer."
             )
 
 
@@ -241,8 +241,8 @@ def check_environment(
             f"episodes.python = {episodes.python} is no program on {os.uname().nodename}. Set it to "
             "an interpreter, such as bin/python of a virtual environment, or to null."
         )
-    one = episodes.model_copy(update={"processes": 1})
-    with Environments(one, frames=frames) as environments:
+    single = episodes.model_copy(update={"processes": 1})
+    with Environments(single, frames=frames) as environments:
         try:
             ready = environments.start()
         except ValueError as error:
@@ -261,13 +261,13 @@ def check_environment(
         )
     names = ", ".join(str(tool["function"]["name"]) for tool in ready.tools)
     takes = "asks by itself" if ready.chats else "takes text"
-    seen = ""
+    frame_text = ""
     if first.frame is not None:
         if images is not None:
             check_images(first.frame["dtype"], first.frame["shape"], *images)
         shape = " x ".join(map(str, first.frame["shape"]))
-        seen = f"; frames of {shape}, {first.frame['dtype']}"
-    return f"loads; {f'tools {names}' if names else takes}{seen}"
+        frame_text = f"; frames of {shape}, {first.frame['dtype']}"
+    return f"loads; {f'tools {names}' if names else takes}{frame_text}"
 
 
 def _text(prompt: Prompt) -> str:
@@ -280,24 +280,28 @@ def _text(prompt: Prompt) -> str:
 def check_suites(config: GRPOConfig, resumed: bool = False) -> str:
     """Whether every suite's rows can be asked and scored. ValueError, one sentence, for a fault."""
     assert config.evaluation is not None
-    found = []
+    summaries = []
     for name, settings in config.evaluation.suites.items():
         try:
             suite = Suite.of(config, name, settings)
-            found.append(f"{name}: {check_suite(config, suite, resumed)}")
+            summaries.append(f"{name}: {check_suite(config, suite, resumed)}")
             if not resumed:
                 check_tests(suite.config.rewards, suite.source)
         except ValueError as error:
             raise ValueError(f"evaluation.suites.{name}: {error}") from error
-    return "; ".join(found)
+    return "; ".join(summaries)
 
 
 def odd_references(config: GRPOConfig) -> list[str]:
     """Sentences on references, and tests, that say nothing: of the run's data, and of its suites."""
     parts = parts_of(config, open_source(config.data.source)).values()
     return [
-        *(said for one in parts for said in unread_references(one.rewards, one.source)),
-        *(said for one in parts for said in rows_without_verdict(one.rewards, one.source)),
+        *(sentence for part in parts for sentence in unread_references(part.rewards, part.source)),
+        *(
+            sentence
+            for part in parts
+            for sentence in rows_without_verdict(part.rewards, part.source)
+        ),
         *odd_suites(config),
     ]
 
@@ -305,7 +309,7 @@ def odd_references(config: GRPOConfig) -> list[str]:
 def odd_suites(config: GRPOConfig) -> list[str]:
     """The same of the suites alone, all of whose rows are asked."""
     settings = {} if config.evaluation is None else config.evaluation.suites
-    suites = [Suite.of(config, name, one) for name, one in settings.items()]
+    suites = [Suite.of(config, name, suite) for name, suite in settings.items()]
     return [
         f"evaluation.suites.{suite.name}, {sentence}"
         for suite in suites
@@ -316,18 +320,18 @@ def odd_suites(config: GRPOConfig) -> list[str]:
 def check_suite(config: GRPOConfig, suite: Suite, resumed: bool = False) -> str:
     """The same of one of them."""
     source = suite.source
-    found = check_rows(config.model, suite.config.data, source, resumed)
+    summary = check_rows(config.model, suite.config.data, source, resumed)
     if suite.settings.rewards is None:
         _check_rewards_of_run(config, suite, source)
-        return found
-    given: tuple[str, ...] = () if suite.config.episodes is None else EPISODE_COLUMNS
+        return summary
+    columns: tuple[str, ...] = () if suite.config.episodes is None else EPISODE_COLUMNS
     for feature in features_of(suite.config):
         feature.check_rewards(suite.config.rewards)
-    check_rewards(suite.config.rewards, suite.config.data, source, given)
+    check_rewards(suite.config.rewards, suite.config.data, source, columns)
     if suite.settings.episodes is not None:
         (row,) = source.rows([0])
-        found += f"; environment: {check_environment(suite.settings.episodes, row)}"
-    return found
+        summary += f"; environment: {check_environment(suite.settings.episodes, row)}"
+    return summary
 
 
 def _check_rewards_of_run(config: GRPOConfig, suite: Suite, source: PromptSource) -> None:

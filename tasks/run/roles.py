@@ -366,8 +366,8 @@ def variables_of(config: GRPOConfig) -> dict[str, dict[str, str]]:
     """Pool -> environment variables of its workers, for the engines that they will hold."""
     variables: dict[str, dict[str, str]] = {}
     for role in _known_roles(config):
-        for pool, own in role.variables(config).items():
-            variables[pool] = {**variables.get(pool, {}), **own}
+        for pool, names in role.variables(config).items():
+            variables[pool] = {**variables.get(pool, {}), **names}
     return variables
 
 

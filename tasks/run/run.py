@@ -130,7 +130,9 @@ class Run:
         if evaluation is None or not self.config.evaluates_aside:
             return set()
         versions = range(self.start, self.head + 1)
-        return {one for one in versions if evaluation.due(one, self.start)} - self.evaluated
+        return {
+            version for version in versions if evaluation.due(version, self.start)
+        } - self.evaluated
 
     @property
     def after(self) -> int:
@@ -207,8 +209,8 @@ class Run:
     def sampling(self) -> Sampling:
         """How the samples that train are drawn."""
         config = self.config
-        asked = Sampling.of(config.rollout, config.group_size, config.longest_turn)
-        return replace(asked, routed_experts=config.train.router_replay)
+        sampling = Sampling.of(config.rollout, config.group_size, config.longest_turn)
+        return replace(sampling, routed_experts=config.train.router_replay)
 
     def attempts_of(self, step: int) -> list[Attempt]:
         """What was tried for a step, in the order in which it ended."""

@@ -40,19 +40,19 @@ class _Lines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         record = copy.copy(record)  # other handlers take over what is noted there
         record.exc_text = None
-        known = record.__dict__
-        name = known.get("task_run_name") or known.get("flow_run_name")
-        known["of"] = f"{name}: " if name else ""
+        fields = record.__dict__
+        name = fields.get("task_run_name") or fields.get("flow_run_name")
+        fields["of"] = f"{name}: " if name else ""
         return terminal_text(super().format(record))
 
     def formatException(self, ei: ExcInfo) -> str:
-        told: TracebackException | None = TracebackException(*ei)
-        first = told
-        while told is not None:
-            told.stack = StackSummary.from_list(
-                [f for f in told.stack if not _left_out(f.filename)]
+        cause: TracebackException | None = TracebackException(*ei)
+        first = cause
+        while cause is not None:
+            cause.stack = StackSummary.from_list(
+                [f for f in cause.stack if not _left_out(f.filename)]
             )
-            told = told.__cause__ or told.__context__
+            cause = cause.__cause__ or cause.__context__
         return "" if first is None else "".join(first.format()).rstrip()
 
 

@@ -67,26 +67,26 @@ def load_flow(path: str) -> Flow[..., Any]:
     module, _, name = path.partition(":")
     started = vars(sys.modules["__main__"])
     if module == _program() and name in started:  # not imported a second time
-        found = started[name]
+        flow = started[name]
     else:
         try:
-            found = imported(path)
+            flow = imported(path)
         except ValueError as error:
             raise ConfigError(f"The flow {path} cannot be imported: {error}") from error
-    if not isinstance(found, Flow):
+    if not isinstance(flow, Flow):
         raise ConfigError(f"{path} is no flow. Name a function with Prefect's @flow.")
-    return found
+    return flow
 
 
 def settings_class(flow: Flow[..., Any]) -> type[GRPOConfig]:
     """The type of the flow's parameter `config`."""
-    found = typing.get_type_hints(flow.fn).get("config")
-    if not (isinstance(found, type) and issubclass(found, GRPOConfig)):
+    settings = typing.get_type_hints(flow.fn).get("config")
+    if not (isinstance(settings, type) and issubclass(settings, GRPOConfig)):
         raise ConfigError(
             f"The flow {path_of(flow)} takes no settings of a run. Its parameter config must be a "
             "GRPOConfig, or a class made from it."
         )
-    return found
+    return settings
 
 
 def flow_of(files: RunStore) -> str:
@@ -142,8 +142,8 @@ VersionNames = Literal["model", "checkpoint", "files"]  # as TrainSpec has them
 
 def version_names(files: RunStore) -> VersionNames:
     """Of a run that is on record."""
-    found = files.constant(VERSION_NAMES)
-    return next((one for one in get_args(VersionNames) if one == found), "model")
+    recorded = files.constant(VERSION_NAMES)
+    return next((name for name in get_args(VersionNames) if name == recorded), "model")
 
 
 def names_to_begin_with(files: RunStore, origin: Origin | None) -> VersionNames:

@@ -91,30 +91,30 @@ class ShardDriver:
         return shard_ranges(before + 1, last, last, most)
 
     def drive(
-        self, step: int, stage: str, shards: ShardRange, one: Callable[[int], Result]
+        self, step: int, stage: str, shards: ShardRange, work: Callable[[int], Result]
     ) -> list[Result]:
-        """What `one` returns for each shard, in their order; raises what one of them raised.
+        """What `work` returns for each shard, in their order; raises what one of them raised.
 
         The others go on meanwhile, and a task run that is tried again finds them here.
         """
         if len(shards) == 1:
-            return [one(shard) for shard in shards]
+            return [work(shard) for shard in shards]
         keys = [(step, stage, shard) for shard in shards]
         with logged_together():
-            futures = [self._begun(key, one) for key in keys]
+            futures = [self._begun(key, work) for key in keys]
             for future in wait(futures, return_when=FIRST_EXCEPTION).done:
                 future.result()
         for key in keys:
             del self._under_way[key]
         return [future.result() for future in futures]
 
-    def _begun(self, key: tuple[int, str, int], one: Callable[[int], Result]) -> Future[Result]:
+    def _begun(self, key: tuple[int, str, int], work: Callable[[int], Result]) -> Future[Result]:
         before = self._under_way.get(key)
         if before is not None and not (before.done() and before.exception() is not None):
             return before
         threads = self._first if before is None else self._again
         # Prefect's context (task run, logger) is the thread's.
-        future = threads.submit(contextvars.copy_context().run, one, key[2])
+        future = threads.submit(contextvars.copy_context().run, work, key[2])
         self._under_way[key] = future
         return future
 
@@ -149,8 +149,8 @@ class ShardDriver:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: over or are_enough())
-                found, over[:] = list(over), []
-            for task in found:
+                results, over[:] = list(over), []
+            for task in results:
                 task.result()  # not result_of, which waits for every task of the step
             with self._changed:
                 if are_enough():

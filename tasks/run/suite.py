@@ -35,13 +35,13 @@ class Suite:
             data = config.data.model_copy(update={"source": settings.source})
         else:
             data = settings.prompt.of(settings.source)
-        own = {"max_new_tokens": settings.max_new_tokens} if settings.max_new_tokens else {}
+        changed = {"max_new_tokens": settings.max_new_tokens} if settings.max_new_tokens else {}
         inherits = settings.rewards is None and settings.episodes is None
         changes = {
             "data": data,
             "rewards": settings.rewards or config.rewards,
             "episodes": config.episodes if inherits else settings.episodes,
-            "rollout": config.rollout.model_copy(update=own),
+            "rollout": config.rollout.model_copy(update=changed),
         }
         return cls(name=name, settings=settings, config=config.model_copy(update=changes))
 
@@ -60,14 +60,14 @@ class Suite:
     def sampling(self) -> Sampling:
         """How completions are drawn."""
         settings = self.settings
-        asked = Sampling.of(self.config.rollout, settings.samples, self.config.longest_turn)
+        sampling = Sampling.of(self.config.rollout, settings.samples, self.config.longest_turn)
         if settings.greedy:
-            asked = asked.as_greedy
+            sampling = sampling.as_greedy
         return replace(
-            asked.of_nothing_trained,
-            temperature=settings.temperature or asked.temperature,
-            top_p=settings.top_p or asked.top_p,
-            seed=asked.seed if settings.seed is None else settings.seed,
+            sampling.of_nothing_trained,
+            temperature=settings.temperature or sampling.temperature,
+            top_p=settings.top_p or sampling.top_p,
+            seed=sampling.seed if settings.seed is None else settings.seed,
         )
 
     @property
@@ -89,10 +89,10 @@ class Suite:
         episodes = self.config.episodes
         if episodes is None:
             return []
-        found = episodes.in_keys(HOW_FAST)
+        settings = episodes.in_keys(HOW_FAST)
         if opponent is not None:  # whatever it is called
-            found["opponent"]["version"] = opponent
-        return [found]
+            settings["opponent"]["version"] = opponent
+        return [settings]
 
     def manner(self, opponent: str | None) -> str:
         """What two evaluations must have in common to be compared."""

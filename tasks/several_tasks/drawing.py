@@ -33,7 +33,9 @@ class RowsOfTasks(NextRows):
         place = cursor if self._begun else self._shared
         assert isinstance(place, TasksCursor)
         self._begun = True
-        rows, after = draw_tasks(self._source, place, self._wanted, self._fresh, known.kept_out)
+        rows, after = draw_tasks(
+            *(self._source, place, self._wanted, self._fresh, known.kept_out, known.ranks)
+        )
         self._wanted = Counter()
         return rows, after
 

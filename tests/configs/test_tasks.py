@@ -151,7 +151,6 @@ SUITE = "{kind: function, path: 'two_tasks.py:questions', params: {rows: 4}}"
         ([f"{TASKS}.digits.system_prompt=Count."], "The task digits: .*needs the chat template"),
         ([f"{TASKS}.digits.source=null"], "The task digits has no rows"),
         (["data.epochs=2"], "Set data.epochs = null"),
-        (["data.order=difficulty"], "data.order = difficulty is of one task"),
         (["evaluation={source: {kind: file, path: x.jsonl}}"], "The suite held_out would be asked"),
         (["data.source.curriculum={floor: 0}"], "greater than 0"),
         ([f"{TASKS}={{}}"], "data.source.tasks is empty"),

@@ -236,8 +236,10 @@ def test_greedy_baselines_and_the_evaluation_are_episodes_too(
 
 
 @pytest.mark.slow
-def test_an_agent_that_asks_the_model_trains_it_alike(whole: Launched, launch: Launch) -> None:
-    """The example's agent plays the game of its environment: the same turns, the same weights."""
+def test_an_agent_that_asks_the_model_trains_it_alike(launch: Launch) -> None:
+    """The example's agent plays the game of its environment: the same turns, the same weights, where
+    each turn is drawn as the answer to a request."""
+    whole = launch(*WORDS, "name=class", "episodes.past_turns=as_rendered").whole()
     run = launch(
         *WORDS,
         "episodes.environment.kind=agent",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from configs.model import RandomModel
@@ -12,6 +13,7 @@ from engines.models.checkpoints import character_tokenizer, draw
 from storage.audit.audit import audit
 from storage.audit.samples import tokenizer_of
 from storage.batches.columns import Author
+from storage.batches.forest import read_forests
 from tests.faults.ledger import committed
 from tests.faults.planted import Fault
 from tests.flows.conftest import Launch, ends_alike
@@ -120,23 +122,42 @@ def logged(file: Path) -> list[list[list[list[int]]]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_by_setting_such_a_template_is_refused(model: Path, launch: Launch, tmp_path: Path) -> None:
-    code, out = launch(
-        *words(model, tmp_path, "episodes.past_turns=as_rendered"), files={"agent.py": AGENT}
-    ).end()
-    assert code != 0
-    assert "The chat template removes or rewrites thoughts of earlier turns" in out
-    assert "Set episodes.past_turns = as_sampled" in out
+def test_by_setting_each_turn_is_after_a_rendering(
+    model: Path, launch: Launch, tmp_path: Path
+) -> None:
+    """What was read is what the template writes; each turn is stored once, after that."""
+    run = launch(
+        *words(model, tmp_path, "episodes.past_turns=as_rendered", "episodes.max_tokens=512"),
+        files={"agent.py": AGENT},
+    ).whole()
+    told = {str(turn) for seen in logged(tmp_path / "log") for turn in seen}
+    files, paths = run.files, 0
+    for commit in committed(files):
+        samples = commit.refs["samples"]
+        names = ("prompt_ids", "response_ids", "response_mask", "turn_ids")
+        columns = [samples.fetch_list(files.store, name) for name in names]
+        forests = read_forests(files.store, samples)
+        assert forests is not None
+        for forest, prompt, response, mask, turns in zip(forests, *columns, strict=True):
+            tokens = np.concatenate([prompt, response])
+            for turn in range(len(forest.lengths)):
+                own = len(prompt) + np.flatnonzero((turns == turn) & mask.astype(bool))
+                path = forest.path_to(int(own[-1]) + 1)
+                assert str([tokens[path[: -len(own)]].tolist(), tokens[own].tolist()]) in told
+            paths += len(forest.paths()) > 1
+        assert "episode/template_drift" not in commit.metrics
+    assert paths > 8, "the template rewrites the past"
+    assert audit(files).problems == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
     [
-        Fault(id="answer", target="tasks.episodes:answer", action="kill", nth=7),
+        Fault(id="answer", target="tasks.request_rounds:_gone_on", action="kill", nth=7),
         Fault(
             id="engine",
-            target="engines.data.environment_engine:EnvironmentEngine.answer",
+            target="engines.data.environment_engine:EnvironmentEngine.go_on",
             action="kill",
             nth=6,
         ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from configs.coding import WorkspaceConfig
@@ -23,13 +24,22 @@ from engines.environments.coding.judging import (
 )
 from engines.environments.coding.sandbox_files import TooMuch, taken_out
 from engines.sandboxes.opening import python_of
-from engines.sandboxes.protocol import WORK, Executed, Sandbox, SandboxFailed
+from engines.sandboxes.protocol import WORK, Sandbox, SandboxFailed
 
 _ROWS = 4096  # of which a process remembers that their tests judge
 _judging: set[tuple[str, ...]] = set()
 # What a command prints that is another thing each time: how long tests took, and where objects lie.
 _SECONDS = re.compile(r"\b(in )\d+\.\d+( ?s(?:econds?)?\b)")
 _ADDRESS = re.compile(r"( at )0x[0-9a-f]{6,}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """How a command ended, as an agent is told it."""
+
+    output: str  # with its errors, in order; without what is another thing each time
+    exit_code: int | None  # None where it was stopped
+    stopped: str  # a sentence; empty where it ended by itself
 
 
 class Workspace:
@@ -55,20 +65,27 @@ class Workspace:
         self._lock = threading.Lock()
         self._sandbox: Sandbox | None = opened(settings, task)
 
-    def bash(self, command: str) -> str:
-        """Run a command in the repository's folder; what it printed, as the agent is shown it."""
-        with self._lock:
-            ran = shell(
-                self._open, self._settings, self._task, command, self._settings.sandbox.timeout
-            )
-        return self._shown(ran)
-
-    def run(self, command: str, timeout: float | None = None) -> Executed:
+    def run(self, command: str, timeout: float | None = None) -> Ran:
         """Run a command in the repository's folder, for at most so many seconds."""
+        limits = self._settings.sandbox
+        seconds = limits.timeout if timeout is None else min(timeout, limits.timeout)
         with self._lock:
-            most = self._settings.sandbox.timeout
-            seconds = most if timeout is None else min(timeout, most)
-            return shell(self._open, self._settings, self._task, command, seconds)
+            ran = shell(self._open, self._settings, self._task, command, seconds)
+        text = ran.stdout.decode(errors="replace")
+        text = _ADDRESS.sub(r"\g<1>0x0", _SECONDS.sub(r"\g<1>0.00\g<2>", text)).rstrip("\n")
+        stopped = {
+            "timed_out": f"The command was stopped after {seconds:g} s.",
+            "out_of_memory": f"The command was stopped: it used more than {limits.memory_mib} MiB.",
+            "killed": f"The command was ended by signal {ran.signal}.",
+            "ended": "",
+        }[ran.cause]
+        return Ran(output=self._cut(text, ran.truncated), exit_code=ran.exit_code, stopped=stopped)
+
+    def bash(self, command: str) -> str:
+        """Run a command in the repository's folder: its output, and how it ended if not well."""
+        ran = self.run(command)
+        said = f"Exit status {ran.exit_code}." if ran.exit_code else ran.stopped
+        return "\n".join(filter(None, (ran.output, said))) or "The command printed nothing."
 
     def read(self, path: str) -> str:
         """The text of a file; ValueError, a sentence, if there is none."""
@@ -125,19 +142,6 @@ class Workspace:
         if path.startswith("/"):
             raise ValueError(f"{path} is not below {self._task.layout.folder}")
         return f"{FOLDER}/{path}"
-
-    def _shown(self, ran: Executed) -> str:
-        text = ran.stdout.decode(errors="replace")
-        text = _ADDRESS.sub(r"\g<1>0x0", _SECONDS.sub(r"\g<1>0.00\g<2>", text)).rstrip("\n")
-        text = self._cut(text, ran.truncated)
-        limits = self._settings.sandbox
-        said = {
-            "timed_out": f"The command was stopped after {limits.timeout:g} s.",
-            "out_of_memory": f"The command was stopped: it used more than {limits.memory_mib} MiB.",
-            "killed": f"The command was ended by signal {ran.signal}.",
-            "ended": f"Exit status {ran.exit_code}." if ran.exit_code else "",
-        }[ran.cause]
-        return "\n".join(filter(None, (text, said))) or "The command printed nothing."
 
     def _cut(self, text: str, more: bool = False) -> str:
         most = self._settings.output_characters

@@ -23,13 +23,14 @@ def repository(address: str, commit: str | None = None) -> Tree:
     """
     try:
         filesystem, path = fsspec.core.url_to_fs(address)
-        if filesystem.isdir(path):
-            return _folder(filesystem, path, address)
-        data: bytes = filesystem.cat_file(path)
+        folder = filesystem.isdir(path)
+        data: bytes = b"" if folder else filesystem.cat_file(path)
     except FileNotFoundError:
         raise ValueError(f"there is no repository {address}") from None
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError, ValueError) as error:
         raise ValueError(f"the repository {address} cannot be read: {error}") from None
+    if folder:
+        return _folder(filesystem, path, address)
     if data.startswith(BUNDLE):
         return _checked_out(data, address, commit)
     return unpacked(data, f"the repository {address}")

@@ -246,7 +246,8 @@ class _Image:
             *sources, target = shlex.split(rest)
         except ValueError:
             sources = []
-        if not sources or any(one.startswith(("--", "http:", "https:", "[")) for one in sources):
+        odd = ("--", "http:", "https:", "git@", "[")
+        if not sources or any(one.startswith(odd) for one in (*sources, target)):
             raise NotHere(f"its Dockerfile has {word} {rest:.60}")
         place = posixpath.normpath(posixpath.join(folder, target))
         if f"{place}/" != f"{folder}/" and not place.startswith(f"{folder}/"):

@@ -154,7 +154,7 @@ def unpacked(data: bytes, name: str) -> Tree:
                     raise ValueError(f"{name} has {info.name}, which is no file, folder or link")
     except (tarfile.TarError, EOFError, OSError, KeyError) as error:
         raise ValueError(f"{name} cannot be read as a tar file: {error}") from None
-    return checked(_within(tree), name)
+    return checked(_within(checked(tree, name)), name)
 
 
 def _within(tree: Tree) -> Tree:

@@ -155,3 +155,41 @@ def test_the_limit_of_the_conversation_counts_what_others_wrote(
     )
     assert [len(ids) for ids in world.column(result, "response_ids")] == [TURN + 5] * 2
     assert set(world.column(result, "status")) == {SampleStatus.TRUNCATED}
+
+
+def test_one_completion_alone_is_the_one_beside_the_others(
+    engine: RolloutEngine, world: World
+) -> None:
+    """Its number, its noise, and so its tokens, turn after turn."""
+    prompts = world.prompts((5, 9))
+    request = world.request(prompts, SAMPLING)
+    whole = engine.generate(request)
+    second = answered(world, whole, request.out_key)
+    later = engine.generate(
+        dataclasses.replace(request, begun=second, out_key=f"{request.out_key}.2")
+    )
+    for row, k in [(0, 0), (1, 1)]:
+        only = dataclasses.replace(
+            world.request(prompts.rows(row, row + 1), SAMPLING.only(k)), step=request.step
+        )
+        alone = engine.generate(only)
+        ref = answered(world, alone, only.out_key)
+        going = engine.generate(dataclasses.replace(only, begun=ref, out_key=f"{only.out_key}.2"))
+        for one, all_of_them in ((alone, whole), (going, later)):
+            for name in ("sample_id", "response_ids"):
+                assert world.column(one, name) == [world.column(all_of_them, name)[2 * row + k]]
+
+
+@pytest.mark.vllm
+def test_vllm_says_how_full_its_cache_is(
+    built: Callable[[str], RolloutEngine], world: World
+) -> None:
+    """Where it counts; the transformers engine says nothing."""
+    measured = built("vllm-ngram")
+    measured.sync(world.weights[0])
+    share = measured.generate(world.request(world.prompts((140,)), SAMPLING)).stats.cache_use
+    assert share is not None
+    assert 0 <= share <= 1
+    other = built("transformers")
+    other.sync(world.weights[0])
+    assert other.generate(world.request(world.prompts((5,)), SAMPLING)).stats.cache_use is None

@@ -62,10 +62,6 @@ def conversation(tokenizer: PreTrainedTokenizerFast, **given: object) -> Convers
     return Conversation(tokenizer, settings(**given))
 
 
-def as_rendered(template: str) -> Conversation:
-    return Conversation(characters(template), settings(), past_turns="as_rendered")
-
-
 def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -256,14 +252,23 @@ def test_templates_that_leave_earlier_turns_alone(make: type, template: str) -> 
 
 
 @pytest.mark.parametrize("template", [THINKING, OPENED])
-def test_templates_that_remove_thoughts_are_refused_by_setting(template: str) -> None:
-    talk = Conversation(characters(template), settings(), past_turns="as_rendered")
-    with pytest.raises(ValueError) as caught:
-        talk.check()
-    said = str(caught.value)
-    assert said.startswith("The chat template removes or rewrites thoughts of earlier turns")
-    assert said.endswith("Set episodes.past_turns = as_sampled, or data.template = plain.")
-    talk.check(("tool",))  # after results of tools it keeps them
+@pytest.mark.parametrize("make", [characters, merging])
+def test_a_rendering_after_each_turn_is_the_templates_own(
+    make: Callable[[str], PreTrainedTokenizerFast], template: str
+) -> None:
+    tokenizer = make(template)
+    talk = conversation(tokenizer)
+    talk.check()
+    prompt = talk.prompts([{"question": "1+1?"}]).prompt_ids[0]
+    chat = [{"role": "user", "content": "1+1?"}]
+    past = []
+    for thought, answer, told in [("one", "2", "no"), ("two", "3", "yes")]:
+        text = f"<think>{thought}</think>{answer}"
+        past.append((text, told))
+        chat += [{"role": "assistant", "content": text}, {"role": "user", "content": told}]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        assert tokenizer.decode(talk.rendered(prompt, past, "user")) == ids
+        assert talk.rendered(prompt, past, "user") == encode(tokenizer, ids)
 
 
 @pytest.mark.parametrize("template", [THINKING, OPENED])
@@ -367,14 +372,11 @@ def test_other_drift_is_refused() -> None:
     with pytest.raises(ValueError, match="words after two turns are not the same"):
         conversation(characters(counting)).check(("user",))
     forgetting = PLAIN.replace("messages %}", "messages[-3:] %}")
-    with pytest.raises(
-        ValueError, match="rewrites what was said of earlier turns: after two turns"
-    ):
-        as_rendered(forgetting).check(("user",))
-    conversation(characters(forgetting)).check(("user",))
+    forgets = conversation(characters(forgetting))
+    forgets.check(("user",))
+    with pytest.raises(ValueError, match="writes what was asked first otherwise after 2 turns"):
+        forgets.check_rendered("user")
     silent = conversation(characters(PLAIN.replace("message['content']", "'…'")))
-    with pytest.raises(ValueError, match="rewrites what was said of earlier turns: after one turn"):
-        as_rendered(PLAIN.replace("message['content']", "'…'")).check(("user",))
     with pytest.raises(ValueError, match="leaves out what the model said"):
         silent.delta("a", ended=True, last=None)
     mute = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
@@ -385,10 +387,11 @@ def test_other_drift_is_refused() -> None:
 
 
 def test_tools_that_move_are_refused() -> None:
-    talk = conversation(characters(INST))
+    conversation(characters(INST)).check()
+    talk = Conversation(characters(INST), settings(), [ADD])
     talk.check()
-    with pytest.raises(ValueError, match="rewrites what was said of earlier turns: after one turn"):
-        Conversation(characters(INST), settings(), [ADD], "as_rendered").check()
+    with pytest.raises(ValueError, match="writes what was asked first otherwise after 1 turns"):
+        talk.check_rendered("user")
 
 
 def test_a_tokenizer_that_adds_blanks_is_refused() -> None:

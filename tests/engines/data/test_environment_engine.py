@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 from configs.data import DataConfig, FunctionSource
-from configs.episodes import AgentEnvironment, ClassEnvironment, EpisodesConfig
+from configs.episodes import ClassEnvironment, EpisodesConfig
 from configs.model import RandomModel
 from engines.data.environment_engine import EnvironmentEngine, EnvironmentSpec
 from engines.data.results import EnvironmentFailed
@@ -81,116 +80,8 @@ class Adder:
         return float(self.total)
 
 
-def by_ids(base_url, api_key, start, more, route="completions", **row):
-    """Gives token ids, checks what it gets, and goes on with others."""
-    ids, field = list(start), "prompt" if route == "completions" else "token_ids"
-    url = base_url if route == "completions" else base_url.removesuffix("/v1") + "/inference/v1"
-    for new in (more, None):
-        body = {field: ids, "logprobs": 1, "return_token_ids": True}
-        got = ask(f"{url}/{route}", api_key, body)
-        choice = got["choices"][0]
-        assert (choice.get("prompt_token_ids") or got["prompt_token_ids"]) == ids, got
-        assert got["usage"]["completion_tokens"] == len(choice["token_ids"])
-        if route == "generate":
-            assert [one["logprob"] for one in choice["logprobs"]["content"]] == [-1.0] * len(choice["token_ids"])
-        else:
-            assert choice["logprobs"]["token_logprobs"] == [-1.0] * len(choice["token_ids"])
-        ids += choice["token_ids"] + (new or [])
-    return float(len(ids))
-
-
-def changes_ids(base_url, api_key, **row):
-    got = ask(f"{base_url}/completions", api_key, {"prompt": [5, 6, 7]})
-    ask(f"{base_url}/completions", api_key, {"prompt": [5, 6, 8, *got["choices"][0]["token_ids"], 9]})
-
-
-def says_nothing(base_url, api_key, **row):
-    got = ask(f"{base_url}/completions", api_key, {"prompt": [5]})
-    ask(f"{base_url}/completions", api_key, {"prompt": [5, *got["choices"][0]["token_ids"]]})
-
-
-def unknown_id(base_url, api_key, **row):
-    got = ask(f"{base_url}/completions", api_key, {"prompt": [5]})
-    ask(f"{base_url}/completions", api_key, {"prompt": [5, *got["choices"][0]["token_ids"], 10**6]})
-
-
-def unknown_first(base_url, api_key, **row):
-    ask(f"{base_url}/completions", api_key, {"prompt": [10**6]})
-
-
-def mixes(base_url, api_key, **row):
-    ask(f"{base_url}/completions", api_key, {"prompt": [5]})
-    ask(f"{base_url}/chat/completions", api_key, {"messages": [{"role": "user", "content": "x"}]})
-
-
-def chats(base_url, api_key, **row):
-    chat = [{"role": "user", "content": "hello"}]
-    read = []
-    for new in ("more", None):
-        body = {"messages": chat, "return_token_ids": True, "logprobs": True}
-        got = ask(f"{base_url}/chat/completions", api_key, body)
-        choice = got["choices"][0]
-        assert got["prompt_token_ids"][: len(read)] == read
-        assert got["usage"]["prompt_tokens"] == len(got["prompt_token_ids"]) > len(read)
-        assert choice["logprobs"]["content"][0] == {
-            "token": f"token_id:{choice['token_ids'][0]}", "token_id": choice["token_ids"][0],
-            "logprob": -1.0, "top_logprobs": [],
-        }
-        read = got["prompt_token_ids"] + choice["token_ids"]
-        chat += [choice["message"], {"role": "user", "content": new}]
-    return float(len(read))
-
-
-def speaks(base_url, api_key, route, log, **row):
-    """Calls two tools at once, gives back what it got, and writes down the ids of each turn."""
-    schema = {"type": "object", "properties": {}}
-    flat = {"type": "function", "name": "add", "parameters": schema}
-    tools = {
-        "chat/completions": {"type": "function", "function": {"name": "add", "parameters": schema}},
-        "responses": flat,
-        "messages": {"name": "add", "input_schema": schema},
-    }
-    chat, field = [{"role": "user", "content": "hello"}], "input" if route == "responses" else "messages"
-    seen = []
-    for _ in range(3):
-        body = {field: chat, "tools": [tools[route]], "return_token_ids": True}
-        got = ask(f"{base_url}/{route}", api_key, body)
-        assert got == ask(f"{base_url}/{route}", api_key, body, {"x-stainless-retry-count": "1"})
-        chat = [*chat]
-        if route == "responses":
-            chat += got["output"]
-            ids = [one["call_id"] for one in got["output"] if one["type"] == "function_call"]
-            chat += [{"type": "function_call_output", "call_id": id, "output": "5"} for id in ids]
-        elif route == "messages":
-            chat.append({"role": "assistant", "content": got["content"]})
-            ids = [one["id"] for one in got["content"] if one["type"] == "tool_use"]
-            blocks = [{"type": "tool_result", "tool_use_id": id, "content": "5"} for id in ids]
-            chat += [{"role": "user", "content": blocks}]
-        else:
-            chat.append(got["choices"][0]["message"])
-            ids = [one["id"] for one in got["choices"][0]["message"].get("tool_calls", [])]
-            chat += [{"role": "tool", "tool_call_id": id, "content": "5"} for id in ids]
-        one = got["choices"][0] if "choices" in got else got
-        seen.append([got["prompt_token_ids"], one["token_ids"]])
-        if not ids:
-            break
-    with open(log, "w") as file:
-        file.write(str(seen))
-    return 1.0
-
-
-def ask(url, key, body, more=()):
-    import httpx
-
-    headers = {"Authorization": f"Bearer {key}", **dict(more)}
-    got = httpx.post(url, json=body, headers=headers, timeout=30)
-    assert got.status_code == 200, got.text
-    return got.json()
-
-
 def rows():
-    ids = {"start": [5, 6, 7], "more": [8, 9]}
-    return [{"question": f"q{n}", "fail": n == 3, **ids} for n in range(6)]
+    return [{"question": f"q{n}", "fail": n == 3} for n in range(6)]
 '''
 Make = Callable[..., EnvironmentEngine]
 
@@ -205,8 +96,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         name: str = "Echo", template: str = "plain", most: int = 60, **settings: Any
     ) -> EnvironmentEngine:
         params = settings.pop("params", {})
-        kind = ClassEnvironment if name[0].isupper() else AgentEnvironment
-        environment = kind(path=f"{tmp_path}/games.py:{name}", params=params)
+        environment = ClassEnvironment(path=f"{tmp_path}/games.py:{name}", params=params)
         made.append(
             EnvironmentEngine(
                 EnvironmentSpec(
@@ -454,87 +344,3 @@ def test_an_environment_that_says_something_else_is_found(make: Make, tmp_path: 
     [(sample, error)] = again.replay(play.ref)
     assert sample == 70
     assert "not deterministic" in error
-
-
-@pytest.mark.parametrize("route", ["completions", "generate"])
-def test_token_ids_are_taken_and_given_as_they_are(make: Make, tmp_path: Path, route: str) -> None:
-    play = Play(make("by_ids", params={"route": route}), tmp_path, 2)
-    assert [ids.tolist() for ids in play.prompts.fetch_list(play.store, "prompt_ids")] == [
-        [5, 6, 7]
-    ]
-    assert play.says("ab", "abc").unfinished == 2
-    first = play.tokenizer("ab", add_special_tokens=False)["input_ids"]
-    assert play.column("response_ids")[0] == [*first, 8, 9]
-    assert play.column("author")[0] == [P] * len(first) + [E, E]
-    assert play.says("d", "d").failures == ()
-    rewards = [one[-1] for one in play.column("turn_rewards")]
-    assert rewards == [3.0 + len(one) for one in play.column("response_ids")]
-    assert play.engine.replay(play.ref) == []
-
-
-def test_an_agent_of_token_ids_is_begun_again(make: Make, tmp_path: Path) -> None:
-    play = Play(make("by_ids"), tmp_path, 1)
-    play.says("ab")
-    play.engine.close()
-    play.engine = make("by_ids")
-    play.says("c")
-    assert play.column("episode") == ["done"] and play.column("episode_error") == [""]
-
-
-def test_chats_are_given_token_ids(make: Make, tmp_path: Path) -> None:
-    play = Play(make("chats"), tmp_path, 1)
-    assert play.says("ab").failures == ()
-    assert play.says("c").failures == ()
-    prompt = len(play.prompts.fetch_list(play.store, "prompt_ids")[0])
-    assert play.column("turn_rewards")[0][-1] == prompt + len(play.column("response_ids")[0])
-
-
-@pytest.mark.parametrize("route", ["chat/completions", "responses", "messages"])
-def test_each_protocol_trains_the_tokens_that_it_was_sent(
-    make: Make, tmp_path: Path, route: str
-) -> None:
-    log = tmp_path / "log"
-    params = {"route": route, "log": str(log)}
-    play = Play(make("speaks", "chat", most=1000, params=params), tmp_path, 1)
-    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
-    texts = [f"<think>so</think>I add.{call}{call}", call, "<think>hm</think>10"]
-    for text in texts:
-        assert play.says(text).failures == ()
-    assert play.column("turn_rewards")[0][-1] == 1.0
-    (prompt,) = play.prompts.fetch_list(play.store, "prompt_ids")
-    (ids,), (authors,) = play.column("response_ids"), play.column("author")
-    turns = ast.literal_eval(log.read_text())
-    read, written = turns[-1]
-    assert [*read, *written] == [*prompt, *ids], "all tokens, each once"
-    sampled = [id for id, author in zip(ids, authors, strict=True) if author == P]
-    assert sampled == [id for _, turn in turns for id in turn]
-    told = play.tokenizer.decode(ids)
-    assert told.count("5\n5") == 1 and told.endswith(texts[-1])
-    assert play.engine.replay(play.ref) == []
-
-
-@pytest.mark.parametrize(
-    ("agent", "said"),
-    [
-        ("changes_ids", "has 8 at token 3, where it does not go on"),
-        ("says_nothing", "ends at token 4, where it does not go on"),
-        ("unknown_id", "the agent gave the token id 1000000; the model's tokenizer has"),
-        ("mixes", "is one of messages and the one before was not"),
-    ],
-)
-def test_token_ids_that_do_not_go_on_fail(
-    make: Make, tmp_path: Path, agent: str, said: str
-) -> None:
-    play = Play(make(agent), tmp_path, 1)
-    (failure,) = play.says("ab").failures
-    assert said in failure.error
-
-
-def test_prompts_of_token_ids_are_checked(make: Make) -> None:
-    with pytest.raises(EnvironmentFailed, match="the token id 1000000"):
-        make("unknown_first").prompts([1], 5, "none.safetensors")
-    long = make("by_ids")
-    agents = long._played[""].agents
-    agents._data = agents._data.model_copy(update={"max_prompt_tokens": 2})
-    made = long.prompts([1], 5, "none.safetensors")
-    assert made.ref is None and made.dropped == ((1, "prompt_too_long"),)

@@ -12,8 +12,7 @@ import pytest
 
 from engines.environments.agent_api import Server
 from engines.environments.agents import AgentAdapter
-from engines.environments.contract import NotAllowed
-from tests.engines.environments.playing import call
+from tests.engines.environments.playing import call, new_messages, turn_of
 
 THOUGHT = "<think>\nfirst\nthen\n</think>\n\nIt is\nfive."
 ADD = {"name": "add", "parameters": {"type": "object"}}
@@ -71,21 +70,21 @@ Turn = str | tuple[str, Sequence[Any]] | dict[str, Any]
 
 
 def play(agent: Agent, *turns: Turn) -> tuple[Any, list[dict[str, Any]]]:
-    """What an agent returns after such turns of the model, and the messages that were new by turn.
+    """What an agent returns after such turns of the model, and its requests.
 
-    A turn is a text, a text with its calls, or the tokens that the model gave for it.
+    A turn is a text, a text with its calls, or a text with the tokens that it is.
     """
     adapter = AgentAdapter(server, lambda base_url, api_key: agent(Asking(api_key)), {})
     given = adapter.reset({}, 7)
     seen = []
     try:
         for turn in turns:
-            seen.append(json.loads(given.observation))
-            if isinstance(turn, dict):
-                adapter.see(turn)
-                turn = turn["text"]
-            text, calls = turn if isinstance(turn, tuple) else (turn, ())
-            given = adapter.act(text, calls)
+            (request,) = json.loads(given.observation)["requests"]
+            seen.append(request)
+            more = turn if isinstance(turn, dict) else {"text": turn}
+            if isinstance(turn, tuple):
+                more = {"text": turn[0], "calls": turn[1]}
+            given = adapter.take([turn_of(request["name"], **more)])
         assert given.done, "the agent asks for another turn"
         return given.reward, seen
     finally:
@@ -104,11 +103,18 @@ def returned(agent: Agent, *turns: Turn) -> Any:
     return out[0]
 
 
+def numbered(ids: Sequence[str]) -> list[int]:
+    """The numbers of one turn's calls, by their ids."""
+    turns, numbers = zip(*(id.rsplit("_", 1) for id in ids), strict=True)
+    assert len({*turns}) == 1 and turns[0].startswith("call_")
+    return [int(number) for number in numbers]
+
+
 # --- what is given
 
 
 def test_a_chat_has_thought_calls_and_usage_apart() -> None:
-    tokens = {"given": [1, 2], "written": [3, 4, 5], "logprobs": [-1.0, -2.0, -3.0]}
+    tokens = {"prompt_ids": [1, 2], "ids": [3, 4, 5], "logprobs": [-1.0, -2.0, -3.0]}
     got = returned(lambda a: a.ask(CHAT, logprobs=True), {"text": THOUGHT, **tokens})
     (choice,) = got["choices"]
     assert choice["message"] == {
@@ -123,11 +129,11 @@ def test_a_chat_has_thought_calls_and_usage_apart() -> None:
     (choice,) = got["choices"]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] == "I add."
-    assert [one["id"] for one in choice["message"]["tool_calls"]] == ["call_1_0", "call_1_1"]
+    assert numbered([one["id"] for one in choice["message"]["tool_calls"]]) == [0, 1]
 
 
 def test_a_response_has_an_item_for_each_part() -> None:
-    got = returned(lambda a: a.ask(RESPONSES), {"text": THOUGHT, "written": [3], "logprobs": [0.0]})
+    got = returned(lambda a: a.ask(RESPONSES), {"text": THOUGHT, "ids": [3], "logprobs": [0.0]})
     reasoning, message = got["output"]
     assert reasoning["content"] == [{"type": "reasoning_text", "text": "first\nthen"}]
     assert message["content"] == [
@@ -135,31 +141,33 @@ def test_a_response_has_an_item_for_each_part() -> None:
     ]
     assert (got["status"], got["usage"]["output_tokens"]) == ("completed", 1)
     got = returned(lambda a: a.ask(RESPONSES, tools=[FLAT_TOOL]), (CALLING, CALLS))
-    kinds = [(one["type"], one.get("call_id"), one.get("arguments")) for one in got["output"]]
+    kinds = [(one["type"], one.get("arguments")) for one in got["output"]]
     assert kinds == [
-        ("message", None, None),
-        ("function_call", "call_1_0", '{"of": [2, 3]}'),
-        ("function_call", "call_1_1", '{"of": [1]}'),
+        ("message", None),
+        ("function_call", '{"of": [2, 3]}'),
+        ("function_call", '{"of": [1]}'),
     ]
+    assert numbered([one["call_id"] for one in got["output"][1:]]) == [0, 1]
 
 
 def test_a_message_has_a_block_for_each_part() -> None:
-    got = returned(lambda a: a.ask(MESSAGES), {"text": THOUGHT, "written": [3], "logprobs": [0.0]})
+    got = returned(lambda a: a.ask(MESSAGES), {"text": THOUGHT, "ids": [3], "logprobs": [0.0]})
     thinking, text = got["content"]
     assert (thinking["thinking"], text) == ("first\nthen", {"type": "text", "text": "It is\nfive."})
     assert thinking["signature"], "clients do not give back a thought without one"
     assert (got["stop_reason"], got["usage"]["output_tokens"]) == ("end_turn", 1)
     got = returned(lambda a: a.ask(MESSAGES, tools=[OWN_TOOL]), (CALLING, CALLS))
     assert got["stop_reason"] == "tool_use"
+    assert numbered([one.pop("id") for one in got["content"][1:]]) == [0, 1]
     assert got["content"][1:] == [
-        {"type": "tool_use", "id": "call_1_0", "name": "add", "input": {"of": [2, 3]}},
-        {"type": "tool_use", "id": "call_1_1", "name": "add", "input": {"of": [1]}},
+        {"type": "tool_use", "name": "add", "input": {"of": [2, 3]}},
+        {"type": "tool_use", "name": "add", "input": {"of": [1]}},
     ]
 
 
 @every_protocol
 def test_a_turn_that_was_cut_says_so(route: str) -> None:
-    tokens = {"text": "It i", "written": [3, 4], "logprobs": [0.0, 0.0], "cut": True}
+    tokens = {"text": "It i", "ids": [3, 4], "logprobs": [0.0, 0.0], "cut": True}
     got = returned(lambda a: a.ask(route), tokens)
     where = {
         CHAT: lambda: got["choices"][0]["finish_reason"] == "length",
@@ -183,7 +191,7 @@ def test_a_text_ends_before_a_stop_text() -> None:
 
 
 def test_chunks_of_a_chat_add_up() -> None:
-    tokens = {"text": THOUGHT, "given": [1], "written": [2, 3], "logprobs": [0.0, -1.0]}
+    tokens = {"text": THOUGHT, "prompt_ids": [1], "ids": [2, 3], "logprobs": [0.0, -1.0]}
     more = {"stream_options": {"include_usage": True}, "logprobs": True}
     events = returned(lambda a: a.stream(CHAT, **more), tokens)
     assert events[-1] == ("", "[DONE]")
@@ -204,7 +212,7 @@ def test_chunks_of_a_chat_add_up() -> None:
     assert [(one["index"], one["function"]["arguments"]) for one in parts] == [
         *((0, ""), (0, '{"of": [2, 3]}'), (1, ""), (1, '{"of": [1]}'))
     ]
-    assert [one["id"] for one in parts if "id" in one] == ["call_1_0", "call_1_1"]
+    assert numbered([one["id"] for one in parts if "id" in one]) == [0, 1]
 
 
 def test_events_of_a_response_add_up() -> None:
@@ -225,7 +233,7 @@ def test_events_of_a_response_add_up() -> None:
     events = returned(lambda a: a.stream(RESPONSES, tools=[FLAT_TOOL]), ("<tool_call>", CALLS[:1]))
     named = [data for name, data in events if name.startswith("response.function_call_arguments")]
     assert named[0]["delta"] == named[1]["arguments"] == '{"of": [2, 3]}'
-    assert events[-1][1]["response"]["output"][0]["call_id"] == "call_1_0"
+    assert numbered([events[-1][1]["response"]["output"][0]["call_id"]]) == [0]
 
 
 def test_events_of_a_message_add_up() -> None:
@@ -294,10 +302,9 @@ def test_all_protocols_are_the_same_messages(route: str) -> None:
     first, second = seen
     assert first["messages"] == [{"role": "system", "content": "Count."}, *USER]
     assert first["tools"][0]["function"] == ADD
-    assert second["messages"] == [
-        {"role": "tool", "content": "5", "tool_call_id": "call_1_0"},
-        {"role": "tool", "content": "5", "tool_call_id": "call_1_1"},
-    ]
+    new = new_messages(second)
+    assert numbered([one.pop("tool_call_id") for one in new]) == [0, 1]
+    assert new == [{"role": "tool", "content": "5"}] * 2
 
 
 def test_a_response_goes_on_from_the_one_before() -> None:
@@ -310,21 +317,22 @@ def test_a_response_goes_on_from_the_one_before() -> None:
         return 1.0
 
     _, seen = play(agent, THOUGHT, "6", "7")
-    assert [one["messages"] for one in seen[1:]] == [
+    assert [new_messages(one) for one in seen[1:]] == [
         [{"role": "user", "content": "and?"}],
         [{"role": "user", "content": "so?"}],
     ]
 
 
-def test_an_earlier_response_is_another_conversation() -> None:
+def test_a_request_may_go_on_from_an_earlier_response() -> None:
     def agent(asking: Asking) -> float:
         first = asking.ask(RESPONSES)
         for text in ("and?", "or?"):
             asking.ask(RESPONSES, input=text, previous_response_id=first["id"])
         return 1.0
 
-    with pytest.raises(NotAllowed, match=r"has .*or\?.* at message 3"):
-        play(agent, "5", "6")
+    _, (first, second, third) = play(agent, "5", "6", "7")
+    assert second["after"] == third["after"] == first["name"]
+    assert new_messages(third) == [{"role": "user", "content": "or?"}]
 
 
 @pytest.mark.parametrize("back", ["whole", "with_thought", "blank", "told", "added"])
@@ -334,14 +342,15 @@ def test_what_clients_make_of_a_turn_is_still_it(back: str) -> None:
         "whole": "It is\nfive.",
         "with_thought": THOUGHT,
         "blank": [{"type": "text", "text": " It is\nfive. "}],
-        "told": "Calling tools: [{'id': 'call_1_0', 'name': 'add'}]",
+        "told": "Calling tools: [{'id': '%s', 'name': 'add'}]",
         "added": "It is\nfive.\nRan it.",
     }
 
     def agent(asking: Asking) -> float:
         more = {"tools": [CHAT_TOOL]} if back == "told" else {}
-        asking.ask(CHAT, **more)
-        said = {"role": "assistant", "content": texts[back]}
+        got = asking.ask(CHAT, **more)["choices"][0]["message"]
+        text = texts[back] % got["tool_calls"][0]["id"] if back == "told" else texts[back]
+        said = {"role": "assistant", "content": text}
         chat = [*USER, said, {"role": "user", "content": "so?"}]
         asking.ask(CHAT, messages=chat, **more)
         return 1.0
@@ -349,19 +358,25 @@ def test_what_clients_make_of_a_turn_is_still_it(back: str) -> None:
     turn: Turn = ("<tool_call>", CALLS[:1]) if back == "told" else THOUGHT
     _, seen = play(agent, turn, "6")
     told = "Ran it.\n\nso?" if back == "added" else "so?"
-    assert seen[1]["messages"] == [{"role": "user", "content": told}]
+    assert seen[1]["after"] == seen[0]["name"]
+    assert new_messages(seen[1]) == [{"role": "user", "content": told}]
+    assert seen[1]["messages"][1] == {
+        "role": "assistant",
+        "content": turn[0] if back == "told" else turn,
+    }
 
 
 @pytest.mark.parametrize("said", ["It is six.", "", "five."])
-def test_another_turn_than_the_models_fails(said: str) -> None:
+def test_another_turn_than_the_models_is_another_conversation(said: str) -> None:
     def agent(asking: Asking) -> float:
         asking.ask(CHAT)
         chat = [*USER, {"role": "assistant", "content": said}, {"role": "user", "content": "so?"}]
         asking.ask(CHAT, messages=chat)
         return 1.0
 
-    with pytest.raises(NotAllowed, match="at message 2, where it does not go on"):
-        play(agent, THOUGHT)
+    _, (_, second) = play(agent, THOUGHT, "6")
+    assert second["after"] == ""
+    assert [one["content"] for one in second["messages"]] == ["2 + 3?", said, "so?"]
 
 
 def test_an_empty_turn_may_be_left_out() -> None:
@@ -371,7 +386,7 @@ def test_an_empty_turn_may_be_left_out() -> None:
         return 1.0
 
     _, seen = play(agent, "<think>hm</think>\n", "6")
-    assert seen[1]["messages"] == [{"role": "user", "content": "so?"}]
+    assert new_messages(seen[1]) == [{"role": "user", "content": "so?"}]
 
 
 def test_the_tools_stay() -> None:
@@ -386,14 +401,17 @@ def test_the_tools_stay() -> None:
         asking.ask(CHAT, messages=chat, tools=[other])
         return 1.0
 
-    with pytest.raises(NotAllowed, match="other tools than its first"):
-        play(agent, (CALLING, CALLS), "6")
+    _, (first, second, third) = play(agent, (CALLING, CALLS), "6", "7")
+    assert second["after"] == first["name"] and second["tools"] == [CHAT_TOOL]
+    assert third["after"] == "" and third["tools"][0]["function"]["name"] == "multiply"
 
 
 # --- who is refused
 
 REFUSED = [
-    (CHAT, {"n": 2}, "n has to be 1"),
+    (CHAT, {"n": 0}, "n has to be a number from 1"),
+    (CHAT, {"n": 1000}, "n has to be a number from 1 to 128"),
+    (CHAT, {"metadata": {"branch": 3}}, "metadata.branch has to be a text"),
     (CHAT, {"tool_choice": "required"}, "tool_choice has to be auto or none"),
     (CHAT, {"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
     (CHAT, {"response_format": {"type": "json_object"}}, "response_format has to be text"),
@@ -505,9 +523,9 @@ def test_a_request_sent_again_gets_the_same_turn(route: str, how: str) -> None:
         return 0.5
 
     adapter = AgentAdapter(server, lambda base_url, api_key: agent(Asking(api_key)), {})
-    adapter.reset({}, 7)
+    first = json.loads(adapter.reset({}, 7).observation)["requests"][0]
     assert waits.wait(20)
-    given = adapter.act("5", ())
+    given = adapter.take([turn_of(first["name"], "5")])
     assert (given.reward, given.done) == (0.5, True), "there was one turn"
     adapter.close()
 
@@ -520,5 +538,6 @@ def test_a_client_that_has_its_answer_and_asks_the_same_is_no_retry(counted: int
         asking.ask(CHAT)
         return 1.0
 
-    with pytest.raises(NotAllowed, match="ends at message 2"):
-        play(agent, "5")
+    _, (first, second) = play(agent, "5", "6")
+    assert (first["name"][-2:], second["name"][-2:]) == ("/0", "/1")
+    assert first["messages"] == second["messages"]

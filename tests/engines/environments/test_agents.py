@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ import pytest
 from configs.episodes import AgentEnvironment, EpisodesConfig
 from engines.environments.protocol import Outcome
 from engines.environments.sessions import Environments
-from tests.engines.environments.playing import begin, call
+from tests.engines.environments.playing import begin_agent as begin
+from tests.engines.environments.playing import call, new_messages, requests
 
 AGENTS = """
 import asyncio, os, time
@@ -181,9 +181,8 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Playing]:
 
 
 def messages(outcome: Outcome) -> list[dict[str, Any]]:
-    assert outcome.failed is None, outcome.failed
-    found: list[dict[str, Any]] = json.loads(outcome.observation)["messages"]
-    return found
+    (request,) = requests(outcome)
+    return [*new_messages(request)]
 
 
 def test_requests_are_turns(play: Playing) -> None:
@@ -230,12 +229,13 @@ def test_an_async_agent_that_blocks_its_loop_keeps_nobody_waiting(play: Playing)
 def test_tools_are_called(play: Playing) -> None:
     environments = play("uses_tools")
     [opening] = environments.opening([{}], [7])
-    assert json.loads(opening.observation)["tools"][0]["function"]["name"] == "add"
+    assert requests(opening)[0]["tools"][0]["function"]["name"] == "add"
     episode = begin(environments)
     calls = [call("add", of=[2, 3]), call("add", of=[1])]
     new = messages(episode.act(environments, "<tool_call>…", calls))
     assert [one["content"] for one in new] == ['{"of": [2, 3]}', '{"of": [1]}']
-    assert [one["tool_call_id"] for one in new] == ["call_1_0", "call_1_1"]
+    first, second = [one["tool_call_id"] for one in new]
+    assert first[:-1] == second[:-1] and (first[-1], second[-1]) == ("0", "1")
     assert episode.act(environments, "5", ()) == Outcome(reward=1.0, done=True)
 
 
@@ -261,17 +261,28 @@ def test_a_request_that_was_sent_again_is_answered_again(play: Playing) -> None:
 @pytest.mark.parametrize(
     ("agent", "said"),
     [
-        ("forgets", 'has {"role": "user", "content": "two"} at message 1'),
-        ("repeats", "ends at message 2"),
         ("raises", "KeyError: 'lost'"),
         ("leaves", "the agent left by SystemExit: 3"),
         ("nonsense", "'good' (str) as a reward, no number"),
     ],
 )
-def test_what_is_no_conversation_fails(play: Playing, agent: str, said: str) -> None:
+def test_what_an_agent_may_not_come_to_fails(play: Playing, agent: str, said: str) -> None:
     environments = play(agent)
     outcome = begin(environments).act(environments, "a", ())
     assert outcome.failed is not None and said in outcome.failed
+
+
+@pytest.mark.parametrize("agent", ["forgets", "repeats"])
+def test_another_conversation_goes_on_from_none(play: Playing, agent: str) -> None:
+    environments = play(agent)
+    episode = begin(environments)
+    (first,) = episode.waiting
+    episode.answer("a")
+    (second,) = episode.waiting
+    assert (second["after"], second["new"]) == ("", 1)
+    assert second["name"] != first["name"]
+    assert (second["name"].split("/")[0] == first["name"].split("/")[0]) == (agent == "repeats")
+    assert episode.answer("b").done
 
 
 def test_an_agent_that_asks_nothing_fails(play: Playing) -> None:

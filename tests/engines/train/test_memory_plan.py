@@ -198,6 +198,14 @@ def test_the_largest_micro_batch() -> None:
     )
 
 
+def test_forests_fill_the_slots_of_their_paths_as_far_as_plans_allow() -> None:
+    """Episodes of up to 20 tokens after a prompt of 8, whose paths have up to 14."""
+    few = largest_batch(4096, 8, 20, samples=2, group=2, ranks=1, paths=3, path=14)
+    assert few == Batch(tokens=46, slots=2 * 3 * 13 + 1, responses=40, longest=13, several=False)
+    many = largest_batch(46, 8, 20, samples=40, group=2, ranks=1, paths=30, path=14)
+    assert (many.tokens, many.slots, many.longest) == (46, 8 * 46 + 1, 13)
+
+
 @pytest.mark.parametrize(
     "settings", [{}, {"micro_batch_tokens": 320}, {"gradient_checkpointing": 1}]
 )

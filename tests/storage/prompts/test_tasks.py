@@ -159,3 +159,20 @@ def test_other_rows_are_refused(data: DataConfig) -> None:
 def test_a_damaged_record_is_told() -> None:
     with pytest.raises(ValueError, match="what is owed them"):
         Cursor.from_json({"tasks": {"a": {}}, "owed": {}})
+
+
+def test_each_task_is_drawn_from_its_easiest_row_on(data: DataConfig) -> None:
+    source, place = opened(data.model_copy(update={"order": "difficulty"}))
+    ranks = np.array([3, 1, 0, 2, 5, 0, 4, 1, 2, 3], float)  # of a: rows 0 to 3; of b: 4 to 9
+    asked: list[tuple[int, str]] = []
+
+    def by_mean_reward(epoch: int, task: str = "") -> np.ndarray | None:
+        asked.append((epoch, task))
+        return ranks if task == "b" else None
+
+    rows, after = draw_tasks(source, place, {"a": 4, "b": 6}, ranks=by_mean_reward)
+    assert [row for row in rows if row >= 4] == [5, 7, 8, 9, 6, 4]
+    plain, _ = draw_tasks(*opened(data), {"a": 4, "b": 6})
+    assert [row for row in rows if row < 4] == [row for row in plain if row < 4], "not measured"
+    assert set(asked) == {(0, "a"), (0, "b")}
+    assert [one.epoch for one in after.tasks.values()] == [1, 1]

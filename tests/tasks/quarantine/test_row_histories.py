@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from configs.recipe import load_recipe
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
-from storage.prompts.cursor import Cursor
+from storage.prompts.cursor import Cursor, TasksCursor
 from storage.rows.readmissions import Readmission, ask
 from storage.rows.row_history import RowHistory, RowOutcomes, updated
 from storage.runs.run_store import RunStore
@@ -157,3 +158,32 @@ def test_an_epoch_that_begins_with_a_step_goes_by_what_that_step_knows(
     steps.commit(rows, 2, cursor(1, 2))
     later = rows.for_draw(3).ranks(1)
     assert later is not None and later[3] == pytest.approx(-1.3)
+
+
+def test_the_epochs_of_tasks_are_ordered_each_by_what_was_known_at_its_begin(
+    files: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two tasks with three rows each: one begins its second epoch in step 2, the other in step 3."""
+
+    def at(*places: tuple[int, int]) -> TasksCursor:
+        parts = {
+            name: replace(cursor(*place), size=3) for name, place in zip("ab", places, strict=True)
+        }
+        whole = TasksCursor(
+            epoch=0, position=0, seed=0, order="difficulty", size=SIZE, digest="d", tasks=parts,
+            owed=dict.fromkeys(parts, "0"),
+        )  # fmt: skip
+        return whole.moved(parts, whole.owed)
+
+    steps = Steps(files, monkeypatch)
+    rows = steps.known(0, at((0, 0), (0, 0)))
+    assert rows.for_draw(1).ranks(0, "a") is None
+    for step, place in ((1, at((0, 2), (0, 1))), (2, at((1, 1), (0, 2))), (3, at((1, 2), (1, 1)))):
+        rows.has_drawn(step, place)
+        steps.commit(rows, step, place)
+    for known in (rows, steps.known(3, at((1, 2), (1, 1)))):
+        ranks = known.for_draw(4).ranks
+        found = [ranks(1, "a"), ranks(1, "b"), ranks(2, "a")]
+        told = [None if one is None else one[0] for one in found]
+        assert told == pytest.approx([-1.0, -2.0, -3.0]), "as after steps 1, 2 and 3"
+    assert {"difficulty-a", "difficulty-b"} <= set(steps.commits[3].refs)

@@ -120,6 +120,13 @@ def test_good_settings_say_what_was_looked_at(tmp_path: Path) -> None:
             r"train\.replicas = 2 does not divide the ranks of the role actor, .*workers = 3",
         ),
         (
+            [
+                "episodes={environment: {kind: agent, path: 'a:b'}, max_tokens: 2000}",
+                "train.micro_batch_tokens=2126",
+            ],
+            r"episodes.max_tokens = 128 \+ 2000 tokens, more than .* = 2126 .*at least 2127",
+        ),
+        (
             ["train.micro_batch_tokens=142"],
             r"128 \+ 16 tokens, more than train\.micro_batch_tokens = 142 .*at least 143",
         ),
