@@ -210,7 +210,9 @@ class RolloutConfig(Settings):
         "rollout engine's and the trainer's log-probs on the probe after a weight sync.",
     )
     deadline: float = Field(
-        600.0, gt=0, description="Time after which a shard counts as hung, in seconds."
+        600.0,
+        gt=0,
+        description="Time after which a shard counts as hung, in seconds; with episodes, one turn.",
     )
 
     @field_validator("engine_args")

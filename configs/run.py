@@ -263,8 +263,8 @@ class RunConfig(Settings):
         if self.episodes is None or not self.plays_apart:
             return self.rollout.deadline
         before = math.ceil(self.episodes_at_once / self.episodes.processes)
-        waits = before * self.episodes.turn_timeout + self.episodes.timeout
-        return self.rollout.deadline + waits
+        waits = [before * one.turn_timeout + one.timeout for one in self.played.values()]
+        return self.rollout.deadline + max(waits)
 
     @property
     def needs_images(self) -> tuple[str, str] | None:

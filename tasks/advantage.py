@@ -11,7 +11,9 @@ from prefect import task
 from configs.grpo import GRPOConfig
 from engines.data.contract import AdvantagePartRequest, AdvantagesRequest, Scorer
 from engines.data.results import (
+    DEADLINE,
     FAILED,
+    PATHS,
     TOKENS,
     TURN_TOKENS,
     TURNS,
@@ -24,6 +26,7 @@ from engines.data.results import (
     joined,
 )
 from engines.rewards.runner import NO_FUNCTION
+from engines.train.batching.packing import WHOLE
 from storage.batches.columns import TASK, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.objects.documents import key_of
@@ -251,9 +254,12 @@ def limit_of(config: GRPOConfig, end: str, task: str = "") -> str:
     settings = {
         TURNS: f"episodes.max_turns = {episodes.max_turns}",
         TURN_TOKENS: f"episodes.max_turn_tokens = {episodes.max_turn_tokens}",
-        TOKENS: f"rollout.max_new_tokens = {longest.get(task, config.rollout.max_new_tokens)}",
+        TOKENS: f"rollout.max_new_tokens = {longest.get(task, config.rollout.max_new_tokens)}"
+        + (f", episodes.max_tokens = {episodes.max_tokens}" if episodes.max_tokens else ""),
+        PATHS: f"{WHOLE} times train.micro_batch_tokens = {config.train.micro_batch_tokens}",
         "turn_seconds": f"episodes.turn_timeout = {episodes.turn_timeout:g}",
         "seconds": f"episodes.timeout = {episodes.timeout:g}",
+        DEADLINE: f"episodes.deadline = {episodes.deadline}",
         FAILED: "",
     }
     whose = f" of the task {task}" if task else ""

@@ -23,9 +23,9 @@ from storage.batches.refs import BatchRef
 from storage.objects.documents import key_of
 from tasks.results import Sampled, Unsampled
 from tasks.reward import by_cause
-from tasks.run.roles.environments import ENVIRONMENT
+from tasks.run.contract import StageView
+from tasks.run.roles import ENVIRONMENT
 from tasks.run.stage import Stage
-from tasks.run.stage_view import StageView
 from tasks.sampling import SamplingStage, sample_or_leave, together
 
 

@@ -98,6 +98,10 @@ _MORE = (
 class EnvironmentSpec(RowsSpec):
     """From what the engine is built; max_new_tokens are those of a whole conversation."""
 
+    path_tokens: int | None = Field(
+        None,
+        description="Tokens of an episode's paths together, those that they share counted in each.",
+    )
     episodes: EpisodesConfig = Field(description="The environment, and the limits of an episode.")
     frames: bool = Field(False, description="Whether frames are kept of what there is to see.")
 
@@ -128,6 +132,7 @@ class EnvironmentEngine(EnvironmentHost):
             self._of,
             words=len(self._tokenizer),
             forests=any(one.are_forests for one in settings_of),
+            path_tokens=spec.path_tokens,
         )
 
     def prompts(

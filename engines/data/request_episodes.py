@@ -29,7 +29,7 @@ from engines.data.chat_template import (
 from engines.data.episode_rows import POLICY, Episode, episode_columns
 from engines.data.played import Played
 from engines.data.request_forest import Node, RequestForest, turn_before
-from engines.data.results import TOKENS, TURN_TOKENS, TURNS
+from engines.data.results import PATHS, TOKENS, TURN_TOKENS, TURNS
 from storage.batches.columns import LIMIT, TASK, UNFINISHED, Author, SampleStatus
 from storage.batches.forest import LENGTHS, PARENTS
 from storage.batches.refs import BatchRef
@@ -133,14 +133,21 @@ class RequestEpisodes:
     """Reads and writes them, and gives each request the tokens that it is after."""
 
     def __init__(
-        self, store: Store, played_as: Callable[[Row], Played], *, words: int, forests: bool
+        self,
+        store: Store,
+        played_as: Callable[[Row], Played],
+        *,
+        words: int,
+        forests: bool,
+        path_tokens: int | None = None,
     ) -> None:
         """played_as: how a row is played. words: of the vocabulary. forests: whether rows are stored
-        as such, or each as one path."""
+        as such, or each as one path. path_tokens: of all paths of an episode together, at most."""
         self._store = store
         self._played_as = played_as
         self._words = words
         self._are_forests = forests
+        self._path_tokens = path_tokens
 
     # -- rows --------------------------------------------------------------------------------------
 
@@ -346,7 +353,7 @@ class RequestEpisodes:
         settings = episode.played.settings
         for node in episode.cut:
             if len(node.written) != settings.max_turn_tokens:
-                return TOKENS
+                return TOKENS if self._left_of_paths(episode) > 0 else PATHS
             if settings.full_turn != "counts":
                 return TURN_TOKENS
         return ""
@@ -423,6 +430,9 @@ class RequestEpisodes:
         if self._full(episode):
             forest.waiting.remove(node)
             self._refuse(episode, name, TOKENS)
+        elif self._left_of_paths(episode) < len(forest.waiting):
+            forest.waiting.remove(node)
+            self._refuse(episode, name, PATHS, alone=False)
         elif len(ids) - node.begins >= episode.most:
             forest.waiting.remove(node)
             self._refuse(episode, name, TOKENS, alone=False)
@@ -453,6 +463,8 @@ class RequestEpisodes:
         node.begins = len(forest.prompt)
         if self._full(episode) or len(ids) - node.begins >= episode.most:
             episode.end(TOKENS, SampleStatus.TRUNCATED)
+        elif self._left_of_paths(episode) < 1:
+            episode.end(PATHS, SampleStatus.TRUNCATED)
 
     def _read(
         self, episode: RequestEpisode, request: Mapping[str, Any], before: Node | None
@@ -507,10 +519,17 @@ class RequestEpisodes:
         """Whether not each request that waits could get a token."""
         return self._left(episode) < len(episode.forest.waiting)
 
+    def _left_of_paths(self, episode: RequestEpisode) -> int:
+        """Tokens that its paths together may still get; of one path there are always enough."""
+        forest = episode.forest
+        if self._path_tokens is None:
+            return episode.total
+        return self._path_tokens - forest.path_tokens
+
     def _room(self, episode: RequestEpisode, node: Node, read: int) -> int:
         """The longest turn that a request gets, in tokens; those that wait share what is left."""
-        share = self._left(episode) // len(episode.forest.waiting)
-        room = min(share, episode.most - (read - node.begins))
+        left = min(self._left(episode), self._left_of_paths(episode))
+        room = min(left // len(episode.forest.waiting), episode.most - (read - node.begins))
         return min(room, episode.played.settings.max_turn_tokens or room)
 
 

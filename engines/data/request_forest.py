@@ -79,6 +79,22 @@ class RequestForest:
         return sum(len(node.ids) for node in self.nodes)
 
     @property
+    def path_tokens(self) -> int:
+        """Tokens of all its paths, those that several share counted in each."""
+        nodes = [*self.nodes, *self.waiting]
+        followed = {(node.before, node.at) for node in nodes}
+        ends = [node for node in nodes if (node, len(node.ids)) not in followed]
+        return sum(map(self._path_length, ends))
+
+    @staticmethod
+    def _path_length(node: Node) -> int:
+        """Tokens from the beginning of a node's conversation to its end."""
+        length, at, before = len(node.ids), node.at, node.before
+        while before is not None:
+            length, at, before = length + at, before.at, before.before
+        return length + at
+
+    @property
     def names(self) -> set[str]:
         """Of all requests."""
         return {*(node.name for node in (*self.nodes, *self.waiting)), *self.refused}

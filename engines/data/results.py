@@ -226,6 +226,7 @@ DONE = "done"  # the environment said so, or the model called no tool
 TURNS = "turns"  # episodes.max_turns
 TURN_TOKENS = "turn_tokens"  # episodes.max_turn_tokens
 TOKENS = "tokens"  # rollout.max_new_tokens, of the whole conversation
+PATHS = "paths"  # of all paths together: as many tokens as a micro-batch takes of one sample
 DEADLINE = "deadline"  # episodes.deadline
 # "turn_seconds" and "seconds" are limits of the environment's (engines/environments/protocol.py).
 FAILED = "failed"  # of machinery otherwise; see `episode_error`

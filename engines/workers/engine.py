@@ -4,12 +4,17 @@ A contract is an abstract class below Engine, in a module without torch. Its met
 process calls; the engine's class derives from it, so that one that lacks a method cannot be made, and
 a type checker compares what it takes and returns. A caller names a method by the contract's own
 function: `pool.call(Scorer.score, …)`.
+
+Running out of memory is a failure of its own, said in a sentence: a gang that is built again runs out
+again at the same place, so no one retries it. torch's errors and vLLM's are known by the names of
+their classes and by their words.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import inspect
 import json
@@ -24,7 +29,7 @@ from prometheus_client import Metric
 from pydantic import BaseModel, Field
 
 from configs.base import Settings
-from engines.failures import Failure
+from engines.failures import Failure, OutOfMemory
 from engines.workers.placement import NodeResources
 from engines.workers.worker_metrics import Spent
 from storage.objects.store import Store
@@ -35,6 +40,18 @@ E = TypeVar("E", bound="Engine", covariant=True)  # the contract that an engine 
 P = ParamSpec("P")  # what a method takes
 R = TypeVar("R")  # what it returns
 Result = TypeVar("Result", covariant=True)
+GIB = 2**30
+# A device's, in torch's words and in vLLM's (0.32), whose engine is another process: its error comes
+# as text.
+_DEVICE = (
+    "CUDA out of memory",
+    "HIP out of memory",
+    "CUDA error: out of memory",
+    "desired GPU memory utilization",
+    "No available memory for the cache blocks",
+    "larger than the available KV cache memory",
+)
+_HOST = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,6 +259,61 @@ class Ranked(Engine):
     @abstractmethod
     def onload(self) -> Moved:
         """Bring back what `offload` put away, the same to the bit."""
+
+
+def memory_that_ran_out(error: BaseException) -> Memory | None:
+    """Which memory an error says there is not enough of; None for any other error."""
+    names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(error).__mro__}
+    if "torch.OutOfMemoryError" in names:
+        return "device"
+    if isinstance(error, MemoryError):
+        return "host"
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return "host"
+    text = str(error)
+    if any(words in text for words in _DEVICE):
+        return "device"
+    if any(words in text for words in _HOST):
+        return "host"
+    return None
+
+
+def described(by_use: Mapping[str, int]) -> str:
+    """Bytes by what holds them, the largest first: "activations and logits 61.2 GiB, …"."""
+    ordered = sorted(by_use.items(), key=lambda item: -item[1])
+    return ", ".join(f"{what} {size_of(size)}" for what, size in ordered if size > 0)
+
+
+def size_of(size: float) -> str:
+    """Bytes in GiB, below one of those in MiB."""
+    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / 2**20:,.0f} MiB"
+
+
+@contextlib.contextmanager
+def memory_watched(
+    what: str, payload: object, engine: Callable[[], Engine | type[Engine]]
+) -> Iterator[None]:
+    """Errors of the body that are want of memory become OutOfMemory, with what the engine says.
+
+    Args:
+        what: The call or build, and its worker; the sentence begins with it.
+        payload: From what the engine is built.
+        engine: The engine, or its class where it is not built yet; asked while the body's tensors
+            still stand, which the error's traceback holds.
+    """
+    try:
+        yield
+    except OutOfMemory:
+        raise
+    except Exception as error:
+        memory = memory_that_ran_out(error)
+        if memory is None:
+            raise
+        source = engine()
+        by_use = source.memory_held(memory) if isinstance(source, Engine) else {}
+        uses = f", held by: {described(by_use)}" if any(by_use.values()) else ""
+        advice = source.memory_setting(payload, memory, by_use, str(error))
+        raise OutOfMemory(f"{what} ran out of {memory} memory{uses}. {advice}") from error
 
 
 def joined_by(join: Callable[[Sequence[R]], R]) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -1,9 +1,6 @@
 """The engine host, a Dask worker plugin that holds the worker's engines by role, and what reaches it.
 
-Setting it up does nothing slow, and no engine library is imported before the first build. Running
-out of memory is a failure of its own, said in a sentence: a gang that is built again runs out again
-at the same place, so no one retries it. torch's errors and vLLM's are known by the names of their
-classes and by their words.
+Setting it up does nothing slow, and no engine library is imported before the first build.
 
 The functions at the end are what the flow process runs on a worker: `build`, `call` and `free_port`
 as Dask tasks, in the worker's threads; the rest by `client.run`, past any call that occupies the
@@ -15,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import errno
 import multiprocessing
 import os
 import socket
@@ -37,7 +33,6 @@ from engines.failures import (
     EngineMissing,
     Failure,
     InfrastructureError,
-    OutOfMemory,
     StaleCall,
     StaleIncarnation,
     capture,
@@ -54,10 +49,10 @@ from engines.workers.engine import (
     EngineSpec,
     EngineStatus,
     HostStatus,
-    Memory,
     Ranked,
     RunningCall,
     WorkerInfo,
+    memory_watched,
     span_of,
 )
 from engines.workers.placement import find_free_port, this_node
@@ -73,74 +68,7 @@ STARTS = (BUILD, Ranked.join.__name__)  # what an engine's start is made of, bou
 
 Returned = TypeVar("Returned")
 CallKey = tuple[str, str, str, int, int, str]  # role, method, run, epoch, step, call
-GIB = 2**30
-# A device's, in torch's words and in vLLM's (0.32), whose engine is another process: its error comes
-# as text.
-_DEVICE = (
-    "CUDA out of memory",
-    "HIP out of memory",
-    "CUDA error: out of memory",
-    "desired GPU memory utilization",
-    "No available memory for the cache blocks",
-    "larger than the available KV cache memory",
-)
-_HOST = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 R = TypeVar("R")  # what a call returns
-
-
-def memory_that_ran_out(error: BaseException) -> Memory | None:
-    """Which memory an error says there is not enough of; None for any other error."""
-    names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(error).__mro__}
-    if "torch.OutOfMemoryError" in names:
-        return "device"
-    if isinstance(error, MemoryError):
-        return "host"
-    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-        return "host"
-    text = str(error)
-    if any(words in text for words in _DEVICE):
-        return "device"
-    if any(words in text for words in _HOST):
-        return "host"
-    return None
-
-
-def described(by_use: Mapping[str, int]) -> str:
-    """Bytes by what holds them, the largest first: "activations and logits 61.2 GiB, …"."""
-    ordered = sorted(by_use.items(), key=lambda item: -item[1])
-    return ", ".join(f"{what} {size_of(size)}" for what, size in ordered if size > 0)
-
-
-def size_of(size: float) -> str:
-    """Bytes in GiB, below one of those in MiB."""
-    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / 2**20:,.0f} MiB"
-
-
-@contextlib.contextmanager
-def memory_watched(
-    what: str, payload: object, engine: Callable[[], Engine | type[Engine]]
-) -> Iterator[None]:
-    """Errors of the body that are want of memory become OutOfMemory, with what the engine says.
-
-    Args:
-        what: The call or build, and its worker; the sentence begins with it.
-        payload: From what the engine is built.
-        engine: The engine, or its class where it is not built yet; asked while the body's tensors
-            still stand, which the error's traceback holds.
-    """
-    try:
-        yield
-    except OutOfMemory:
-        raise
-    except Exception as error:
-        memory = memory_that_ran_out(error)
-        if memory is None:
-            raise
-        source = engine()
-        by_use = source.memory_held(memory) if isinstance(source, Engine) else {}
-        uses = f", held by: {described(by_use)}" if any(by_use.values()) else ""
-        advice = source.memory_setting(payload, memory, by_use, str(error))
-        raise OutOfMemory(f"{what} ran out of {memory} memory{uses}. {advice}") from error
 
 
 @dataclass(kw_only=True, slots=True)

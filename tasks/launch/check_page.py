@@ -9,7 +9,7 @@ from rich.text import Text
 
 from configs.grpo import GRPOConfig
 from configs.terminal_text import terminal_text
-from engines.workers.host import size_of
+from engines.workers.engine import size_of
 from tasks.memory.holders import Place
 from tasks.reporting.terminal import SafeConsole
 from tasks.run.features import Finding

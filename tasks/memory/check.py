@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from configs.grpo import GRPOConfig
 from configs.lora import LoraConfig
 from engines.models.traced_shape import Shape
-from engines.workers.host import size_of
+from engines.workers.engine import size_of
 from tasks.memory.holders import (
     HoldersOf,
     MemoryDemand,

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from configs.episodes import EpisodesConfig
+from engines.failures import InfrastructureError, NoWorkers
 from engines.workers.cluster import raise_if_set
+from tasks.run.attempts import ATTEMPTS, backoff
 from tasks.run.shard_driver import ShardDriver, ShardRange
 
 LOOK = 0.5  # seconds between looks at the end of the run
@@ -102,8 +104,24 @@ class EpisodeDriver:
     def drive(
         self, step: int, shard: str, count: int, one: Callable[[int], Result]
     ) -> list[Result]:
-        """What `one` returns for each of a shard's episodes, counted from 1: as ShardDriver.drive."""
-        return self._driver.drive(step, shard, ShardRange(1, count, count), one)
+        """What `one` returns for each of a shard's episodes, counted from 1: as ShardDriver.drive.
+
+        An episode that lost an engine goes on with another, as often as a task is tried: over hours
+        many may be lost, and each time the tries of a task would be those of all its episodes.
+        """
+        whole = ShardRange(1, count, count)
+        return self._driver.drive(step, shard, whole, lambda number: self._again(one, number))
+
+    def _again(self, one: Callable[[int], Result], number: int) -> Result:
+        for tries in range(1, ATTEMPTS):
+            try:
+                return one(number)
+            except NoWorkers:
+                raise
+            except InfrastructureError:
+                if self._cancelled.wait(backoff(tries)):
+                    raise
+        return one(number)
 
     def close(self) -> None:
         """Begin nothing more."""

@@ -18,6 +18,7 @@ from engines.data.data_engine import DataSpec
 from engines.data.environment_engine import EnvironmentSpec
 from engines.rollout.contract import RolloutSpec, Sampler, engine_class, worker_environment
 from engines.rollout.rollout_pool import RolloutPool
+from engines.train.batching.packing import WHOLE
 from engines.train.batching.stored_plan import Planner
 from engines.train.opening import Opener, opener_of, trainer_on
 from engines.train.spec import TrainSpec
@@ -108,6 +109,7 @@ def environment_spec(config: GRPOConfig, episodes: EpisodesConfig, store: Store)
         frames=config.keeps_frames,
         max_new_tokens=config.rollout.max_new_tokens,
         group_size=config.group_size,
+        path_tokens=WHOLE * config.train.shared_micro_batch_tokens,
         **common(config, store),
     )
 

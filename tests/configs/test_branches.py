@@ -70,3 +70,47 @@ def test_the_longest_sample_is_an_episode_with_all_its_branches() -> None:
     assert config.longest_response == config.rollout.max_new_tokens
     config = load_recipe(GRPOConfig, "tiny", [AGENT, "episodes.max_tokens=4000"])
     assert config.longest_response == 4000
+
+
+PAID = "rewards.functions=[{kind: environment}]"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([AGENT, PAID], ""),
+        ([ANSWERS, PAID], "is about agents that branch"),
+        ([AGENT, PAID, "episodes.branches=false"], "is about agents that branch"),
+        ([AGENT, PAID, "algorithm.advantage={kind: gigpo}"], "kind = gigpo compares otherwise"),
+        (
+            [AGENT, PAID, "algorithm.advantage={kind: grpo, normalize: batch}"],
+            "kind = grpo compares otherwise",
+        ),
+        ([AGENT, "rewards.functions=[{kind: environment, weight: 2}]"], "with weight 1"),
+    ],
+)
+def test_credit_by_branch_is_within_groups(words: list[str], said: str) -> None:
+    found = refused([*words, "episodes.credit=branch"])
+    assert said in found if said else found == ""
+
+
+def test_routing_replay_takes_conversations_that_grow() -> None:
+    experts = ["train.router_replay=true", "rollout.engine=transformers"]
+    assert "Set train.router_replay = false" in refused([AGENT, *experts])
+
+
+@pytest.mark.parametrize("players", ["players: 2", "sees: frames"])
+def test_a_rendered_past_is_of_one_players_text(players: str) -> None:
+    words = (
+        f"episodes={{environment: {{kind: class, path: a:b}}, past_turns: as_rendered, {players}}}"
+    )
+    assert "is about one player's text" in refused([words])
+
+
+def test_without_branches_discounts_are_what_they_were() -> None:
+    assert (
+        refused(
+            [AGENT, "episodes.branches=false", "algorithm.advantage={kind: reinforce, gamma: 0.9}"]
+        )
+        == ""
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,8 @@ import pytest
 from configs.episodes import AgentEnvironment, EpisodesConfig
 from engines.environments.sessions import Environments
 from storage.audit.audit import audit
-from tests.engines.environments.playing import begin, call
+from tests.engines.environments.playing import begin_agent as begin
+from tests.engines.environments.playing import call, new_messages, requests
 from tests.examples import client_agents
 from tests.faults.ledger import committed
 from tests.flows.conftest import Launch
@@ -60,7 +60,8 @@ def test_an_episode_with_a_tool(environments: Environments, client: str) -> None
     first, second = TURNS.get(client, [ADDING, (f"{THOUGHT}5", [])])
     outcome = episode.act(environments, *first)
     assert outcome.failed is None, outcome.failed
-    (result,) = json.loads(outcome.observation)["messages"]
+    (request,) = requests(outcome)
+    (result,) = new_messages(request)
     assert "5" in result["content"]
     assert result["role"] == ("user" if client.startswith("smolagents") else "tool")
     outcome = episode.act(environments, *second)

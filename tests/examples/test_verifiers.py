@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -18,8 +17,9 @@ from engines.data.environment_engine import EnvironmentEngine, EnvironmentSpec
 from engines.environments.sessions import Environments
 from engines.models.checkpoints import draw
 from storage.batches.columns import Author
-from tests.engines.data.test_environment_engine import Play
-from tests.engines.environments.playing import begin, call
+from tests.engines.data.test_request_episodes import Rounds
+from tests.engines.environments.playing import begin_agent as begin
+from tests.engines.environments.playing import call, new_messages, requests
 from tests.flows.conftest import ROOT
 
 PYTHON = os.environ.get("REFRAIN_TEST_VERIFIERS")
@@ -118,15 +118,14 @@ def play(tmp_path: Path) -> Iterator[Playing]:
 def test_an_environment_of_several_turns(play: Playing, harness: str) -> None:
     environments = play(max_turns=2, harness=harness)
     [opening] = environments.opening([{"task": 11}], [0])
-    assert json.loads(opening.observation)["messages"] == [{"role": "user", "content": "1 + 3 ="}]
+    assert requests(opening)[0]["messages"] == [{"role": "user", "content": "1 + 3 ="}]
     right = begin(environments, task=11)
     outcome = right.act(environments, "it is 4", ())
     assert (outcome.reward, outcome.done, outcome.failed) == (1.0, True, None)
     wrong = begin(environments, name="two", task=11)
     outcome = wrong.act(environments, "it is 5", ())
-    assert json.loads(outcome.observation)["messages"] == [
-        {"role": "user", "content": "No. Again:"}
-    ]
+    (request,) = requests(outcome)
+    assert new_messages(request) == [{"role": "user", "content": "No. Again:"}]
     outcome = wrong.act(environments, "it is 6", ())
     assert (outcome.reward, outcome.done, outcome.failed) == (0.0, True, None)
 
@@ -144,19 +143,20 @@ def test_a_set_without_an_end_and_with_settings(play: Playing) -> None:
         taskset="without_end", settings='{"first": 40}', harness="verifiers_chat", max_turns=1
     )
     [opening] = environments.opening([{"task": 2}], [0])
-    assert json.loads(opening.observation)["messages"] == [{"role": "user", "content": "say 42"}]
+    assert requests(opening)[0]["messages"] == [{"role": "user", "content": "say 42"}]
     assert begin(environments, task=2).act(environments, "say 42", ()).reward == 1.0
 
 
 def test_an_environment_with_tools(play: Playing) -> None:
     environments = play(taskset="with_tools")
     [opening] = environments.opening([{"task": 0}], [0])
-    said = json.loads(opening.observation)
+    (said,) = requests(opening)
     assert [one["role"] for one in said["messages"]] == ["system", "user"]
     (tool,) = (one["function"]["name"] for one in said["tools"])
     episode = begin(environments, task=0)
     outcome = episode.act(environments, "…", [call(tool, one=2, other=3)])
-    (result,) = json.loads(outcome.observation)["messages"]
+    (request,) = requests(outcome)
+    (result,) = new_messages(request)
     assert (result["role"], result["content"]) == ("tool", "5")
     outcome = episode.act(environments, "5", ())
     assert (outcome.reward, outcome.done) == (1.0, True)
@@ -186,16 +186,17 @@ def test_its_train_client_renders_token_ids(tmp_path: Path) -> None:
         )
     )
     try:
-        play = Play(engine, tmp_path, 1, row=11)
-        (prompt,) = play.prompts.fetch_list(play.store, "prompt_ids")
-        assert play.tokenizer.decode(prompt) == "user: 1 + 3 =\nassistant: "
-        assert play.says("it is 5").unfinished == 1
-        (ids,), (authors,) = play.column("response_ids"), play.column("author")
+        rounds = Rounds(engine, tmp_path, row=11)
+        assert rounds.read == ["user: 1 + 3 =\nassistant: "]
+        rounds.says("it is 5")
         read = "\nuser: No. Again:\nassistant: "
-        assert play.tokenizer.decode(ids) == f"it is 5{read}"
-        assert authors == [Author.POLICY] * len("it is 5") + [Author.ENVIRONMENT] * len(read)
-        assert play.says("it is 4").failures == ()
-        assert play.column("episode") == ["done"]
-        assert play.column("turn_rewards")[0][-1] == 1.0
+        assert rounds.read == [f"user: 1 + 3 =\nassistant: it is 5{read}"]
+        assert rounds.says("it is 4").failures == ()
+        (ids,), (authors,) = rounds.column("response_ids"), rounds.column("author")
+        assert rounds.tokenizer.decode(ids) == f"it is 5{read}it is 4"
+        own = [Author.POLICY] * len("it is 5")
+        assert authors == [*own, *[Author.ENVIRONMENT] * len(read), *own]
+        assert rounds.column("episode") == ["done"]
+        assert rounds.column("turn_rewards")[0][-1] == 1.0
     finally:
         engine.close()

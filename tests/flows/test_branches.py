@@ -97,9 +97,11 @@ def test_what_trains_is_what_was_sent(whole: Launched) -> None:
 
 def samples_by_branch(store: object, batch: object) -> list[list[float]]:
     """Of each sample, the advantage of each of its branches."""
-    ids, advantages = (batch.fetch_list(store, n) for n in ("branch_ids", "advantages"))  # type: ignore[attr-defined]
+    names = ("branch_ids", "advantages", "response_mask")
+    columns = [batch.fetch_list(store, name) for name in names]  # type: ignore[attr-defined]
     found = []
-    for branches, own in zip(ids, advantages, strict=True):
+    for ids, advantages, mask in zip(*columns, strict=True):
+        branches, own = ids[mask == 1], advantages[mask == 1]
         each = []
         for branch in np.unique(branches):
             values = np.unique(own[branches == branch])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from storage.audit.audit import audit
+from storage.batches.columns import SampleStatus
 from storage.runs.commit_log import Commit
 from tests.faults.ledger import committed, story
 from tests.faults.planted import Fault
@@ -153,6 +154,52 @@ def test_the_turns_of_an_episode_go_to_the_engine_that_has_its_prefix(launch: La
     assert sum(map(len, workers.values())) >= 16
     assert all(len(set(names)) == 1 for names in workers.values()), workers
     assert len({names[0] for names in workers.values()}) == 2, "both engines play"
+
+
+SLOW = """
+import time
+
+class Slow:
+    def reset(self, **row):
+        return ""
+
+    def step(self, text):
+        time.sleep(20)
+        return "+:"
+
+    def get_reward(self):
+        return 1.0
+"""
+
+
+@pytest.mark.slow
+def test_an_episode_takes_longer_than_any_call_may(launch: Launch) -> None:
+    """Its environment works for longer than rollout.deadline, and it ends by a deadline of its own."""
+    run = launch(
+        *APART,
+        "prompts_per_step=2",
+        "group_size=2",
+        "rollout.shards=1",
+        "rollout.deadline=15",
+        "steps=1",
+        "episodes.environment.path=slow.py:Slow",
+        "episodes.processes=4",
+        "episodes.max_turns=5",
+        "episodes.max_turn_tokens=4",
+        "episodes.full_turn=counts",
+        "episodes.turn_timeout=60",
+        "episodes.deadline=35",
+        "algorithm.advantage={kind: reinforce}",
+        "algorithm.selection=[]",
+        files={"slow.py": SLOW},
+    ).whole()
+    (commit,) = run.commits()
+    samples = commit.refs["samples"]
+    assert samples.fetch_list(run.files.store, "episode") == ["deadline"] * 4
+    assert samples.fetch_list(run.files.store, "status") == [SampleStatus.OK] * 4
+    assert samples.fetch_list(run.files.store, "reward") == [1.0] * 4
+    assert [len(one) for one in samples.fetch_list(run.files.store, "observations")] == [2] * 4
+    assert not [one for one in commit.attempts if one["error"]]
 
 
 SIGNALS = ROOT / "examples/signals"

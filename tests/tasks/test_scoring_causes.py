@@ -58,6 +58,7 @@ def test_a_functions_own_error_is_told_with_its_place(tmp_path: Path) -> None:
         ("tokens", "rollout.max_new_tokens=20", "tokens (rollout.max_new_tokens = 20)"),
         ("turn_seconds", "episodes.turn_timeout=2", "turn_seconds (episodes.turn_timeout = 2)"),
         ("seconds", "episodes.timeout=90", "seconds (episodes.timeout = 90)"),
+        ("deadline", "episodes.deadline=90", "deadline (episodes.deadline = 90.0)"),
     ],
 )
 def test_episodes_that_a_limit_ended_are_told_with_its_setting(

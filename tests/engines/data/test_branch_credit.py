@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from engines.algorithms.jagged import Rows
 
 from configs.algorithm.advantages import GRPOAdvantage
 from configs.algorithm.algorithm import AlgorithmConfig
+from engines.algorithms.aggregation import Rows
 from engines.algorithms.from_config import advantages_of
 from engines.algorithms.inputs import AdvantageBatch
 from engines.data.advantage_columns import by_branch

@@ -241,6 +241,18 @@ def meets_limits(base_url, api_key, log, **row):
     return 1.0
 
 
+def widens(base_url, api_key, log, **row):
+    """Goes on from its first turn in many ways, until it is told of a limit."""
+    first = [user("one")]
+    first.append(chat(base_url, api_key, log, first))
+    for number in range(9):
+        try:
+            chat(base_url, api_key, log, [*first, user(f"way {number}")])
+        except AssertionError as error:
+            assert "context_length_exceeded" in str(error)
+            return 1.0
+
+
 def thinks(base_url, api_key, log, **row):
     """Three turns that grow, whose thoughts it does not give back."""
     own = [user("hello")]
@@ -314,7 +326,11 @@ def make(tmp_path: Path) -> Iterator[Make]:
     made = []
 
     def build(
-        name: str, template: str = "chat", most: int = 1000, **settings: Any
+        name: str,
+        template: str = "chat",
+        most: int = 1000,
+        path_tokens: int | None = None,
+        **settings: Any,
     ) -> EnvironmentEngine:
         params = settings.pop("params", {})
         if name[0].islower():
@@ -331,6 +347,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
                     data=DataConfig(source=source, template=template, max_prompt_tokens=600),
                     episodes=EpisodesConfig(environment=environment, processes=1, **settings),
                     max_new_tokens=most,
+                    path_tokens=path_tokens,
                     store_uri=f"file://{tmp_path}/store",
                     store_options={},
                 )
@@ -346,11 +363,13 @@ def make(tmp_path: Path) -> Iterator[Make]:
 class Rounds:
     """Episodes of one prompt, whose turns are written by the test."""
 
-    def __init__(self, engine: EnvironmentEngine, folder: Path, count: int = 1) -> None:
+    def __init__(
+        self, engine: EnvironmentEngine, folder: Path, count: int = 1, row: int = 1
+    ) -> None:
         self.engine, self.store, self.count = engine, Store(f"file://{folder}/store"), count
         self.folder = folder
         self.tokenizer = engine._tokenizer
-        made = engine.prompts([1], 7, "prompts.safetensors")
+        made = engine.prompts([row], 7, "prompts.safetensors")
         assert made.ref is not None, made.dropped
         self.prompts = made.ref
         self.number = 0
@@ -637,6 +656,25 @@ def test_limits(make: Make, tmp_path: Path) -> None:
     assert len(rounds.pending) == 2, "the third at once is told of the limit"
     rounds.play()
     assert rounds.column("episode") == ["turns"] and len(rounds.column("node_lengths")[0]) == 3
+
+
+def test_paths_have_together_what_a_micro_batch_takes_of_a_sample(
+    make: Make, tmp_path: Path
+) -> None:
+    rounds = Rounds(make("widens", path_tokens=200), tmp_path)
+    before = len("user: one\nassistant: ")
+    assert rounds.column(LIMIT, rounds.pending) == [200 - before]
+    rounds.play()
+    assert rounds.column("episode") == ["paths"]
+    assert rounds.column("turn_rewards")[0][-1] == 1.0
+    rounds.check()
+    (forest,) = read_forests(rounds.store, rounds.result.ref) or []
+    longest = int(forest.path_lengths().max())
+    assert 200 - longest < forest.path_lengths().sum() <= 200
+    rounds = Rounds(make("widens", path_tokens=80), tmp_path)
+    rounds.says("a" * 20)
+    rounds.says("b" * rounds.column(LIMIT, rounds.pending)[0], finish="length")
+    assert rounds.column("episode") == ["paths"], "the turn was cut there"
 
 
 @pytest.mark.parametrize("route", ["completions", "generate"])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import dask
 import psutil
@@ -177,7 +178,7 @@ def test_a_killed_worker_fails_its_call_at_once_and_comes_back_as_another(
     assert again.fresh
     assert again.incarnation != report.incarnation
     with pytest.raises(StaleIncarnation):
-        call(cluster, address, "count", call_id("x").at(report.incarnation))
+        call(cluster, address, "count", replace(call_id("x"), incarnation=report.incarnation))
     with pytest.raises(WorkerLost, match="any more"):
         call(cluster, pair[0], "count")
 

@@ -8,7 +8,7 @@ import torch
 from configs.rollout import RolloutConfig
 from engines.failures import OutOfMemory
 from engines.rollout.contract import EngineDead, setting_for_less
-from engines.workers.host import described, memory_that_ran_out, memory_watched
+from engines.workers.engine import described, memory_that_ran_out, memory_watched
 from tests.engines.workers.dummies import Dummy, Payload
 
 

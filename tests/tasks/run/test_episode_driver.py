@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from configs.episodes import EpisodesConfig
-from engines.failures import CallCancelled
+from engines.failures import CallCancelled, InfrastructureError, NoWorkers, WorkerLost
+from tasks.run import episode_driver
 from tasks.run.episode_driver import AtOnceLimit, EpisodeDriver
 
 
@@ -152,3 +154,35 @@ def test_a_limit_that_is_lowered_holds_those_that_wait() -> None:
             assert not entered.wait(0.2), "4 would be played"
             room._limit.limit = 4.0
             waits.result(30)
+
+
+def test_an_episode_that_lost_its_engine_goes_on_with_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each has tries of its own; where there are no workers at all there is nothing to try."""
+    monkeypatch.setattr(episode_driver, "backoff", lambda tries: 0.01 * tries)
+    tries: Counter[int] = Counter()
+
+    def play(number: int) -> int:
+        tries[number] += 1
+        if tries[number] < number:
+            raise WorkerLost("rollout-0", "it was killed")
+        return number
+
+    room = room_for(8)
+    assert room.drive(1, "rollout 1", 4, play) == [1, 2, 3, 4]
+    assert tries == {1: 1, 2: 2, 3: 3, 4: 4}
+
+    def failing(error: InfrastructureError) -> int:
+        tried: list[int] = []
+
+        def play(number: int) -> int:
+            tried.append(number)
+            raise error
+
+        with pytest.raises(type(error)):
+            room.drive(1, f"rollout of {error}", 1, play)
+        return len(tried)
+
+    assert failing(NoWorkers("rollout", 1.0)) == 1
+    assert failing(WorkerLost("rollout-0", "it was killed again")) == 4

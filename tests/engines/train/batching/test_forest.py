@@ -29,7 +29,7 @@ from engines.train.fsdp_engine import FSDPEngine
 from engines.train.policy import Policy
 from engines.train.self_test.comparison import ALONE, own_logprobs
 from engines.train.self_test.twin import build
-from engines.train.spec import ColumnsResult, LogprobRequest, TrainSpec
+from engines.train.spec import ColumnsResult, LogprobRequest, TeachRequest, TrainSpec
 from storage.batches.forest import Forest
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
@@ -383,6 +383,23 @@ def test_a_log_prob_pass_is_transformers_own_of_each_path(
     engine = make(micro_batch_tokens=budget, tree_training=tree_training)
     store = Store(str(tmp_path / "store"))
     ours = logprobs_of(engine, batch).fetch_numpy(store, "old_logprobs")[0]
+    wanted = by_hand(tmp_path, rows)
+    known = ~np.isnan(wanted)
+    np.testing.assert_allclose(ours[known], wanted[known], atol=CLOSE)
+
+
+def test_a_teacher_reads_each_path(make: Make, tmp_path: Path) -> None:
+    rows = forests(2, 12)
+    teacher = make(role="teacher", micro_batch_tokens=48)
+    request = TeachRequest(
+        batch=batch_of(tmp_path, rows),
+        out_key="run/taught.safetensors",
+        temperature=TEMPERATURE,
+        top_k=3,
+    )
+    found = teacher.teach(request).batch
+    assert found is not None
+    ours = found.fetch_numpy(Store(str(tmp_path / "store")), "teacher_logprobs")[0]
     wanted = by_hand(tmp_path, rows)
     known = ~np.isnan(wanted)
     np.testing.assert_allclose(ours[known], wanted[known], atol=CLOSE)
