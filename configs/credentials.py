@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import chain
 
 from pydantic import BaseModel
 
@@ -81,12 +82,6 @@ def secret_value(text: str) -> str:
     return ""
 
 
-def credentials_of(settings: BaseModel) -> Iterator[tuple[str, str]]:
-    """Places among settings that look like credentials, dotted, and why each does."""
-    for name in type(settings).model_fields:
-        yield from _within(name, getattr(settings, name))
-
-
 def _within(place: str, value: object, header: bool = False) -> Iterator[tuple[str, str]]:
     """header: whether names at this place are those of headers."""
     if isinstance(value, BaseModel):
@@ -135,7 +130,9 @@ def _within_object(place: str, value: object) -> Iterator[tuple[str, str]]:
 
 def credential_sentence(settings: BaseModel) -> str:
     """What a person is told of the first one; empty where there is none."""
-    for place, why in credentials_of(settings):
+    names = type(settings).model_fields
+    places = chain.from_iterable(_within(name, getattr(settings, name)) for name in names)
+    for place, why in places:
         return (
             f"{place} {why}, and settings are stored with the run, in MLflow and in Prefect. Remove "
             "it from the settings, and give it by an environment variable that your code or the "

@@ -142,7 +142,12 @@ def refuse_password(where: str, address: str) -> None:
 
 def pip_install(*packages: str) -> str:
     """`pip install` of packages, each in the range that Refrain goes with; any where none is said."""
-    ranges = _ranges()
+    try:
+        lines = requires(DISTRIBUTION) or []
+    except PackageNotFoundError:  # a checkout that is not installed
+        lines = []
+    extras = [line.partition(";")[0].strip() for line in lines]  # as pip takes them
+    ranges = {match.group(): line for line in extras if (match := _NAME.match(line))}
     return shlex.join(["pip", "install", *(ranges.get(name, name) for name in packages)])
 
 
@@ -152,16 +157,6 @@ def installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _ranges() -> dict[str, str]:
-    """Packages of all extras by name, as pip takes them."""
-    try:
-        lines = requires(DISTRIBUTION) or []
-    except PackageNotFoundError:  # a checkout that is not installed
-        return {}
-    packages = [line.partition(";")[0].strip() for line in lines]
-    return {match.group(): line for line in packages if (match := _NAME.match(line))}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

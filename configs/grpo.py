@@ -21,7 +21,6 @@ from configs.resolving import (
     shards,
     slots,
 )
-from configs.rollout import RolloutConfig
 from configs.rules.branches import BRANCHES
 from configs.rules.coding import CODING
 from configs.rules.elastic import ELASTIC
@@ -139,40 +138,28 @@ def check_new_run(config: GRPOConfig) -> None:
 
 def warnings_of(config: GRPOConfig) -> list[str]:
     """What a person should know of settings that are allowed, or with which a stored run goes on."""
-    return [*_bias(config.rollout), *_early_end(config), *_idle(config)]
-
-
-def _bias(rollout: RolloutConfig) -> list[str]:
-    cut = cut_by(rollout)
-    if not cut or rollout.sampling_mask:
-        return []
-    return [
-        f"{cut} draws from a part of the policy's distribution, and the policy is trained as if from "
-        "the whole: the gradient is biased, and more so as the part gets smaller. Set "
-        f"{MASK} = true, or {WHOLE}, unless that is wanted."
-    ]
-
-
-def _idle(config: GRPOConfig) -> list[str]:
-    if config.train.recompute == "all" or config.train.gradient_checkpointing:
-        return []
-    return [
-        f"train.recompute = {config.train.recompute} is about layers that "
-        "train.gradient_checkpointing names, and that is 0: nothing is computed again. Set "
-        "train.gradient_checkpointing = true."
-    ]
-
-
-def _early_end(config: GRPOConfig) -> list[str]:
-    if all(episodes.environment.kind != "agent" for episodes in config.played.values()):
-        return []
-    if config.rewards.on_failure != "drop" or config.group_size == 1:
-        return []
-    return [
-        "an agent that raises fails its episode, and rewards.on_failure = drop leaves out the whole "
-        "group; a step without a whole group ends the run. Set rewards.on_failure = complete to "
-        "train on the other episodes of a group."
-    ]
+    warnings = []
+    cut = cut_by(config.rollout)
+    if cut and not config.rollout.sampling_mask:
+        warnings.append(
+            f"{cut} draws from a part of the policy's distribution, and the policy is trained as if "
+            "from the whole: the gradient is biased, and more so as the part gets smaller. Set "
+            f"{MASK} = true, or {WHOLE}, unless that is wanted."
+        )
+    agents = any(episodes.environment.kind == "agent" for episodes in config.played.values())
+    if agents and config.rewards.on_failure == "drop" and config.group_size > 1:
+        warnings.append(
+            "an agent that raises fails its episode, and rewards.on_failure = drop leaves out the "
+            "whole group; a step without a whole group ends the run. Set rewards.on_failure = "
+            "complete to train on the other episodes of a group."
+        )
+    if config.train.recompute != "all" and not config.train.gradient_checkpointing:
+        warnings.append(
+            f"train.recompute = {config.train.recompute} is about layers that "
+            "train.gradient_checkpointing names, and that is 0: nothing is computed again. Set "
+            "train.gradient_checkpointing = true."
+        )
+    return warnings
 
 
 def check_finite(config: GRPOConfig) -> None:

@@ -239,7 +239,7 @@ class RunConfig(Settings):
     @property
     def plays_requests(self) -> bool:
         """Whether episodes, of one task at least, are answers to requests."""
-        return any(episodes.of_requests for episodes in self.played.values())
+        return any(one.of_requests for one in self.played.values())
 
     @property
     def plays_apart(self) -> bool:
@@ -343,7 +343,7 @@ class RunConfig(Settings):
     @property
     def most_paths(self) -> int:
         """Paths of a sample that trains: more than one only where episodes may branch."""
-        forests = [episodes.max_turns for episodes in self.played.values() if episodes.are_forests]
+        forests = [one.max_turns for one in self.played.values() if one.are_forests]
         return max(forests, default=1)
 
     @property

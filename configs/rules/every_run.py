@@ -319,11 +319,6 @@ SAMPLING_MASK: tuple[Rule[RunConfig], ...] = where(
 )
 
 
-def _speculates(config: RunConfig) -> bool:
-    rollout = config.rollout
-    return rollout.speculative is not None or "speculative_config" in rollout.engine_args
-
-
 SPECULATION: tuple[Rule[RunConfig], ...] = (
     Rule(
         needs=lambda config: config.rollout.speculative is None or config.rollout.engine == "vllm",
@@ -343,7 +338,10 @@ SPECULATION: tuple[Rule[RunConfig], ...] = (
         ),
     ),
     *where(
-        _speculates,
+        lambda config: (
+            config.rollout.speculative is not None
+            or "speculative_config" in config.rollout.engine_args
+        ),
         Rule(
             needs=lambda config: config.rollout.min_p == 0,
             says=lambda config: (

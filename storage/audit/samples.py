@@ -107,6 +107,7 @@ def origins_of(
     extras = [name for name in ref.names if name.startswith(EXTRA)]
     origins = []
     for row, sample in enumerate(columns.numbers("sample_id")):
+        player = int(columns.numbers("player")[row])
         origins.append(
             SampleOrigin(
                 run=run.run,
@@ -129,9 +130,12 @@ def origins_of(
                 reward_code=columns.text("reward_code")[row],
                 trained=int(sample) in advantages,
                 advantage=advantages.get(int(sample)),
-                **_seat(columns, row),
+                player=player if player >= 0 else None,
+                episode=int(columns.numbers("episode_id")[row]) if player >= 0 else None,
                 opponent=opponent if columns.numbers("frozen")[row] > 0 else "",
-                **_episode(columns, row),
+                episode_end=columns.text("episode")[row],
+                episode_error=columns.text("episode_error")[row],
+                turn_rewards=tuple(map(_finite, columns.lists("turn_rewards")[row])),
                 task=columns.text("task")[row],
                 teacher=columns.text("teacher")[row] or None,
                 teacher_digest=columns.text("teacher_digest")[row] or None,
@@ -174,28 +178,13 @@ class Columns:
 
     def lists(self, name: str) -> list[list[Any]]:
         """[N] lists of numbers of a jagged column."""
+        if name not in self._read:
+            return [[]] * self._count
         if name not in self._lists:
             values, offsets = self._read[name].numpy()
             assert offsets is not None
             self._lists[name] = [values[a:b].tolist() for a, b in pairwise(offsets)]
         return self._lists[name]
-
-
-def _seat(columns: Columns, row: int) -> dict[str, Any]:
-    """Player and episode of a sample, of those that have them."""
-    player, episode = (int(columns.numbers(name)[row]) for name in ("player", "episode_id"))
-    return {"player": player, "episode": episode} if player >= 0 else {}
-
-
-def _episode(columns: Columns, row: int) -> dict[str, Any]:
-    """How the episode of a sample ended, and what its turns earned."""
-    if "episode" not in columns:
-        return {}
-    return {
-        "episode_end": columns.text("episode")[row],
-        "episode_error": columns.text("episode_error")[row],
-        "turn_rewards": tuple(map(_finite, columns.lists("turn_rewards")[row])),
-    }
 
 
 def _spans(flat: list[int]) -> Iterator[Span]:

@@ -111,7 +111,11 @@ class LocalBackend:
         maps: dict[str, mmap.mmap | bytes | OSError] = {}
         for key in {key for key, _, _ in ranges}:
             try:
-                maps[key] = self._map(key)
+                with self._open(key) as file:
+                    size = os.fstat(file.fileno()).st_size
+                    maps[key] = (
+                        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size else b""
+                    )
             except OSError as error:
                 maps[key] = error
         views: Views = []
@@ -127,12 +131,6 @@ class LocalBackend:
             file.close()
             raise OSError(errno.EINVAL, "it is no regular file")
         return file
-
-    def _map(self, key: str) -> mmap.mmap | bytes:
-        with self._open(key) as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                return b""
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     @contextlib.contextmanager
     def _temporary(self, key: str) -> Iterator[tuple[IO[bytes], Path]]:

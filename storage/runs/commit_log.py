@@ -277,10 +277,13 @@ def head(run: RunStore) -> int | None:
     """
     start = start_of(run)
     step = max(_read_head(run).step, start)
-    while (commit_digest := _commit_digest(run, step + 1)) is not None:
+    while True:
+        try:
+            commit_digest = read_commit_digest(run, step + 1)
+        except ObjectMissing:  # it is not committed
+            return step if step > start else None
         step += 1
         _advance(run, step, commit_digest)
-    return step if step > start else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,14 +308,6 @@ def _read_head(run: RunStore) -> _Head:
 def read_commit_digest(run: RunStore, step: int) -> str:
     """The digest of a step's commit.json. Raises ObjectMissing."""
     return digest(run.store.read(run.commit_key(step)))
-
-
-def _commit_digest(run: RunStore, step: int) -> str | None:
-    """The same; None when the step is not committed."""
-    try:
-        return read_commit_digest(run, step)
-    except ObjectMissing:
-        return None
 
 
 def _advance(run: RunStore, step: int, commit_digest: str) -> None:

@@ -166,7 +166,9 @@ class RunLease:
 
     def release(self) -> None:
         """Let the next process have the run at once. A lost lease is left alone."""
-        self.stop_renewing()
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
         with self._lock:
             if self._lost is None:
                 self._swap(0.0)
@@ -176,11 +178,6 @@ class RunLease:
         """Renew in a thread until `release`, or until the lease is lost (see `check`)."""
         self._thread = threading.Thread(target=self._renew_always, name="run-lease", daemon=True)
         self._thread.start()
-
-    def stop_renewing(self) -> None:
-        self._stop.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
 
     def _renew_always(self) -> None:
         while not self._stop.wait(self._holder.ttl / RENEWALS):

@@ -45,17 +45,12 @@ def new_database(database: Path, package: str, migrate: Callable[[Path], object]
     if database.exists():
         return
     try:
-        template = _template(package, migrate)
+        template = private_folder(cache_folder()) / f"{package}-{version(package)}.db"
+        if not template.exists():
+            _appear(template, migrate)
         _appear(database, partial(shutil.copyfile, template))
     except (OSError, RuntimeError):  # no cache folder, or no home that it could be in
         _appear(database, migrate)
-
-
-def _template(package: str, migrate: Callable[[Path], object]) -> Path:
-    template = private_folder(cache_folder()) / f"{package}-{version(package)}.db"
-    if not template.exists():
-        _appear(template, migrate)
-    return template
 
 
 def _appear(file: Path, make: Callable[[Path], object]) -> None:

@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from configs.environment import GIT as GIT
-from configs.environment import installed, user, working_tree
+from configs.environment import GIT, installed, user, working_tree
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError, validate
 from configs.rewards import HOW_ASKED
