@@ -127,8 +127,10 @@ def _build(visible: list[str], links: dict[str, str], disk: int) -> None:
     """Make the root that programs see, of folders that stand at their own paths, read-only."""
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     mount("sandbox", ROOT, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    inside = [path for path in visible if path.startswith("/tmp/")]  # of the folder of their own
     for path in visible:
-        _show(path)
+        if path not in inside:
+            _show(path)
     for path, target in links.items():
         os.makedirs(os.path.dirname(f"{ROOT}{path}"), exist_ok=True)
         os.symlink(target, f"{ROOT}{path}")
@@ -150,6 +152,12 @@ def _build(visible: list[str], links: dict[str, str], disk: int) -> None:
         MS_NOSUID | MS_NODEV,
         f"size={disk}m,nr_inodes={FILES},mode=1777",
     )
+    for path in inside:
+        _show(path)
+    places = tuple(f"{ROOT}{path}" for path in inside)
+    for point, flags in list(_mounts()):
+        if point.startswith(places):
+            _remount(point, flags | MS_RDONLY | MS_NOSUID)
     make_root(ROOT)
     socket.sethostname("sandbox")
     with contextlib.suppress(OSError):  # the filter of system calls refuses them too

@@ -109,14 +109,17 @@ def _bubblewrap(
 ) -> list[str]:
     command = [program, "--unshare-all", "--as-pid-1", "--clearenv", "--new-session"]
     command += ["--hostname", "sandbox"]
+    inside = [path for path in visible if path.startswith("/tmp/")]
     for path in visible:
         if os.path.islink(path):
             command += ["--symlink", os.readlink(path), path]
-        elif os.path.exists(path):
+        elif os.path.exists(path) and path not in inside:
             command += ["--ro-bind", path, path]
     for path, target in links.items():
         command += ["--symlink", target, path]
     command += ["--proc", "/proc", "--dev", "/dev"]
     for folder in ("/tmp", "/dev/shm"):
         command += ["--size", str(disk_mib * 2**20), "--tmpfs", folder]
+    for path in inside:
+        command += ["--ro-bind", path, path]
     return [*command, "--remount-ro", "/dev", "--remount-ro", "/"]

@@ -23,7 +23,7 @@ def test_curves_are_written_and_what_is_registered_stays(
     sweep, write = Mock(return_value=[]), Mock()
     monkeypatch.setattr(commit, "sweep", sweep)
     monkeypatch.setattr(commit, "write_curves", write)
-    commit.tidy(run, step, written=0.0)
+    commit.tidy(run, step, nbytes=0.0)
     assert write.called is due
     assert sweep.call_args.kwargs["tagged"] == {3, 7}
     assert sweep.call_args.kwargs["rebuilt_from"] == step - 2

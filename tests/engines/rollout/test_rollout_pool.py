@@ -38,6 +38,7 @@ def pool() -> Pool:
         devices=DeviceTurns(False),
         config=SimpleNamespace(pools={"gpu": SimpleNamespace(slots=1)}),
         table=SimpleNamespace(outdate=lambda: None),
+        known_workers=lambda pool: None,
     )
     made = Pool(
         cluster,
@@ -97,6 +98,7 @@ def test_without_a_probe_the_digest_alone_is_compared(monkeypatch: pytest.Monkey
         devices=DeviceTurns(False),
         config=SimpleNamespace(pools={"gpu": SimpleNamespace(slots=1)}),
         table=SimpleNamespace(outdate=lambda: None),
+        known_workers=lambda pool: None,
     )
     given = cast("Any", None)
     times = {"deadline": 1.0, "start_timeout": 1.0, "tolerance": 0.1}

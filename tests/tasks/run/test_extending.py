@@ -87,7 +87,10 @@ def test_the_role_is_opened_and_the_task_asks_it_once(
     monkeypatch.setattr(roles, "ROLES", (names["CACHE"],))
     monkeypatch.setattr(EnginePool, "start", lambda pool: started.append(pool.role))
     cluster: Any = SimpleNamespace(
-        config=run.config.cluster, close=lambda: None, outages=SimpleNamespace()
+        config=run.config.cluster,
+        close=lambda: None,
+        outages=SimpleNamespace(),
+        known_workers=lambda pool: None,
     )
     run.engines = Engines(run)
     run.engines.launch(cluster)

@@ -16,7 +16,7 @@ from configs.episodes import EpisodesConfig
 from engines.environments.sessions import Environments
 from storage.objects.documents import Row
 from tests.engines.environments.coding.conftest import SETTINGS, TASKS
-from tests.engines.environments.playing import begin, call
+from tests.engines.environments.playing import begin, begin_agent, call
 from tests.flows.conftest import ROOT
 
 Make = Callable[..., Environments]
@@ -144,7 +144,7 @@ def test_an_agent_has_a_workspace(
 ) -> None:
     (tmp_path / "agents.py").write_text(AGENTS)
     opened = environments(kind="agent", path=f"{tmp_path}/agents.py:{name}")
-    episode = begin(opened, **rows["roman"])
+    episode = begin_agent(opened, **rows["roman"])
     outcome = episode.act(opened, "sed -i 's/(500/(900, \"CM\"), (500/' roman.py")
     assert (outcome.failed, outcome.done, outcome.reward) == (None, True, 1.0)
     episode.finish(opened)
@@ -163,7 +163,7 @@ def test_an_agent_without_the_argument_is_refused(environments: Make, tmp_path: 
 
 def test_the_example_agent(environments: Make, rows: dict[str, Row]) -> None:
     opened = environments(kind="agent", path=f"{ROOT}/examples/coding_agent.py:solve")
-    episode = begin(opened, **rows["versions"])
+    episode = begin_agent(opened, **rows["versions"])
     outcome = episode.act(opened, "I look.\n```bash\ncat versions.py\n```\n")
     assert outcome.failed is None and 'version.split(".")' in outcome.observation.replace("\\", "")
     _, old, new = TASKS["versions"].fixed
