@@ -3,8 +3,8 @@
 An agent that asks in parallel, starts others or shortens its history does not grow one conversation.
 Its row has the forest laid end to end: `response_ids` are its nodes, conversation by conversation,
 each after the node that it goes on from, each token once; every column over the response tokens is in
-that order, whenever the requests came. A row without the columns of this module is one path, and so is
-one whose nodes each go on after the one before.
+that order, whenever the requests came. A row without the columns of this module is one path, and so
+is one whose nodes each go on after the one before.
 """
 
 from __future__ import annotations
