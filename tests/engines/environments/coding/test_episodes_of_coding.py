@@ -49,8 +49,10 @@ def environments(cache: Path) -> Iterator[Make]:
         one.close()
 
 
-def below() -> set[int]:
-    return {one.pid for one in psutil.Process().children(recursive=True)}
+def below(opened: Environments) -> set[int]:
+    """Its process, and the sandboxes below it."""
+    process = psutil.Process(opened._players[0].process._process.pid)  # type: ignore[attr-defined]
+    return {process.pid, *(child.pid for child in process.children(recursive=True))}
 
 
 def test_tools_and_tests(environments: Make, rows: dict[str, Row]) -> None:
@@ -82,16 +84,16 @@ def test_a_killed_process_is_replaced_and_the_episode_played_again(
     first = episode.act(opened, "…", [TEST])
     assert "OK" in first.results[0]
     episode.act(opened, "…", [FIX])
-    before = below()
+    before = below(opened)
     process = opened._players[0].process._process  # type: ignore[attr-defined]
     os.kill(process.pid, signal.SIGKILL)
     outcome = episode.act(opened, "…", [call("bash", command="grep -c CM roman.py")])
     assert outcome.failed is None and outcome.results == ("1",), outcome
     assert episode.finish(opened).reward == 1
     give_up = time.monotonic() + 20
-    while before & below() and time.monotonic() < give_up:
+    while any(map(psutil.pid_exists, before)) and time.monotonic() < give_up:
         time.sleep(0.1)
-    assert not before & below()
+    assert not any(map(psutil.pid_exists, before))
 
 
 def test_a_sandbox_that_is_killed_costs_no_reward(environments: Make, rows: dict[str, Row]) -> None:
@@ -149,9 +151,9 @@ def test_an_agent_has_a_workspace(
     assert (outcome.failed, outcome.done, outcome.reward) == (None, True, 1.0)
     episode.finish(opened)
     give_up = time.monotonic() + 20
-    while len(below()) > 1 and time.monotonic() < give_up:
+    while len(below(opened)) > 1 and time.monotonic() < give_up:
         time.sleep(0.1)
-    assert len(below()) == 1, "its sandbox has ended"
+    assert len(below(opened)) == 1, "its sandbox has ended"
 
 
 def test_an_agent_without_the_argument_is_refused(environments: Make, tmp_path: Path) -> None:
