@@ -3,7 +3,8 @@
 On a CPU they do: each model of CPU adds in one order. MKL and oneDNN choose their kernels by maker
 and model: of two with AVX-512, an Intel and an AMD one, bits differ. On a GPU the backward passes of
 attention and of lookups add with atomics, in the order in which blocks of threads happen to end.
-torch has slower kernels with a fixed order, for attention too (aten's _flash_attention_backward asks the same switch).
+torch has slower kernels with a fixed order, for attention too (aten's _flash_attention_backward asks
+the same switch).
 """
 
 from __future__ import annotations
