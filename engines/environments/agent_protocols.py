@@ -55,7 +55,7 @@ class TurnRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerRequest:
-    """What an agent asks the tokenizer: the ids of a turn's request or of a text, or the text of ids."""
+    """What an agent asks the tokenizer: the ids of a request or of a text, or the text of ids."""
 
     turn: TurnRequest | None = None  # a request for a turn, which is not made
     text: str | None = None

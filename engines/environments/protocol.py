@@ -90,9 +90,9 @@ class Turns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerAnswers:
-    """What the tokenizer makes of each of an Outcome's `tokenizer`, in its order; answered as Act is.
+    """What the tokenizer makes of each of an Outcome's `tokenizer`, in order; answered as Act is.
 
-    Each has what was asked for, of `ids`, `tokens` (their texts) and `text`, or `refused`, a sentence.
+    Each has what was asked for, of `ids`, `tokens` (their texts) and `text`, or a sentence `refused`.
     """
 
     session: str
