@@ -43,6 +43,7 @@ from configs.rules.every_run import (
     THINKING,
     WHOLE,
     cut_by,
+    has_agents,
 )
 from configs.rules.guards import GUARDS
 from configs.rules.images import IMAGES
@@ -146,8 +147,7 @@ def warnings_of(config: GRPOConfig) -> list[str]:
             "from the whole: the gradient is biased, and more so as the part gets smaller. Set "
             f"{MASK} = true, or {WHOLE}, unless that is wanted."
         )
-    agents = any(episodes.environment.kind == "agent" for episodes in config.played.values())
-    if agents and config.rewards.on_failure == "drop" and config.group_size > 1:
+    if has_agents(config) and config.rewards.on_failure == "drop" and config.group_size > 1:
         warnings.append(
             "an agent that raises fails its episode, and rewards.on_failure = drop leaves out the "
             "whole group; a step without a whole group ends the run. Set rewards.on_failure = "

@@ -287,13 +287,19 @@ LOGPROBS: tuple[Rule[RunConfig], ...] = (
 )
 
 
+def has_agents(config: RunConfig) -> bool:
+    """Whether programs ask the policy by themselves, in a task at least."""
+    played = config.played.values()
+    return any(episodes.environment.kind == "agent" for episodes in played)
+
+
 SAMPLING_MASK: tuple[Rule[RunConfig], ...] = where(
     lambda config: config.rollout.sampling_mask,
     Rule[RunConfig](
-        needs=lambda config: bool(cut_by(config.rollout)),
+        needs=lambda config: bool(cut_by(config.rollout)) or has_agents(config),
         says=lambda config: (
-            f"{MASK} = true keeps the words that rollout.top_p, top_k and min_p leave, and these "
-            f"leave all. Set one of them, or {MASK} = false."
+            f"{MASK} = true keeps the words that rollout.top_p, top_k and min_p leave, or a grammar "
+            f"that an agent asks for, and here all are left. Set one of them, or {MASK} = false."
         ),
     ),
     Rule[RunConfig](

@@ -63,6 +63,7 @@ from engines.data.results import (
     SampleFailure,
 )
 from engines.data.tool_calls import Malformed, tool_calls
+from engines.data.turn_grammars import TurnGrammars
 from engines.environments.one_turn import OneTurn, open_environments
 from engines.environments.protocol import (
     SECONDS,
@@ -104,6 +105,10 @@ class EnvironmentSpec(RowsSpec):
         None,
         description="Tokens of an episode's paths together, those that they share counted in each.",
     )
+    no_grammars: str = Field(
+        "",
+        description="Why no turn is sampled by a grammar, a sentence for agents; empty: they are.",
+    )
     episodes: EpisodesConfig = Field(description="The environment, and the limits of an episode.")
     frames: bool = Field(False, description="Whether frames are kept of what there is to see.")
 
@@ -112,11 +117,13 @@ class EnvironmentEngine(EnvironmentHost):
     """Opens episodes and answers them; see the module's docstring."""
 
     def __init__(self, spec: EnvironmentSpec) -> None:
-        from engines.models.checkpoints import load_tokenizer, materialize
+        from engines.models.checkpoints import end_token_ids, load_tokenizer, materialize
 
         self._spec = spec
         self._store = spec.open_store()
-        self._tokenizer = load_tokenizer(materialize(spec.model, Path(spec.model_cache)))
+        directory = materialize(spec.model, Path(spec.model_cache))
+        self._tokenizer = load_tokenizer(directory)
+        self._grammars = TurnGrammars(self._tokenizer, end_token_ids(directory), spec.no_grammars)
         self._tokenizing = threading.Lock()  # held by the thread of an agent that asks for tokens
         self._source = open_source(spec.data.source)
         self._played: dict[str, Played] = {}  # by task; of one task under no name
@@ -135,6 +142,7 @@ class EnvironmentEngine(EnvironmentHost):
             self._of,
             words=len(self._tokenizer),
             forests=any(one.are_forests for one in settings_of),
+            grammars=self._grammars,
             path_tokens=spec.path_tokens,
         )
 
@@ -276,6 +284,7 @@ class EnvironmentEngine(EnvironmentHost):
                 if (request := asked.get("request")) is not None:
                     read = read_by(played, row, request, asked["past"], asked["ended"], ANY_LENGTH)
                     ids = list(read[0])
+                    self._grammars.check(request, ids)
                 else:
                     ids = words(asked["text"], add_special_tokens=asked["special"])["input_ids"]
             except ValueError as error:
@@ -525,7 +534,9 @@ class EnvironmentEngine(EnvironmentHost):
                 episode=episode.name,
                 row=episode.row,
                 seed=episode.seed,
-                turns=self._requests.given(episode, lambda text: self._called(episode, text)),
+                turns=self._requests.given(
+                    episode, lambda text, answer: self._called(episode, text, answer)
+                ),
             )
         answered = [
             turn
@@ -559,12 +570,17 @@ class EnvironmentEngine(EnvironmentHost):
             for start, stop in episode.turns
         ]
 
-    def _called(self, episode: Episode, text: str) -> tuple[ToolCall, ...] | Malformed | None:
-        """The tools that a turn calls; None where the environment has none, and takes the text."""
+    def _called(
+        self, episode: Episode, text: str, answer: bool = False
+    ) -> tuple[ToolCall, ...] | Malformed | None:
+        """The tools that a turn calls; None where the environment has none, and takes the text.
+
+        answer: whether the text is what comes after a thought.
+        """
         code = self._of(episode.row).code
         if not (code.tools or code.chats):
             return None
-        found = tool_calls(text)
+        found = tool_calls(text, answer)
         if isinstance(found, Malformed):
             return () if code.chats else found  # an agent is given it as a text
         return tuple({"name": one.name, "arguments": one.arguments} for one in found or ())

@@ -29,7 +29,9 @@ from engines.data.episode_rows import POLICY, Episode, episode_columns
 from engines.data.played import Played
 from engines.data.request_forest import Node, RequestForest, turn_before
 from engines.data.results import PATHS, TOKENS, TURN_TOKENS, TURNS
-from storage.batches.columns import LIMIT, TASK, UNFINISHED, Author, SampleStatus
+from engines.data.turn_grammars import TurnGrammars
+from engines.models.grammars import grammar_of
+from storage.batches.columns import GRAMMAR, LIMIT, TASK, UNFINISHED, Author, SampleStatus
 from storage.batches.forest import LENGTHS, PARENTS
 from storage.batches.refs import BatchRef
 from storage.batches.sampling_mask import COUNTS, read_masks
@@ -138,10 +140,12 @@ class RequestEpisodes:
         *,
         words: int,
         forests: bool,
+        grammars: TurnGrammars,
         path_tokens: int | None = None,
     ) -> None:
         """played_as: how a row is played. words: of the vocabulary. forests: whether rows are stored
         as such, or each as one path. path_tokens: of all paths of an episode together, at most."""
+        self._grammars = grammars
         self._store = store
         self._played_as = played_as
         self._words = words
@@ -312,6 +316,8 @@ class RequestEpisodes:
                 np.int64,
             ),
         }
+        if any(node.grammar for *_, node in waiting):
+            columns[GRAMMAR] = [node.grammar for *_, node in waiting]
         key = f"{out_key.removesuffix(DATA_SUFFIX)}-requests{DATA_SUFFIX}"
         written = write_batch(self._store, key, columns)
         others = [name for name in ("prompt_row", TASK) if name in samples.names]
@@ -358,9 +364,12 @@ class RequestEpisodes:
         return ""
 
     def given(
-        self, episode: RequestEpisode, calls: Callable[[str], Any]
+        self, episode: RequestEpisode, calls: Callable[[str, bool], Any]
     ) -> dict[str, Callable[[], Mapping[str, Any]]]:
-        """What its agent is given, by the names of its requests; `calls`: of a turn's text."""
+        """What its agent is given, by the names of its requests.
+
+        calls: of a turn's text, or, if it is said so, of the answer in it.
+        """
         forest, ends = episode.forest, bool(self.limit(episode))
         found: dict[str, Callable[[], Mapping[str, Any]]] = {
             name: functools.partial(dict, name=name, refused=True) for name in forest.refused
@@ -368,14 +377,20 @@ class RequestEpisodes:
         for node, text in zip(forest.nodes, episode.texts, strict=True):
             cut = node.finish == "length"
             if not (cut and ends):
+                begins, made = _read_by_grammar(node, text, calls)
                 found[node.name] = functools.partial(
-                    self._turn, forest, node, text, calls(text), cut
+                    self._turn, forest, node, text, made, cut, begins
                 )
         return found
 
     @staticmethod
     def _turn(
-        forest: RequestForest, node: Node, text: str, calls: Sequence[Any] | None, cut: bool
+        forest: RequestForest,
+        node: Node,
+        text: str,
+        calls: Sequence[Any] | None,
+        cut: bool,
+        begins: int | None,
     ) -> Mapping[str, Any]:
         return {
             "name": node.name,
@@ -385,6 +400,7 @@ class RequestEpisodes:
             "prompt_ids": forest.read(node),
             "ids": node.written,
             "logprobs": node.logprobs,
+            **({} if begins is None else {"begins": begins}),
         }
 
     # -- requests ----------------------------------------------------------------------------------
@@ -419,7 +435,9 @@ class RequestEpisodes:
         if not ids:
             self._refuse(episode, name, TOKENS, alone=False)
             return
+        grammar = self._grammars.of(request, ids)
         node = forest.ask(name, ids, authors, branch=request["branch"])
+        node.grammar = "" if grammar is None else grammar.to_json()
         began = before or turn_before(node)
         node.begins = (
             began.begins if began else min(len(ids), episode.played.data.max_prompt_tokens)
@@ -523,6 +541,22 @@ class RequestEpisodes:
         left = min(self._left(episode), self._left_of_paths(episode))
         room = min(left // len(episode.forest.waiting), episode.most - (read - node.begins))
         return min(room, episode.played.settings.max_turn_tokens or room)
+
+
+def _read_by_grammar(
+    node: Node, text: str, calls: Callable[[str, bool], Any]
+) -> tuple[int | None, Any]:
+    """Where the answer of a turn begins, None where no grammar says so, and its calls.
+
+    A turn that was cut is not read as calls.
+    """
+    grammar = grammar_of(node.grammar)
+    if grammar is None:
+        return None, calls(text, False)
+    begins = grammar.begins(text)
+    answer = text[begins:]
+    reads = grammar.calls == "yes" or (grammar.calls == "tagged" and answer.lstrip()[:1] == "<")
+    return begins, calls(answer, True) if reads and node.finish != "length" else ()
 
 
 def read_by(

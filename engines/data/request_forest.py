@@ -40,6 +40,7 @@ class Node:
     authors: bytes  # [T]
     begins: int = 0  # tokens of its path with which its conversation began
     told: str = ""  # what the environment said for it, where that is kept
+    grammar: str = ""  # JSON of the TurnGrammar of the turn's text; empty: any
     branch: str = ""  # what its agent calls the part of the episode that it is of
     state: int = 0  # number of the sequence after which the turn was asked for
     again: int = 0  # how often a turn was asked for after that sequence before
@@ -205,6 +206,7 @@ class RequestForest:
             authors=authors[len(authors) - len(new) :] + node.authors[node.said :],
             begins=node.begins,
             told=node.told,
+            grammar=node.grammar,
             branch=node.branch,
             state=node.state,
             again=node.again,
@@ -368,6 +370,7 @@ def _kept(node: Node) -> dict[str, Any]:
         "state": node.state,
         "again": node.again,
         "finish": node.finish,
+        **({"grammar": node.grammar} if node.grammar else {}),
     }
 
 

@@ -42,15 +42,18 @@ class _NoCall(ValueError):
     """Says in a sentence why something is no call."""
 
 
-def tool_calls(text: str) -> list[ToolCall] | Malformed | None:
+def tool_calls(text: str, answer: bool = False) -> list[ToolCall] | Malformed | None:
     """The calls in a turn of the model, in its order; None where it calls nothing.
 
     Malformed where one of several is: then none is to be made. A thought before the first `</think>`
-    calls nothing. JSON without a name and arguments is an answer, and a call only where it is tagged.
+    calls nothing; answer: whether the text is what comes after it. JSON without a name and arguments
+    is an answer, and a call only where it is tagged.
     """
-    _, closed, said = text.partition("</think>")
-    if not closed:
-        said = "" if text.lstrip().startswith("<think>") else text
+    said = text
+    if not answer:
+        _, closed, said = text.partition("</think>")
+        if not closed:
+            said = "" if text.lstrip().startswith("<think>") else text
     if tagged := _TAGGED.findall(said):
         return _calls(tagged)
     if listed := _LISTED.search(said):

@@ -46,6 +46,10 @@ class TurnRequest:
     ids: list[int] | None = None  # token ids of the conversation, in the place of messages
     tools: list[dict[str, Any]] = field(default_factory=list)  # as in Chat Completions
     gives_calls: bool = True  # whether calls are given as calls, not as text
+    # What the text has to be, of `schema`, a JSON schema of the answer; `tools`, the names of those
+    # of which one has to be called, [] for any; `calls`, whether calls may stand in the place of the
+    # answer; and `one`, whether there may be one call alone. None: any text.
+    grammar: dict[str, Any] | None = None
     variables: dict[str, Any] = field(default_factory=dict)  # of the chat template
     stop: tuple[str, ...] = ()  # texts before which the answer ends
     previous: str = ""  # id of the response after which the messages come
@@ -58,6 +62,7 @@ class TokenizerRequest:
     """What an agent asks the tokenizer: the ids of a request or of a text, or the text of ids."""
 
     turn: TurnRequest | None = None  # a request for a turn, which is not made
+    grammar: bool = False  # whether its grammar is to be checked
     text: str | None = None
     special: bool = True  # whether the special tokens are added with which texts begin
     ids: list[int] | None = None
@@ -101,10 +106,16 @@ class ModelTurn:
         calls: Sequence[Mapping[str, Any]] | None,
         stops: Sequence[str],
         id: str,
+        begins: int | None = None,
         **more: Any,
     ) -> ModelTurn:
-        """The turn that a text is."""
-        thought, content = thought_and_answer(text)
+        """The turn that a text is; begins: where the answer does, if that is known."""
+        if begins is None:
+            thought, content = thought_and_answer(text)
+        else:
+            before = text[:begins].lstrip().removeprefix("<think>")
+            thought = before.removesuffix("</think>").strip("\n")
+            content = text[begins:].lstrip("\n")
         stop = None
         if calls:
             found = _CALLS.search(content)
@@ -251,24 +262,53 @@ def _object(body: Body, name: str) -> dict[str, Any]:
     return value or {}
 
 
-def _gives_calls(choice: Any) -> bool:
-    """Whether calls are given as calls, by tool_choice; ValueError where it is more than that."""
+def _form(body: Body, wanted: Any, name: str) -> dict[str, Any]:
+    """`gives_calls` and `grammar` of a request, by its tool_choice and the form that it wants.
+
+    wanted: what the field `name` has.
+    """
+    choice = body.get("tool_choice")
     kind = choice.get("type") if isinstance(choice, dict) else choice
-    if kind in (None, "auto", "none"):
-        return kind != "none"
-    raise ValueError(
-        f"tool_choice has to be auto or none, and is {json.dumps(choice)[:80]}: turns are sampled by "
-        "the recipe, so nothing can make the policy call a tool"
-    )
-
-
-def _plain_text(wanted: Any, name: str) -> None:
-    kind = wanted.get("type", "text") if isinstance(wanted, dict) else wanted
-    if kind not in (None, "text"):
+    one = body.get("parallel_tool_calls") is False
+    names: list[str] | None = None
+    if kind in ("required", "any"):
+        names = []
+        one = one or (isinstance(choice, dict) and bool(choice.get("disable_parallel_tool_use")))
+    elif kind in ("function", "tool") and isinstance(choice, dict):
+        named = choice.get("function", choice)
+        called = named.get("name") if isinstance(named, dict) else None
+        if not isinstance(called, str):
+            raise ValueError("tool_choice has to name the function that is to be called")
+        names, one = [called], True
+    elif kind not in (None, "auto", "none"):
         raise ValueError(
-            f"{name} has to be text, and is {str(kind)[:40]}: turns are sampled by the recipe, "
-            "without a grammar. Ask for the form in a message, or offer a tool"
+            "tool_choice has to be auto, none, required or a function, and is "
+            f"{json.dumps(choice)[:80]}"
         )
+    gives = kind != "none"
+    schema = _schema(wanted, name)
+    if names is not None:
+        return {"gives_calls": gives, "grammar": {"tools": names, "one": one}}
+    if schema is None:
+        return {"gives_calls": gives}
+    return {"gives_calls": gives, "grammar": {"schema": schema, "calls": gives, "one": one}}
+
+
+def _schema(wanted: Any, name: str) -> Any:
+    """The JSON schema of an answer's form; None for text."""
+    kind = wanted.get("type", "text") if isinstance(wanted, dict) else wanted
+    if kind in (None, "text"):
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    about = wanted.get("json_schema", wanted) if isinstance(wanted, dict) else None
+    schema = about.get("schema") if isinstance(about, dict) else None
+    if kind != "json_schema" or not isinstance(schema, dict):
+        raise ValueError(
+            f"{name} has to be text, json_object, or json_schema with a schema, and is "
+            f"{json.dumps(wanted)[:80]}"
+        )
+    return schema
 
 
 def _tool(name: Any, about: Any, parameters: Any) -> dict[str, Any]:
@@ -311,8 +351,8 @@ def _read_chat(body: Body) -> TurnRequest:
     if n is not None and (type(n) is not int or not 1 <= n <= MOST_TURNS):
         raise ValueError(f"n has to be a number from 1 to {MOST_TURNS}")
     _refuse(body, "functions", "function_call", "audio", "web_search_options")
+    _refuse(body, "structured_outputs")
     _no_others(body)
-    _plain_text(body.get("response_format"), "response_format")
     _object(body, "stream_options")
     tools = _dicts(body.get("tools"), "tools")
     for one in tools:
@@ -321,7 +361,7 @@ def _read_chat(body: Body) -> TurnRequest:
     return TurnRequest(
         messages=[_chat_message(one) for one in messages],
         tools=tools,
-        gives_calls=_gives_calls(body.get("tool_choice")),
+        **_form(body, body.get("response_format"), "response_format"),
         variables=_object(body, "chat_template_kwargs"),
         stop=_stops(body.get("stop"), "stop"),
         n=n or 1,
@@ -397,7 +437,6 @@ def _read_responses(body: Body) -> TurnRequest:
         raise ValueError("input has to be a text, or a list of items")
     _refuse(body, "conversation", "prompt", "background")
     _no_others(body)
-    _plain_text(_object(body, "text").get("format"), "text.format")
     tools = []
     for one in _dicts(body.get("tools"), "tools"):
         if one.get("type") != "function":
@@ -408,7 +447,7 @@ def _read_responses(body: Body) -> TurnRequest:
     return TurnRequest(
         messages=_response_items(_dicts(items, "input")),
         tools=tools,
-        gives_calls=_gives_calls(body.get("tool_choice")),
+        **_form(body, _object(body, "text").get("format"), "text.format"),
         variables=_object(body, "chat_template_kwargs"),
         previous=_text(body.get("previous_response_id")),
         instructions=[{"role": "system", "content": told}] if told else [],
@@ -469,10 +508,10 @@ def _response(body: Body, turn: ModelTurn) -> dict[str, Any]:
         "instructions": body.get("instructions"),
         "metadata": {},
         "model": MODEL,
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
         "previous_response_id": body.get("previous_response_id"),
         "temperature": None,
-        "text": {"format": {"type": "text"}},
+        "text": body.get("text") or {"format": {"type": "text"}},
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
         "top_p": None,
@@ -556,7 +595,6 @@ def _read_messages(body: Body) -> TurnRequest:
         raise ValueError("messages has to be a list of messages of the roles user and assistant")
     _refuse(body, "mcp_servers", "container")
     wanted = body.get("output_format") or _object(body, "output_config").get("format")
-    _plain_text(wanted, "output_format")
     tools = []
     for one in _dicts(body.get("tools"), "tools"):
         if one.get("type") not in (None, "custom"):
@@ -567,7 +605,7 @@ def _read_messages(body: Body) -> TurnRequest:
     return TurnRequest(
         messages=messages + [part for one in given for part in _block_messages(one)],
         tools=tools,
-        gives_calls=_gives_calls(body.get("tool_choice")),
+        **_form(body, wanted, "output_format"),
         variables=_object(body, "chat_template_kwargs"),
         stop=_stops(body.get("stop_sequences"), "stop_sequences"),
     )

@@ -102,6 +102,11 @@ class _Session:
         if previous and previous not in self.responses:
             text = f"previous_response_id is {previous[:60]}, which is no response of this episode"
             return refused(text, 400, "previous_response_not_found")
+        if request.turn.grammar is not None:
+            asked = TokenizerRequest(turn=request.turn, grammar=True)
+            made = self.ask_tokenizer(AgentTokenizerRequest(asked=asked))
+            if isinstance(made, tuple):
+                return made
         self.put(request)
         return request.answer.get()
 
@@ -148,12 +153,13 @@ class _Asked:
         about = {"name": name, "branch": self.sent[0].branch}
         if self.turn.ids is not None:
             return {**about, "ids": self.turn.ids}
-        return {**about, **self.conversation, "chat_template_kwargs": self.turn.variables}
+        return {**about, **self.conversation(self.turn, self.turn.grammar)}
 
-    @property
-    def conversation(self) -> dict[str, Any]:
-        """What it asks the turn after, as it is told."""
-        return {"after": self.after, "new": self.new, "messages": self.read, "tools": self.tools}
+    def conversation(self, asks: TurnRequest, grammar: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What a turn is asked for after, and what it has to be, as it is told."""
+        after = {"after": self.after, "new": self.new, "messages": self.read, "tools": self.tools}
+        told = {**after, "chat_template_kwargs": asks.variables}
+        return told if grammar is None else {**told, "grammar": grammar}
 
 
 class AgentAdapter:
@@ -206,6 +212,7 @@ class AgentAdapter:
             said = made.get("refused")
             request.answer.put(made if said is None else refused(said, 400))
         self._to_tokenizer.clear()
+        self._session.heard = time.monotonic()  # what waited for this may ask for its turn now
         return self._next()
 
     def act(self, text: str, calls: Sequence[ToolCall] | None) -> Given:
@@ -280,7 +287,8 @@ class AgentAdapter:
         turn = self._find_turn_before(one)
         past = [] if turn is None else [*turn.prompt_ids, *turn.ids]
         about = {"past": past, "ended": turn is None or not turn.cut, "texts": request.texts}
-        return {**about, "request": {**one.conversation, "chat_template_kwargs": asks.variables}}
+        grammar = asks.grammar if request.grammar else None
+        return {**about, "request": one.conversation(asks, grammar)}
 
     def _ended(self, end: _End) -> Given:
         if not self._asked and end.error is None:
@@ -304,6 +312,7 @@ class AgentAdapter:
         asks = request.turn
         chat = self._chat(asks)
         said = [chat, asks.ids, asks.tools, asks.variables, asks.n, request.branch]
+        said += [] if asks.grammar is None else [asks.grammar]
         key = blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=8).hexdigest()
         equal = self._asked.setdefault(key, [])
         for asked in reversed(equal):
@@ -363,6 +372,7 @@ class AgentAdapter:
             calls = one["calls"] if asked.tools and asks.gives_calls else None
             id = blake2b(name.encode(), digest_size=8).hexdigest()
             more = {name: one[name] for name in ("cut", "prompt_ids", "ids", "logprobs")}
+            more["begins"] = one.get("begins")
             made.append(ModelTurn.of(one["text"], calls, asks.stop, id=id, **more))
         if asks.ids is None:
             digest = b"".join(deque(_digests(asked.chat), maxlen=1))

@@ -80,8 +80,9 @@ class Turns:
     """Turns of the model for an environment that asks by itself; answered as Act is.
 
     Each has the name of the request that it answers and `refused`, or its text, calls, prompt_ids
-    (token ids of all before it), ids, logprobs, and whether it was cut at a limit of tokens. Those
-    that were given before are left out.
+    (token ids of all before it), ids, logprobs, and whether it was cut at a limit of tokens; and
+    where the request had a grammar `begins`, where the answer does in the text. Those that were given
+    before are left out.
     """
 
     session: str

@@ -85,6 +85,17 @@ NO_MASK_ON_CPU = (
 )
 
 
+NO_GRAMMAR_WITHOUT_MASK = (
+    "a grammar leaves out words, and rollout.sampling_mask = false does not keep which: the policy "
+    "would be trained as if on all. Set it to true in the recipe, or ask for text without tool_choice"
+)
+
+NO_GRAMMAR_BY_VLLM = (
+    "turns are sampled by a grammar with rollout.engine = transformers alone, and it is vllm. Set it "
+    "in the recipe, or ask for text without tool_choice"
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
     """How completions are drawn; part of a shard's identity."""

@@ -9,15 +9,16 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engines.models.attention import LONG, rope_limit
+from engines.models.grammars import Progress
 from engines.models.routed_experts import RoutedExperts, checked, merged
 from engines.models.routers import ChosenExperts
 from engines.models.vla.openvla import OpenVLA, turn
@@ -33,7 +34,7 @@ from engines.rollout.hf_rows import (
 )
 from engines.rollout.samples import Completion
 from storage.batches.columns import UNFINISHED
-from storage.batches.sampling_mask import SamplingMask
+from storage.batches.sampling_mask import SamplingMask, Words
 
 # A stop string ends in the newest token, so it lies within the last few; some tokens are parts of a
 # character and add no text of their own.
@@ -54,9 +55,10 @@ class Reader:
     def ended(self, row: Row) -> str:
         """The finish reason after the newest token; empty while the row goes on."""
         sampling = row.sampling
-        if row.tokens[-1] in self.ends and not sampling.ignore_eos:
+        by_grammar = row.progress is not None  # alone says then where the text ends
+        if row.tokens[-1] in self.ends and (by_grammar or not sampling.ignore_eos):
             return "stop"
-        if self._stopped(row):
+        if not by_grammar and self._stopped(row):
             return "stop"
         most = sampling.most(len(row.begun.tokens), row.begun.turn)
         full = len(row.tokens) >= min(most, self.max_model_len - len(row.prompt))
@@ -82,8 +84,11 @@ class Row:
         reader: Reader,
         begun: Completion,
         frame: Tensor | None = None,
+        progress: Progress | None = None,
     ) -> None:
-        """frame: uint8 [H, W, 3], what a policy that looks at images has before it."""
+        """frame: uint8 [H, W, 3], what a policy that looks at images has before it. progress: in the
+        grammar of its text, up to where it goes on."""
+        self.progress = progress
         self.prompt = prompt
         self.frame = frame
         self.sampling = sampling
@@ -96,7 +101,8 @@ class Row:
         self.logprobs = list(begun.logprobs)
         self.spans = list(begun.spans)
         self.ended = begun.finish_reason if begun.ended else ""  # empty while it goes on
-        self._words: list[NDArray[np.int32]] = []  # that its tokens were drawn from, if wanted
+        self._words: list[Words | None] = []  # that its tokens were drawn from, if wanted
+        self._sets: dict[bytes, Words] = {}  # those that came in a grammar, each once
         self._routed: list[RoutedExperts] = []  # of the tokens that the model has read, in parts
         self._read = 0  # tokens of those parts
         self._reader = reader
@@ -120,11 +126,14 @@ class Row:
         token: int,
         logprob: float,
         version: int,
-        words: NDArray[np.int32] | None = None,
+        words: Words | None = None,
     ) -> None:
-        """A token that was drawn; words: from which, where they are wanted."""
-        if words is not None:
-            self._words.append(words)
+        """A token that was drawn; words: from which, where not from all."""
+        if self.progress is not None:
+            self.progress.take(token)
+        if words is not None and self.progress is not None:
+            words = self._sets.setdefault(blake2b(words.coded.tobytes()).digest(), words)
+        self._words.append(words)
         place = len(self.tokens)
         self.tokens.append(token)
         self.logprobs.append(logprob)
@@ -333,6 +342,7 @@ def draw_next(logits: Tensor, rows: Sequence[Row], version: int) -> None:
         alike.setdefault(row.sampling, []).append(number)
     for sampling, numbers in alike.items():
         chosen = logits if len(numbers) == len(rows) else logits[numbers]
+        chosen = _left_by_grammar(chosen, [rows[number].progress for number in numbers])
         if sampling.greedy:
             for number, token in zip(numbers, chosen.argmax(1).tolist(), strict=True):
                 rows[number].add(token, 0.0, version)  # no other could have been
@@ -347,10 +357,20 @@ def draw_next(logits: Tensor, rows: Sequence[Row], version: int) -> None:
             rows[number].add(token, logprob, version, support)
 
 
-def words_left(logprobs: Tensor) -> list[NDArray[np.int32]]:
-    """The words of each row of log-probs [R, V] that are not -inf, in rising order."""
-    finite = (logprobs > -torch.inf).cpu().numpy()
-    return [np.flatnonzero(row).astype(np.int32) for row in finite]
+def words_left(logprobs: Tensor) -> list[Words | None]:
+    """The words of each row of log-probs [R, V] that are not -inf; None: all."""
+    return [Words.of(row) for row in (logprobs > -torch.inf).cpu().numpy()]
+
+
+def _left_by_grammar(logits: Tensor, progress: Sequence[Progress | None]) -> Tensor:
+    """Logits [R, V], those -inf that a row's grammar leaves out; None: it has none."""
+    if all(one is None for one in progress):
+        return logits
+    left = np.ones(logits.shape, bool)
+    for row, one in enumerate(progress):
+        if one is not None:
+            left[row] = one.left()
+    return logits.masked_fill(~torch.from_numpy(left).to(logits.device), -torch.inf)
 
 
 def _batches(rows: Sequence[Row], model: PreTrainedModel) -> Iterator[list[Row]]:

@@ -8,6 +8,7 @@ again, as its mode says.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import torch
 
 from engines.models import checkpoints
 from engines.models.checkpoints import prepared
+from engines.models.grammars import Grammars, Progress, TurnGrammar
 from engines.models.routers import chosen_experts
 from engines.models.tensor_files import checkpoint_names
 from engines.models.vla.openvla import OpenVLA
@@ -36,6 +38,7 @@ from engines.rollout.weight_reader import LoadedWeights, LoadReport
 from engines.start_progress import report
 from engines.workers.device_memory import Storages, checksum, fill
 from engines.workers.engine import Moved
+from storage.batches.columns import Author
 from storage.runs.weights import WeightsRef
 
 
@@ -191,7 +194,8 @@ class HFEngine(RolloutEngine):
             frame = frames.get(number)
             own = prompts.sampling(request, number)
             tokens = prompts.tokens_of(number)
-            rows.append(Row(tokens, seed, own, self._reader, completion, frame))
+            progress = self._progress(prompts.grammar_of(number), completion)
+            rows.append(Row(tokens, seed, own, self._reader, completion, frame, progress))
         with self._in_flight(_Shard(request.out_key, rows)) as shard:
             while self._take_turn(shard):
                 try:
@@ -203,6 +207,19 @@ class HFEngine(RolloutEngine):
                     self._leave_turn()
             with self._model_for(lambda: not self._busy):  # others step the rows of one that is cut
                 return shard.so_far()
+
+    def _progress(self, grammar: TurnGrammar | None, begun: Completion) -> Progress | None:
+        """In the grammar of a turn, after what there is of it; None where nothing has to be drawn."""
+        if grammar is None or begun.ended:
+            return None
+        turn = begun.turn
+        closed = begun.authors.rfind(Author.BUDGET, turn) + 1  # after words that end a thought
+        return self._grammars.begin(grammar, begun.tokens[max(turn, closed) :], closed=closed > 0)
+
+    @functools.cached_property
+    def _grammars(self) -> Grammars:
+        words = self._model.get_output_embeddings().weight.shape[0]
+        return Grammars(self._reader.tokenizer, sorted(self._reader.ends), words)
 
     def _frames(
         self, prompts: PromptTokens, request: RolloutRequest, begun: list[Completion]

@@ -11,6 +11,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from engines.models.grammars import TurnGrammar, grammar_of
 from engines.models.routed_experts import (
     OF_PROMPT,
     OF_RESPONSE,
@@ -22,6 +23,7 @@ from engines.models.routed_experts import (
 from engines.rollout.contract import RolloutRequest, RolloutResult, Sampling, ShardStats
 from storage.batches.columns import (
     EPISODE,
+    GRAMMAR,
     IN_PART,
     LIMIT,
     OF_PLAYERS,
@@ -61,6 +63,7 @@ class PromptTokens:
         None  # [P] longest completion of each, in tokens; None: the request's
     )
     turn_limits: list[int] | None = None  # [P] longest turn of each, likewise; 0: none
+    grammars: list[str] | None = None  # [P] JSON of TurnGrammar, empty for any text; None: of none
 
     @property
     def places(self) -> NDArray[np.int64]:
@@ -70,6 +73,10 @@ class PromptTokens:
     def tokens_of(self, number: int) -> list[int]:
         """The prompt of a sample."""
         return self.tokens[self.samples[number][0]]
+
+    def grammar_of(self, number: int) -> TurnGrammar | None:
+        """What the text of a sample has to be; None: any."""
+        return None if self.grammars is None else grammar_of(self.grammars[self.samples[number][0]])
 
     def sample_id(self, sampling: Sampling, number: int) -> int:
         """Number in the run of a row of a request's samples."""
@@ -229,6 +236,9 @@ def read_prompts(store: Store, prompts: BatchRef, max_model_len: int, n: int) ->
         branches=branches,
         limits=of_tasks(LIMIT),
         turn_limits=of_tasks(TURN_LIMIT),
+        grammars=[str(one) for one in prompts.fetch_list(store, GRAMMAR)]
+        if GRAMMAR in prompts.names
+        else None,
     )
 
 

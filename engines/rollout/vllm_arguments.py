@@ -23,7 +23,7 @@ from engines.rollout.memory_plan import adapter_rank
 from engines.rollout.samples import NOTHING, Completion
 from engines.rollout.vllm_plugin import TRANSFER_BACKEND
 from storage.batches.columns import UNFINISHED
-from storage.batches.sampling_mask import SamplingMask
+from storage.batches.sampling_mask import SamplingMask, Words
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, SamplingParams
@@ -236,7 +236,12 @@ def _words_left(drawn: CompletionOutput, tokens: int) -> SamplingMask:
         raise ValueError(
             f"vLLM gave the words that {len(mask.token_ids)} tokens were drawn from, not {tokens}."
         )
-    return SamplingMask.of([np.sort(np.array(words, np.int32)) for words in mask.token_ids])
+    return SamplingMask.of(
+        [
+            Words(ids=np.sort(np.array(ids, np.int32))) if len(ids) else None
+            for ids in mask.token_ids
+        ]
+    )
 
 
 def _routed(drawn: CompletionOutput, tokens: int, experts: ChosenExperts) -> RoutedExperts:

@@ -20,6 +20,7 @@ from engines.models.tensor_files import checkpoint_names
 from engines.rollout import vllm_arguments
 from engines.rollout.contract import (
     NO_EXPERTS_ON_CPU,
+    NO_GRAMMAR_BY_VLLM,
     NO_MASK_ON_CPU,
     RolloutRequest,
     RolloutSpec,
@@ -261,6 +262,8 @@ class VllmEngine(RolloutEngine):
     ) -> list[Completion]:
         # While a sync runs nothing is admitted, so that a request's salt is the version whose keys
         # and values it may share with others.
+        if any(prompts.grammars or ()):
+            raise ValueError(NO_GRAMMAR_BY_VLLM)
         await self._admitted.wait()
         salt = f"v{self._holding().version}"
         if request.out_key in self._cut:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,31 +40,25 @@ class Support:
     """The words of the vocabulary that tokens were drawn from, where these were not all.
 
     Example: the first of two tokens was drawn from words 3 and 9, the second from all
-        Support(tokens=[0, 0], words=[3, 9], cut=[True, False])
+        Support(numbers=[1, 0], sets=[1, 1], words=[3, 9], left_out=[True, False])
     """
 
-    tokens: Tensor  # [S] int64, in [0, T)
-    words: Tensor  # [S] int64; less than 0 stands for none
-    cut: Tensor  # bool [T]; False: all words
+    numbers: Tensor  # [T] int64, each token's set of words, in [0, K]; 0: all words
+    sets: Tensor  # [S] int64, in [1, K], the set that each of the words is of
+    words: Tensor  # [S] int64
+    left_out: Tensor  # bool [K + 1], whether a set is of all words but these; true of set 0
 
     def at(self, places: Tensor) -> Support:
         """That of some tokens, int64 [t], in [0, T), in their order."""
-        numbers = torch.full_like(self.cut, -1, dtype=torch.int64)
-        numbers[places] = torch.arange(len(places), device=places.device)
-        tokens = numbers[self.tokens]
-        return Support(
-            tokens=tokens.clamp(min=0),
-            words=self.words.where(tokens >= 0, -1),
-            cut=self.cut[places],
-        )
+        return replace(self, numbers=self.numbers[places])
 
     def leave_out(self, logits: Tensor, start: int, least: float) -> None:
         """Put the least number for all other words of a block [T, W] that begins at word `start`."""
         words = logits.shape[1]
-        out = self.cut[:, None].repeat(1, words + 1)  # the last one for words of other blocks
+        out = ~self.left_out[:, None].repeat(1, words + 1)  # the last one for other blocks' words
         inside, columns = within(self.words, start, words)
-        out[self.tokens, torch.where(inside, columns, words)] = False
-        logits.masked_fill_(out[:, :words], least)
+        out[self.sets, torch.where(inside, columns, words)] = self.left_out[self.sets]
+        logits.masked_fill_(out[:, :words][self.numbers], least)
 
 
 def token_statistics(

@@ -43,6 +43,7 @@ OPPONENTS_TURN = "opponent's turn"  # finish reason of a frozen player's sample 
 LIMIT = "max_new_tokens"  # column of prompts, where one of a run's tasks has a limit of its own
 TURN_LIMIT = "max_turn_tokens"  # likewise, of a turn of an episode
 GROUP_SIZE = "group_size"  # likewise, where one of a run's tasks has groups of its own size
+GRAMMAR = "grammar"  # likewise, where the text of some turns has one
 TASK = "task"  # column of rows, prompts and samples, where a run has several tasks
 TOKENS = "I32"  # number format of token ids; older objects hold I64
 
@@ -76,10 +77,17 @@ COLUMNS: dict[str, Declared] = {
         wide="U16",
     ),
     "sampling_mask_counts": Declared(
-        "jagged", "I32", "words that each response token was drawn from; 0: all"
+        "jagged",
+        "I32",
+        "words that each response token was drawn from; 0: all; -1 - t: the same as of token t",
     ),
     "sampling_mask_words": Declared(
-        "jagged", "I32", "those words, token after token: token ids in rising order"
+        "jagged",
+        "I32",
+        "those words, token after token: token ids in rising order, or -1 - id of all left out",
+    ),
+    "grammar": Declared(
+        "str", "U8", "JSON: what the text of the turn has to be; empty: any (requests only)"
     ),
     "response_mask": Declared("jagged", "U8", "1 where the policy wrote the response token"),
     "author": Declared(

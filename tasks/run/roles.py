@@ -13,10 +13,18 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from configs.episodes import EpisodesConfig
 from configs.grpo import GRPOConfig
 from configs.model import Model
+from configs.rollout import RolloutConfig
 from engines.data.contract import EnvironmentHost, PromptMaker, Scorer
 from engines.data.data_engine import DataSpec
 from engines.data.environment_engine import EnvironmentSpec
-from engines.rollout.contract import RolloutSpec, Sampler, engine_class, worker_environment
+from engines.rollout.contract import (
+    NO_GRAMMAR_BY_VLLM,
+    NO_GRAMMAR_WITHOUT_MASK,
+    RolloutSpec,
+    Sampler,
+    engine_class,
+    worker_environment,
+)
 from engines.rollout.rollout_pool import RolloutPool
 from engines.train.batching.packing import WHOLE
 from engines.train.batching.stored_plan import Planner
@@ -110,8 +118,16 @@ def environment_spec(config: GRPOConfig, episodes: EpisodesConfig, store: Store)
         max_new_tokens=config.rollout.max_new_tokens,
         group_size=config.group_size,
         path_tokens=WHOLE * config.train.shared_micro_batch_tokens,
+        no_grammars=_no_grammars(config.rollout),
         **common(config, store),
     )
+
+
+def _no_grammars(rollout: RolloutConfig) -> str:
+    """Why no turn is sampled by a grammar; empty: they are."""
+    if rollout.engine == "vllm":
+        return NO_GRAMMAR_BY_VLLM
+    return "" if rollout.sampling_mask else NO_GRAMMAR_WITHOUT_MASK
 
 
 def environment_engine(run: Caller, episodes: EpisodesConfig) -> EngineSpec[EnvironmentHost]:

@@ -63,7 +63,7 @@ def test_with_the_words_that_were_left_each_may_begin(cut: str, use: str) -> Non
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["rollout.engine=transformers"], "these leave all. Set one of them, or rollout.sampling_mask = false"),
+        (["rollout.engine=transformers"], "here all are left. Set one of them, or rollout.sampling_mask = false"),
         (["rollout.engine=transformers", "rollout.top_k=1"], "no token would train"),
         (["rollout.engine=vllm", "rollout.top_p=0.9"], "Set rollout.top_k to more than"),
     ],

@@ -26,7 +26,7 @@ def check_words(commits: list[Commit], store: Store) -> None:
         batch = commit.refs["batch"]
         counts, _ = batch.fetch_numpy(store, COUNTS)
         mask, _ = batch.fetch_numpy(store, "response_mask")
-        assert (counts[mask.astype(bool)] > 0).all()
+        assert (counts[mask.astype(bool)] != 0).all()
         assert counts.max() > 1
         assert commit.metrics["train/rollout_mismatch"] < 1e-4
 
@@ -50,7 +50,7 @@ def test_carried_answers_keep_the_words_of_their_beginning(launch: Launch, tmp_p
     commits = run.commits()
     for commit in commits:
         counts, _ = commit.refs["batch"].fetch_numpy(run.files.store, COUNTS)
-        assert (counts > 0).all(), "also of what an earlier version drew"
+        assert (counts != 0).all(), "also of what an earlier version drew"
     assert any(len(commit.carried) for commit in commits)
     assert audit(run.files).problems == []
 

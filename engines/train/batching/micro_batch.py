@@ -124,7 +124,7 @@ def read_micro_batch(
         if cut:
             columns_of = (_rows_of(data[name]) for name in (COUNTS, WORDS))
             masks = [
-                SamplingMask(counts=counts, words=words)
+                SamplingMask.of_columns(counts, words)
                 for counts, words in zip(*columns_of, strict=True)
             ]
         prompts = _rows_of(data["prompt_ids"])

@@ -5,6 +5,7 @@ Attention over the packed tokens is in engines/train/model/attention.py.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -148,11 +149,14 @@ def _support(
     """The words of the R response tokens, of whom none is drawn from others."""
     for response, mask in zip(responses, masks, strict=True):
         mask.check_holds(response)
-    counts = np.concatenate([mask.counts for mask in masks])
+    whole = functools.reduce(SamplingMask.followed_by, masks)
+    sizes = [len(words.ids) for words in whole.sets]
+    left_out = torch.tensor([True, *(words.left_out for words in whole.sets)])
     return Support(
-        tokens=_tensor([np.repeat(np.arange(len(counts)), counts)], device),
-        words=_tensor([mask.words.astype(np.int64) for mask in masks], device),
-        cut=put(torch.from_numpy(counts > 0), device),
+        numbers=_tensor([whole.numbers.astype(np.int64)], device),
+        sets=_tensor([np.repeat(np.arange(1, len(sizes) + 1), sizes)], device),
+        words=_tensor([words.ids.astype(np.int64) for words in whole.sets], device),
+        left_out=put(left_out, device),
     )
 
 

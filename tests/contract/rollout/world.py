@@ -130,11 +130,21 @@ class World:
 
     @torch.no_grad()
     def distribution(
-        self, version: int, prompt: list[int], response: list[int], sampling: Sampling
+        self,
+        version: int,
+        prompt: list[int],
+        response: list[int],
+        sampling: Sampling,
+        left: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Log-probs [R, V] of which each token of the response is to be drawn."""
+        """Log-probs [R, V] of which each token of the response is to be drawn.
+
+        left: bool [R, V], words that a grammar leaves; None: all.
+        """
         logits = self.policies[version](torch.tensor([prompt + response])).logits[0]
         logits = logits[len(prompt) - 1 : -1] / sampling.temperature
+        if left is not None:
+            logits = logits.masked_fill(~left, -torch.inf)
         if sampling.min_p:
             probs = logits.softmax(1)
             least_likely = sampling.min_p * probs.amax(1, keepdim=True)

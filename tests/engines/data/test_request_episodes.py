@@ -18,6 +18,7 @@ from configs.episodes import AgentEnvironment, ClassEnvironment, EpisodesConfig
 from configs.model import RandomModel
 from engines.data.environment_engine import EnvironmentEngine, EnvironmentSpec
 from engines.data.results import AnswerResult, EnvironmentFailed
+from engines.models.grammars import TurnGrammar
 from storage.batches.columns import LIMIT, Author, SampleStatus
 from storage.batches.forest import read_forests
 from storage.batches.refs import BatchRef
@@ -302,6 +303,39 @@ def counts(base_url, api_key, log, **row):
     got = httpx.post(f"{root}/detokenize", json={"tokens": [10**6]}, headers=headers, timeout=60)
     assert got.status_code == 400 and "token id 1000000" in got.json()["error"]["message"]
     return float(asked["n"])
+
+
+def forms(base_url, api_key, log, **row):
+    """Asks for JSON with tools at hand, for a call, and for either by other protocols."""
+    schema = {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": schema}}]
+    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    own = [user("one")]
+    first = chat(base_url, api_key, log, own, tools=tools, response_format=wanted)
+    assert json.loads(first["content"]) == {"x": "</think>"} and "tool_calls" not in first
+    own += [first, user("two")]
+    second = chat(base_url, api_key, log, own, tool_choice="required")  # of the tools before
+    assert [one["function"]["arguments"] for one in second["tool_calls"]] == ['{"x": "</think>"}']
+    other = [user("other")]
+    third = chat(base_url, api_key, log, other, tools=tools, response_format=wanted)
+    assert third["tool_calls"][0]["function"]["name"] == "add", "a call in the place of the answer"
+    cut = ask(f"{base_url}/messages", api_key, {
+        "messages": [user("cut")], "return_token_ids": True, "tool_choice": {"type": "any"},
+        "tools": [{"name": "add", "input_schema": schema}],
+    })
+    note(log, cut["prompt_token_ids"], cut["token_ids"])
+    assert (cut["stop_reason"], cut["content"][0]["type"]) == ("max_tokens", "text")
+    body = {"input": "x", "return_token_ids": True, "text": {"format": {"type": "json_object"}}}
+    last = ask(f"{base_url}/responses", api_key, body)
+    note(log, last["prompt_token_ids"], last["token_ids"])
+    assert last["text"] == body["text"]
+    import httpx
+
+    bad = {"messages": [user("x")], "tool_choice": {"type": "function", "function": {"name": "sub"}}}
+    headers = {"Authorization": f"Bearer {api_key}"}
+    got = httpx.post(f"{base_url}/chat/completions", json=bad, headers=headers, timeout=60)
+    assert got.status_code == 400 and "no tool of the request" in got.json()["error"]["message"]
+    return 2.0
 
 
 async def pays(base_url, api_key, log, pay, **row):
@@ -679,6 +713,29 @@ def test_the_tokenizer_gives_the_ids_that_a_turn_reads(
     assert rounds.column("episode_error") == [""]
     assert rounds.column("turn_rewards")[0][-1] == 4.0
     assert rounds.result.pending is None
+    if not lost:
+        rounds.check()
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_the_form_that_is_asked_for_goes_to_the_engine(
+    make: Make, tmp_path: Path, lost: bool
+) -> None:
+    """With the prompt; what comes back is read by it, and a turn that was cut is no call."""
+    settings = {"full_turn": "counts", "max_turn_tokens": 60}
+    rounds, kinds = Rounds(make("forms", **settings), tmp_path), []
+    call = '<tool_call>{"name": "add", "arguments": {"x": "</think>"}}</tool_call>'
+    for text in ('{"x": "</think>"}', call, call, call[:60], "{}"):
+        (grammar,) = rounds.column("grammar", rounds.pending)
+        kinds.append(TurnGrammar.of_json(grammar).calls)
+        if lost:
+            (tmp_path / "log").unlink(missing_ok=True)
+            rounds.engine.close()
+            rounds.engine = make("forms", **settings)
+        rounds.says(text, finish="length" if text == call[:60] else "stop")
+    assert rounds.column("episode_error") == [""]
+    assert rounds.column("turn_rewards")[0][-1] == 2.0
+    assert kinds == ["tagged", "yes", "tagged", "yes", "no"]
     if not lost:
         rounds.check()
 

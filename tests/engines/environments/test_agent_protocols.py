@@ -12,6 +12,7 @@ import pytest
 
 from engines.environments.agent_api import Server
 from engines.environments.agents import AgentAdapter
+from engines.environments.contract import Given
 from tests.engines.environments.playing import call, new_messages, turn_of
 
 THOUGHT = "<think>\nfirst\nthen\n</think>\n\nIt is\nfive."
@@ -72,10 +73,17 @@ Turn = str | tuple[str, Sequence[Any]] | dict[str, Any]
 def play(agent: Agent, *turns: Turn) -> tuple[Any, list[dict[str, Any]]]:
     """What an agent returns after such turns of the model, and its requests.
 
-    A turn is a text, a text with its calls, or a text with the tokens that it is.
+    A turn is a text, a text with its calls, or a text with the tokens that it is. The tokenizer has no
+    ids to anything.
     """
+
+    def asked(given: Given) -> Given:
+        while given.tokenizer:
+            given = adapter.tokenized([{"ids": []} for _ in given.tokenizer])
+        return given
+
     adapter = AgentAdapter(server, lambda base_url, api_key: agent(Asking(api_key)), {})
-    given = adapter.reset({}, 7)
+    given = asked(adapter.reset({}, 7))
     seen = []
     try:
         for turn in turns:
@@ -84,7 +92,7 @@ def play(agent: Agent, *turns: Turn) -> tuple[Any, list[dict[str, Any]]]:
             more = turn if isinstance(turn, dict) else {"text": turn}
             if isinstance(turn, tuple):
                 more = {"text": turn[0], "calls": turn[1]}
-            given = adapter.take([turn_of(request["name"], **more)])
+            given = asked(adapter.take([turn_of(request["name"], **more)]))
         assert given.done, "the agent asks for another turn"
         return given.reward, seen
     finally:
@@ -406,15 +414,100 @@ def test_the_tools_stay() -> None:
     assert third["after"] == "" and third["tools"][0]["function"]["name"] == "multiply"
 
 
+# --- what a turn has to be
+
+SCHEMA = {"type": "object", "properties": {}}
+NAMED = {"name": "x", "schema": SCHEMA, "strict": True}
+ANY = {"tools": [], "one": False}
+ONE = {"tools": ["add"], "one": True}
+JSON = {"schema": SCHEMA, "calls": True, "one": False}
+FORMS: list[tuple[str, dict[str, Any], Any]] = [
+    (CHAT, {"tool_choice": "auto", "response_format": {"type": "text"}}, None),
+    (CHAT, {"tool_choice": "required"}, ANY),
+    (CHAT, {"tool_choice": "required", "parallel_tool_calls": False}, {**ANY, "one": True}),
+    (CHAT, {"tool_choice": {"type": "function", "function": {"name": "add"}}}, ONE),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": NAMED}}, JSON),
+    (CHAT, {"response_format": {"type": "json_object"}}, {**JSON, "schema": {"type": "object"}}),
+    (
+        CHAT,
+        {"response_format": {"type": "json_schema", "json_schema": NAMED}, "tool_choice": "none"},
+        {**JSON, "calls": False},
+    ),
+    (RESPONSES, {"tool_choice": "required"}, ANY),
+    (RESPONSES, {"tool_choice": {"type": "function", "name": "add"}}, ONE),
+    (RESPONSES, {"text": {"format": {"type": "json_schema", **NAMED}}}, JSON),
+    (RESPONSES, {"text": {"verbosity": "low"}}, None),
+    (MESSAGES, {"tool_choice": {"type": "any"}}, ANY),
+    (
+        MESSAGES,
+        {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
+        {**ANY, "one": True},
+    ),
+    (MESSAGES, {"tool_choice": {"type": "tool", "name": "add"}}, ONE),
+    (MESSAGES, {"output_format": {"type": "json_schema", "schema": SCHEMA}}, JSON),
+    (MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, JSON),
+]
+
+
+@pytest.mark.parametrize(("route", "body", "grammar"), FORMS)
+def test_the_form_of_a_turn_is_told(route: str, body: dict[str, Any], grammar: Any) -> None:
+    def agent(asking: Asking) -> float:
+        asking.ask(route, tools=[TOOLS[route]], **body)
+        return 1.0
+
+    _, (request,) = play(agent, {"text": "{}", "begins": 0})
+    assert request.get("grammar") == grammar
+
+
+def test_where_an_answer_begins_is_known_by_its_grammar() -> None:
+    """A text in JSON may have what ends a thought."""
+    wanted = {"type": "json_object"}
+
+    def agent(asking: Asking) -> list[str]:
+        got = [asking.ask(CHAT, response_format=wanted)["choices"][0]["message"] for _ in "abc"]
+        thoughts = [one.get("reasoning_content") for one in got]
+        return [*(one["content"] for one in got), *thoughts]
+
+    answer = '{"a": "</think>"}'
+    turns = [
+        {"text": answer, "begins": 0},
+        {"text": f"<think>\nhm\n</think>\n\n{answer}", "begins": 19},
+        {"text": "cut in a thought", "begins": 16, "cut": True},
+    ]
+    assert returned(agent, *turns) == [answer, answer, "", None, "hm", "cut in a thought"]
+
+
+def test_a_form_that_there_is_not_is_told_before_a_turn_is_asked_for() -> None:
+    def agent(asking: Asking) -> float:
+        got = asking.send(CHAT, {**ASKED[CHAT], "response_format": {"type": "json_object"}})
+        assert got.status_code == 400 and got.json()["error"]["message"] == "Set it."
+        asking.ask(CHAT)
+        return 1.0
+
+    adapter = AgentAdapter(server, lambda base_url, api_key: agent(Asking(api_key)), {})
+    given = adapter.reset({}, 7)
+    (asked,) = given.tokenizer
+    assert asked["request"]["grammar"]["schema"] == {"type": "object"}
+    given = adapter.tokenized([{"refused": "Set it."}])
+    (request,) = json.loads(given.observation)["requests"]
+    assert "grammar" not in request
+    assert adapter.take([turn_of(request["name"], "5")]).reward == 1.0
+    adapter.close()
+
+
 # --- who is refused
 
 REFUSED = [
     (CHAT, {"n": 0}, "n has to be a number from 1"),
     (CHAT, {"n": 1000}, "n has to be a number from 1 to 128"),
     (CHAT, {"metadata": {"branch": 3}}, "metadata.branch has to be a text"),
-    (CHAT, {"tool_choice": "required"}, "tool_choice has to be auto or none"),
-    (CHAT, {"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
-    (CHAT, {"response_format": {"type": "json_object"}}, "response_format has to be text"),
+    (CHAT, {"tool_choice": "always"}, "tool_choice has to be auto, none, required or a function"),
+    (CHAT, {"tool_choice": {"type": "allowed_tools"}}, "tool_choice has to be auto, none"),
+    (CHAT, {"tool_choice": {"type": "function"}}, "tool_choice has to name the function"),
+    (CHAT, {"response_format": {"type": "json_schema"}}, "response_format has to be text, json_"),
+    (CHAT, {"response_format": {"type": "grammar"}}, "response_format has to be text"),
+    (CHAT, {"response_format": [1]}, "response_format has to be text"),
+    (CHAT, {"structured_outputs": {"regex": "a"}}, "structured_outputs is not there"),
     (CHAT, {"top_logprobs": 3}, "top_logprobs has to be 0"),
     (CHAT, {"functions": [ADD]}, "functions is not there"),
     (CHAT, {"tools": [{"type": "custom"}]}, "a tool has to be a function"),
@@ -429,11 +522,9 @@ REFUSED = [
     (RESPONSES, {"input": [{"content": "x"}]}, "a message has to have a role"),
     (RESPONSES, {"tools": [{"type": "web_search"}]}, "web_search is not there"),
     (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format has to be text"),
-    (RESPONSES, {"tool_choice": "required"}, "tool_choice"),
     (RESPONSES, {"conversation": "c"}, "conversation is not there"),
     (RESPONSES, {"include": 5}, "include has to be a list"),
     (RESPONSES, {"previous_response_id": "resp_x"}, "is no response of this episode"),
-    (MESSAGES, {"tool_choice": {"type": "any"}}, "tool_choice"),
     (MESSAGES, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "bash_20250124"),
     (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type image"),
     (MESSAGES, {"output_config": {"format": {"type": "json_schema"}}}, "output_format"),

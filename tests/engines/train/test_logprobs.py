@@ -104,8 +104,12 @@ def drawn_from(labels, words=17, share=0.4):
     left = torch.rand(len(labels), words, generator=torch.Generator().manual_seed(2)) < share
     left.scatter_(1, labels[:, None], True)
     cut = torch.arange(len(labels)) % 3 != 0
-    tokens, ids = (left & cut[:, None]).nonzero(as_tuple=True)
-    return left | ~cut[:, None], Support(tokens=tokens, words=ids, cut=cut)
+    left = left | ~cut[:, None]
+    numbers = torch.where(cut, cut.cumsum(0), 0)
+    left_out = torch.arange(int(numbers.max()) + 1) % 2 == 0
+    listed = (left != left_out[numbers][:, None])[cut]  # of every second set those left out
+    sets, ids = listed.nonzero(as_tuple=True)
+    return left, Support(numbers=numbers, sets=sets + 1, words=ids, left_out=left_out)
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 1000])
@@ -164,9 +168,10 @@ def test_samples_of_a_part_of_the_words_have_the_gradient_of_what_they_earn(mask
     words = left.nonzero()[:, 0]
     count = len(words)
     support = Support(
-        tokens=torch.arange(count).repeat_interleave(count),
-        words=words.repeat(count),
-        cut=torch.ones(count, dtype=torch.bool),
+        numbers=torch.ones(count, dtype=torch.int64),
+        sets=torch.ones(count, dtype=torch.int64),
+        words=words,
+        left_out=torch.tensor([True, False]),
     )
     hidden, weight, _ = inputs(tokens=1)
     logprobs = token_statistics(
