@@ -15,22 +15,18 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from dataclasses import asdict
-from typing import Any
-
-from prefect.logging import get_run_logger
 
 from configs.episodes import EpisodesConfig
 from engines.data.contract import EnvironmentHost
 from engines.data.frames import frames_by_turn
-from engines.data.results import AnswerResult, OpponentSeats, SampleFailure
+from engines.data.results import AnswerResult, OpponentSeats
 from engines.rollout.contract import ShardStats
 from storage.batches.columns import OPPONENTS_TURN, UNFINISHED
 from storage.batches.refs import BatchRef
 from storage.objects.documents import key_of
 from tasks import request_rounds
-from tasks.episodes_apart import discard, frames_of, played_apart, record_of, recorded
+from tasks.episodes_apart import discard, played_apart, record_of, recorded
 from tasks.results import Sampled, Unsampled
-from tasks.reward import by_cause
 from tasks.run.contract import StageView
 from tasks.run.roles import ENVIRONMENT, OPPONENT
 from tasks.run.stage import Stage
@@ -202,11 +198,10 @@ def answer(
     """
     key = key_of("answer", turn.to_json(), played(run).in_keys())
     piece = Stage(run=run, step=step, name="environment", key=key, shard=shard)
-    if (done := piece.finished()) is not None:
-        return of_record(done), piece.out_key, last
-    with piece.attempted() as attempt:
-        attempt.assignment.worker = last
-        result = piece.ask(
+    return request_rounds.answered(
+        piece,
+        last,
+        lambda attempt: piece.ask(
             attempt,
             run.engines[ENVIRONMENT],
             EnvironmentHost.answer,
@@ -216,17 +211,5 @@ def answer(
             source=stage.source,
             frames=run.config.keeps_frames and (stage.trains or run.config.sees_frames),
             sampled_seconds=sampled_seconds,
-        )
-    for (_, error), failed in by_cause(result.failures).items():
-        numbers = ", ".join(map(str, failed))
-        get_run_logger().error("The environment of episode %s failed: %s", numbers, error)
-    record = {**asdict(result), "ref": result.ref.to_json()}
-    record["frames"] = None if result.frames is None else result.frames.to_json()
-    return of_record(piece.finish(record)), piece.out_key, attempt.assignment.worker
-
-
-def of_record(record: dict[str, Any]) -> AnswerResult:
-    """What `answer` has put into the store of two attempts: the one that finished first."""
-    failures = tuple(SampleFailure(**one) for one in record["failures"])
-    ref = BatchRef.from_json(record["ref"])
-    return AnswerResult(**{**record, "ref": ref, "failures": failures, "frames": frames_of(record)})
+        ),
+    )

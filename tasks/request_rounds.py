@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Callable
 
 from prefect.logging import get_run_logger
 
 from configs.episodes import EpisodesConfig
 from engines.data.contract import EnvironmentHost
-from engines.data.results import AnswerResult, SampleFailure
+from engines.data.results import AnswerResult
 from engines.rollout.contract import ShardStats
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
 from storage.objects.documents import key_of
 from tasks.results import Sampled, Unsampled
 from tasks.reward import by_cause
+from tasks.run.attempts import Attempt
 from tasks.run.contract import StageView
 from tasks.run.roles import ENVIRONMENT
 from tasks.run.stage import Stage
@@ -53,17 +53,17 @@ def played_out(
     if begun is not None and "requests" not in begun.names:
         begun = None  # of an older Refrain
     while True:
-        answered, key, environment = _gone_on(
+        answer, key, environment = _gone_on(
             run,
             *(step, prompts, stage, shard, begun, turns, config, environment),
             0.0 if stats is None else stats.seconds,
         )
-        begun = results[key] = answered.ref
-        if answered.pending is None:
+        begun = results[key] = answer.ref
+        if answer.pending is None:
             break
-        results[f"{key} requests"] = answered.pending
+        results[f"{key} requests"] = answer.pending
         rather = "" if found is None else found.stats.worker
-        sampled = sample_or_leave(run, step, answered.pending, one, shard, rather=rather)
+        sampled = sample_or_leave(run, step, answer.pending, one, shard, rather=rather)
         if isinstance(sampled, Unsampled):
             return Unsampled(begun=begun), results
         found, turns = sampled, sampled.ref
@@ -110,11 +110,10 @@ def _gone_on(
     identity = stage.sampling.identity
     key = key_of("requests", prompts.to_json(), stage.name, identity, *before, config.in_keys())
     piece = Stage(run=run, step=step, name="environment", key=key, shard=shard)
-    if (done := piece.finished()) is not None:
-        return _of_record(done), piece.out_key, last
-    with piece.attempted() as attempt:
-        attempt.assignment.worker = last
-        result = piece.ask(
+    return answered(
+        piece,
+        last,
+        lambda attempt: piece.ask(
             attempt,
             run.engines[ENVIRONMENT],
             EnvironmentHost.go_on,
@@ -128,21 +127,25 @@ def _gone_on(
             sampled_seconds=sampled_seconds,
             group=stage.sampling.group,
             first=stage.sampling.first,
-        )
-    for (_, error), failed in by_cause(result.failures).items():
-        numbers = ", ".join(map(str, failed))
+        ),
+    )
+
+
+def answered(
+    piece: Stage, last: str, ask: Callable[[Attempt], AnswerResult]
+) -> tuple[AnswerResult, str, str]:
+    """What environments answer in a piece of a shard, or find that done; its key; their worker.
+
+    last: the worker that answered before, which has the environments; it is asked first. ask: calls
+    an engine in a try. Of two tries the answers that stand are those that were marked first.
+    """
+    if (record := piece.finished()) is not None:
+        return AnswerResult.of_record(record), piece.out_key, last
+    with piece.attempted() as attempt:
+        attempt.assignment.worker = last
+        result = ask(attempt)
+    for (_, error), samples in by_cause(result.failures).items():
+        numbers = ", ".join(map(str, samples))
         get_run_logger().error("The environment of episode %s failed: %s", numbers, error)
-    record = {**asdict(result), "ref": result.ref.to_json()}
-    record["pending"] = None if result.pending is None else result.pending.to_json()
-    return _of_record(piece.finish(record)), piece.out_key, attempt.assignment.worker
-
-
-def _of_record(record: dict[str, Any]) -> AnswerResult:
-    """What `_gone_on` has put into the store of two attempts: the one that finished first."""
-    failures = tuple(SampleFailure(**one) for one in record["failures"])
-    pending = record["pending"]
-    refs = {
-        "ref": BatchRef.from_json(record["ref"]),
-        "pending": None if pending is None else BatchRef.from_json(pending),
-    }
-    return AnswerResult(**{**record, **refs, "failures": failures})
+    record = piece.finish(result.record())
+    return AnswerResult.of_record(record), piece.out_key, attempt.assignment.worker

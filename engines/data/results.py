@@ -5,9 +5,9 @@ Free of torch, as all that the flow process imports. Each result names its colum
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -270,3 +270,27 @@ class AnswerResult:
     pending: BatchRef | None = None
     # A row for each answer that has one: sample_id, turn (from 0), frame. None: there are none.
     frames: BatchRef | None = None
+
+    def record(self) -> dict[str, object]:
+        """As the mark of finished answers has it."""
+        return {
+            "ref": self.ref.to_json(),
+            "unfinished": self.unfinished,
+            "turns": self.turns,
+            "failures": [asdict(failure) for failure in self.failures],
+            "seconds": self.seconds,
+            "opponents": self.opponents,
+            "pending": None if self.pending is None else self.pending.to_json(),
+            "frames": None if self.frames is None else self.frames.to_json(),
+        }
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> AnswerResult:
+        """Finished answers by their mark; that of an older Refrain has fewer fields."""
+        refs = {
+            name: BatchRef.from_json(record[name])
+            for name in ("ref", "pending", "frames")
+            if record.get(name) is not None
+        }
+        failures = tuple(SampleFailure(**failure) for failure in record["failures"])
+        return cls(**{**record, **refs, "failures": failures})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -75,6 +76,39 @@ class PromptSource(ABC):
         for index in indices:
             if not 0 <= index < len(self):
                 raise IndexError(f"There is no row {index} in {self.name}: it has {len(self)}.")
+
+
+class RowsInMemory(PromptSource):
+    """Rows that are made once, such as a function's; which differ in their columns, perhaps."""
+
+    def __init__(self, name: str, rows: list[Row]) -> None:
+        """rows: at least one; the digest is that of their contents, in their order."""
+        self.name = name
+        self._rows = rows
+        self.columns = tuple(rows[0])
+        hasher = hashlib.sha256()
+        for row in rows:
+            hasher.update(canonical_row(row) + b"\n")
+        self.digest = f"sha256:{hasher.hexdigest()}"
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def rows(self, indices: Sequence[int]) -> list[Row]:
+        self._in_range(indices)
+        return [self._rows[index] for index in indices]
+
+    def has_column(self, name: str) -> bool:
+        return any(name in row for row in self._rows)
+
+    def check_columns(self, needed: Iterable[str]) -> None:
+        named = ((row_name(index), row) for index, row in enumerate(self._rows))
+        check_rows(named, self.name, needed)
+
+
+def row_name(index: int) -> str:
+    """What people call a row that lies in no file."""
+    return f"Row {index}"
 
 
 def check_rows(named: Iterable[tuple[str, Row]], source: str, needed: Iterable[str]) -> None:
