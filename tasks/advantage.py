@@ -9,22 +9,19 @@ from collections.abc import Iterator, Sequence
 from prefect import task
 
 from configs.grpo import GRPOConfig
-from engines.data.contract import AdvantagePartRequest, AdvantagesRequest, Scorer
-from engines.data.results import (
-    DEADLINE,
-    FAILED,
-    PATHS,
-    TOKENS,
-    TURN_TOKENS,
-    TURNS,
+from engines.data.contract import (
+    AdvantagePartRequest,
     AdvantageParts,
+    AdvantagesRequest,
     AdvantagesResult,
     NothingToTrain,
     PartResult,
     RewardsFailed,
+    Scorer,
     TooFewGroups,
     joined,
 )
+from engines.episodes.contract import DEADLINE, FAILED, PATHS, TOKENS, TURN_TOKENS, TURNS
 from engines.rewards.runner import NO_FUNCTION
 from engines.train.batching.packing import WHOLE
 from storage.batches.columns import TASK, SampleStatus

@@ -17,9 +17,8 @@ from collections import Counter
 from dataclasses import asdict
 
 from configs.episodes import EpisodesConfig
-from engines.data.contract import EnvironmentHost
-from engines.data.frames import frames_by_turn
-from engines.data.results import AnswerResult, OpponentSeats
+from engines.episodes.contract import AnswerResult, EnvironmentHost, OpponentSeats
+from engines.episodes.frames import frames_by_turn
 from engines.rollout.contract import ShardStats
 from storage.batches.columns import OPPONENTS_TURN, UNFINISHED
 from storage.batches.refs import BatchRef
@@ -36,23 +35,6 @@ from tasks.sampling import (
     sample_or_leave,
     together,
 )
-
-
-def complete(
-    run: StageView,
-    step: int,
-    prompts: BatchRef,
-    stage: SamplingStage,
-    shard: int,
-    begun: BatchRef | None = None,
-) -> Sampled | Unsampled:
-    """Complete the prompts of a shard (counted from 1), in one turn or in episodes.
-
-    begun: samples, as an earlier step left them. Only shards that train are Unsampled.
-    """
-    if run.config.episodes is None:
-        return sample_or_leave(run, step, prompts, stage, shard, begun)
-    return play(run, step, prompts, stage, shard, begun)
 
 
 def play(

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from engines.data.contract import EnvironmentHost
+from engines.episodes.contract import EnvironmentHost
 from engines.rollout.contract import RolloutResult, ShardStats
 from storage.batches.columns import GROUP_SIZE
 from storage.batches.refs import BatchRef

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from prefect.logging import get_run_logger
 
 from configs.episodes import EpisodesConfig
-from engines.data.contract import EnvironmentHost
-from engines.data.results import AnswerResult
+from engines.episodes.contract import AnswerResult, EnvironmentHost
 from engines.rollout.contract import ShardStats
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef

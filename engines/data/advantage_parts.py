@@ -42,7 +42,7 @@ from engines.algorithms.rollout_correction import (
     with_mean_weights,
 )
 from engines.algorithms.token_advantages import among_turns, turns_of
-from engines.data.advantage_columns import (
+from engines.data.advantages import (
     Chosen,
     Estimated,
     by_branch,
@@ -53,8 +53,7 @@ from engines.data.advantage_columns import (
     write_columns,
 )
 from engines.data.column_reading import components, jagged, numbers
-from engines.data.contract import AdvantagePartRequest
-from engines.data.results import AdvantageParts, PartResult
+from engines.data.contract import AdvantagePartRequest, AdvantageParts, PartResult
 from engines.data.training_batch import Choice
 from storage.batches.columns import SCORE
 from storage.batches.refs import BatchRef

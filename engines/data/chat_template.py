@@ -1,4 +1,4 @@
-"""How a data row, or what an agent asks, becomes a prompt, and what reward functions see of it.
+"""How a data row becomes a prompt, and what reward functions see of it and of its samples.
 
 The tokenizer is the caller's: this module loads none. Which rows are drawn is in
 storage/prompts/cursor.py.
@@ -7,6 +7,7 @@ storage/prompts/cursor.py.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from configs.data import DataConfig, refuse_own_variables
 from storage.batches.columns import TASK
+from storage.batches.refs import BatchRef
 from storage.objects.documents import Row
+from storage.objects.store import Store
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 Message: TypeAlias = dict[str, str]  # role, content
 Prompt: TypeAlias = "str | list[Message]"
@@ -228,7 +232,7 @@ def takes_tools(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> bo
 
 def tools_in_words(tools: Sequence[Tool]) -> str:
     """What tells the model of its tools where its template does not: a schema a line, and the form
-    of a call, which is the one that engines/data/tool_calls.py reads first."""
+    of a call, which is the one that engines/episodes/tool_calls.py reads first."""
     schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     return (
         f"You can call these tools, each described by a JSON schema:\n{schemas}\n"
@@ -314,66 +318,35 @@ def state_number(value: object) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """What an agent asks."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleTexts:
+    """N samples as text."""
 
-    messages: list[Message]
-    tools: list[Tool]
-    variables: dict[str, Any]  # of the chat template
+    prompts: list[Prompt]
+    completions: list[str]  # without special tokens
+    completion_ids: list[list[int]]
+    rows: list[Row]  # of the data set
 
 
-def chat_of(observation: str) -> Chat:
-    """The messages and tools of an agent's request, which is JSON.
+def read_texts(
+    store: Store,
+    prompts: BatchRef,
+    samples: BatchRef,
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+) -> SampleTexts:
+    """The samples of a shard, of these prompts.
 
-    Calls of tools that it gives as said before stand as templates take them, with their arguments as
-    objects.
+    tokenizer: the policy's.
     """
-    said = json.loads(observation)
-    messages = []
-    for one in said["messages"]:
-        message = {"role": one["role"], "content": one.get("content") or ""}
-        if calls := one.get("tool_calls"):
-            message["tool_calls"] = [_template_call(call) for call in calls]
-        messages.append(message)
-    return Chat(messages, said.get("tools") or [], said.get(VARIABLES) or {})
-
-
-def _template_call(call: dict[str, Any]) -> dict[str, Any]:
-    function = call.get("function") or {}
-    try:
-        arguments = json.loads(function["arguments"])
-    except (KeyError, TypeError, ValueError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def with_variables(row: Row, variables: Mapping[str, Any]) -> Row:
-    """A row with what its agent asks of the chat template, before the row's own variables."""
-    if not variables:
-        return row
-    own = row.get(VARIABLES)
-    return {**row, VARIABLES: {**(own if isinstance(own, dict) else {}), **variables}}
-
-
-def ids_of(observation: str) -> list[int] | None:
-    """The token ids of an agent's request; None where it gives messages."""
-    found: list[int] | None = json.loads(observation).get("ids")
-    return found
-
-
-def said_by(messages: Sequence[Message]) -> tuple[str, Role]:
-    """New messages of an agent as one, and its role; ValueError, in one sentence, for a mixture.
-
-    What a user says after results of tools is part of these.
-    """
-    roles = [message["role"] for message in messages]
-    results = roles.count("tool")
-    if roles == ["tool"] * results + ["user"] * (len(roles) - results):
-        texts = [message["content"] for message in messages]
-        told = ["\n".join(texts[:results])] if results else []
-        return "\n\n".join([*told, *texts[results:]]), "tool" if results else "user"
-    raise ValueError(
-        f"the agent's new messages are of the roles {', '.join(dict.fromkeys(roles))}; between two "
-        "turns of the model they have to be results of tools, a user's, or both in this order"
+    found = cast("list[Row]", prompts.fetch_list(store, "row"))
+    rows = [found[place] for place in samples.prompts_in(store, prompts).tolist()]
+    ids, offsets = samples.fetch_numpy(store, "response_ids")
+    assert offsets is not None
+    completion_ids = [ids[a:b].tolist() for a, b in itertools.pairwise(offsets)]
+    return SampleTexts(
+        prompts=prompts_of(rows, data),
+        completions=tokenizer.batch_decode(completion_ids, skip_special_tokens=True),
+        completion_ids=completion_ids,
+        rows=rows,
     )

@@ -15,32 +15,27 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.data import Source
-from configs.rewards import RewardsConfig
-from engines.data.chat_template import state_number, tokenize
+from engines.data.chat_template import read_texts, state_number, tokenize
 from engines.data.contract import (
     AdvantagePartRequest,
-    AdvantagesRequest,
-    Scorer,
-    ScoreRequest,
-)
-from engines.data.given_answers import write_answers
-from engines.data.results import (
     AdvantageParts,
+    AdvantagesRequest,
     AdvantagesResult,
     AnswersGiven,
+    DataSpec,
     InformativeResult,
     ModelScores,
     PartResult,
     PromptsResult,
-    RowsSpec,
     SampleFailure,
+    Scorer,
+    ScoreRequest,
     ScoreResult,
 )
-from engines.data.sample_texts import read_texts
+from engines.data.dataset_answers import write_answers
 from engines.rewards.judge import JudgeAnswers
 from engines.rewards.protocol import EPISODE_COLUMNS
 from engines.rewards.runner import Column, RewardCode, RewardRunner, Scores, code_digest, pooled
@@ -59,14 +54,6 @@ ERROR = "error"  # extra/<reward model>/error: why a sample has no score
 # Most tokens of each probe sequence, whose first half stands for the prompt: of several lengths, for
 # what goes wrong with windows, positions and padding does so with the length.
 PROBE_TOKENS = (8, 96, 16, 48, 24, 32)
-
-
-class DataSpec(RowsSpec):
-    """From what the engine is built."""
-
-    rewards: RewardsConfig = Field(description="Reward functions.")
-    run: str = Field(description="The run, below which judges' answers are kept.")
-    scorers: int = Field(1, ge=1, description="Workers that score, this one included.")
 
 
 class DataEngine(Scorer):
@@ -171,7 +158,7 @@ class DataEngine(Scorer):
         seconds = time.monotonic() - began
         code = self._rewards.code(() if models is None else models.code)
         failed = scores.failed | (status == SampleStatus.FAILED)  # of episodes, said already
-        from engines.data.repetition import repeated_ngrams
+        from engines.data.sample_metrics import repeated_ngrams
 
         columns = score_columns(scores, status, code_digest(code))
         columns["repeated_ngrams"] = repeated_ngrams(self._store, samples)
@@ -193,8 +180,8 @@ class DataEngine(Scorer):
         self, request: AdvantagesRequest, out_key: str
     ) -> AdvantagesResult | AdvantageParts:
         """Choose the samples that train, and write their advantages."""
-        from engines.data.advantage_columns import write_advantages
         from engines.data.advantage_parts import parts_of
+        from engines.data.advantages import write_advantages
 
         algorithm, part_tokens = request.algorithm, request.part_tokens
         choice = self._chosen(request)

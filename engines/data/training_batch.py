@@ -17,20 +17,22 @@ from engines.algorithms.aggregation import Rows
 from engines.algorithms.from_config import selection_of, shaped_rewards
 from engines.algorithms.reward_shaping import repetition_penalty
 from engines.algorithms.sample_selection import Selected, select
-from engines.data.advantage_columns import Chosen
+from engines.data.advantages import Chosen
 from engines.data.column_reading import (
     components,
     dense,
-    drawn_tokens,
     jagged,
     numbers,
     policy_tokens,
 )
-from engines.data.contract import AdvantagesRequest
-from engines.data.results import AdvantagesResult, NothingToTrain, RewardsFailed
-from engines.data.sample_metrics import Measured, episode_metrics, sample_metrics, task_metrics
-from engines.data.staleness import staleness_metrics
-from storage.batches.columns import TASK, Author, SampleStatus
+from engines.data.contract import AdvantagesRequest, AdvantagesResult, NothingToTrain, RewardsFailed
+from engines.data.sample_metrics import (
+    dropped_by_length,
+    metrics_of,
+    selection_metrics,
+    staleness_metrics,
+)
+from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
@@ -300,92 +302,3 @@ def baseline_rewards(store: Store, baselines: BatchRef, samples: BatchRef) -> ND
 
     known = dict(zip(seats(baselines), dense(store, baselines, "reward").tolist(), strict=True))
     return np.array([known.get(seat, np.nan) for seat in seats(samples)], dtype=np.float32)
-
-
-def selection_metrics(selected: Selected, filtered: int) -> dict[str, float]:
-    """Samples kept, and left out by each step of the recipe's selection; groups left out."""
-    kept = float(selected.keep.sum())
-    return {
-        "selection/samples_kept": kept,
-        "selection/samples_left_out": float(selected.keep.numel()) - kept,
-        "selection/groups_left_out": float(filtered),
-        **{f"selection/{name}": count for name, count in selected.metrics.items()},
-    }
-
-
-def dropped_by_length(
-    store: Store, samples: BatchRef, left_out: BatchRef | None
-) -> dict[str, float]:
-    """The share that was dropped of each tenth of the step's samples by length, the shortest first.
-
-    Not waiting for answers is biased against long ones; this is by how much. A dropped sample's
-    length is what it had by then. Tenths without a sample are left out.
-    """
-    if left_out is None:
-        return {}
-    kept, lost = (policy_tokens(store, ref) for ref in (samples, left_out))
-    return drop_rates(kept, lost)
-
-
-def drop_rates(kept: NDArray[np.int64], dropped: NDArray[np.int64]) -> dict[str, float]:
-    """[K], [D]: lengths in tokens. drop_rate/length_decile_1 … 10, and drop_rate/all.
-
-    Lengths 1 … 8 kept and 9, 10 dropped: 0 in the first eight deciles, 1 in the last two.
-    """
-    lost = np.concatenate([np.zeros(len(kept), bool), np.ones(len(dropped), bool)])
-    order = np.argsort(np.concatenate([kept, dropped]), kind="stable")
-    decile = np.empty(len(order), np.int64)
-    decile[order] = np.arange(len(order)) * 10 // len(order)
-    rates = {
-        f"drop_rate/length_decile_{number + 1}": float(lost[decile == number].mean())
-        for number in range(10)
-        if (decile == number).any()
-    }
-    return {"drop_rate/all": float(lost.mean()), **rates}
-
-
-def metrics_of(
-    store: Store,
-    samples: BatchRef,
-    groups: NDArray[np.int64],
-    status: NDArray[np.int64],
-    right_from: float,
-) -> dict[str, float]:
-    """Reward and length metrics of all samples, before anything is left out but failures."""
-    measured = Measured(
-        rewards=dense(store, samples, "reward"),
-        components={name: part.numpy() for name, part in components(store, samples).items()},
-        failed=status == SampleStatus.FAILED,
-        truncated=status == SampleStatus.TRUNCATED,
-        lengths=policy_tokens(store, samples),
-        groups=groups,
-        repeated=(
-            dense(store, samples, "repeated_ngrams") if "repeated_ngrams" in samples.names else None
-        ),
-    )
-    found = sample_metrics(measured)
-    if TASK in samples.names:
-        tasks = np.array([str(one) for one in samples.fetch_list(store, TASK)])
-        found |= task_metrics(measured, tasks, right_from)
-    if "author" in samples.names:
-        authors, bounds = jagged(store, samples, "author")
-        ended = (authors == Author.BUDGET).nonzero()[0]
-        if len(ended) or "episode" not in samples.names:
-            cut = len(np.unique(np.searchsorted(bounds, ended, side="right")))
-            found["response/thoughts_ended_by_budget"] = cut / len(samples)
-    if "episode" in samples.names:
-        turns = "turn_order" if "turn_order" in samples.names else "turn_rewards"
-        found |= episode_metrics(
-            turns=samples.lengths(store, turns),
-            tokens=samples.lengths(store, "response_ids"),
-            seconds=dense(store, samples, "env_seconds"),
-            ended=[str(one) for one in samples.fetch_list(store, "episode")],
-            drawn=drawn_tokens(store, samples),
-            mask=jagged(store, samples, "response_mask")[0].astype(bool),
-            rewritten=(
-                dense(store, samples, "past_rewritten")
-                if "past_rewritten" in samples.names
-                else None
-            ),
-        )
-    return found

@@ -22,10 +22,10 @@ from configs.rewards import (
 )
 from engines.data.chat_template import Prompt, fits_template, prompt_of, template_variables
 from engines.data.data_engine import PLAYER, PROBE_TOKENS
-from engines.data.episode_rows import seed_of
-from engines.data.frames import alike, check_images
 from engines.data.template_check import chat_template, rendered
 from engines.environments.sessions import Environments
+from engines.episodes.episode_rows import seed_of
+from engines.episodes.frames import alike, check_images
 from engines.models.checkpoints import present
 from engines.models.facts import model_facts, token_ids
 from engines.rewards.checks import (

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from configs.episodes import EpisodesConfig
 from configs.grpo import GRPOConfig
 from configs.model import Model
-from engines.data.contract import EnvironmentHost, PromptMaker, Scorer
-from engines.data.data_engine import DataSpec
-from engines.data.environment_engine import EnvironmentSpec
+from engines.data.contract import DataSpec, PromptMaker, Scorer
+from engines.episodes.contract import EnvironmentHost, EnvironmentSpec
 from engines.rollout.contract import RolloutSpec, Sampler, engine_class, worker_environment
 from engines.rollout.rollout_pool import RolloutPool
 from engines.train.batching.packing import WHOLE
@@ -117,7 +116,9 @@ def environment_spec(config: GRPOConfig, episodes: EpisodesConfig, store: Store)
 def environment_engine(run: Caller, episodes: EpisodesConfig) -> EngineSpec[EnvironmentHost]:
     """From what the environments of the caller's settings are built."""
     spec = environment_spec(run.config, episodes, run.store)
-    return EngineSpec.of("engines.data.environment_engine:EnvironmentEngine", spec, EnvironmentHost)
+    return EngineSpec.of(
+        "engines.episodes.environment_engine:EnvironmentEngine", spec, EnvironmentHost
+    )
 
 
 def _environments(run: Caller, cluster: Cluster) -> EnginePool[EnvironmentHost]:

@@ -22,14 +22,13 @@ from engines.trees.contract import GrownTrees, Growth, TreeGrower
 from storage.batches.refs import BatchRef
 from storage.objects.documents import key_of
 from storage.runs.weights import WeightsRef
-from tasks.episodes import together
 from tasks.results import Prompts, Sampled, WholeShards
 from tasks.rollout import shards_of
 from tasks.run.events import ShardSampled
 from tasks.run.run import Run
 from tasks.run.shard_driver import ShardRange
 from tasks.run.stage import OPTIONS, Stage
-from tasks.sampling import SamplingStage, sample_or_leave
+from tasks.sampling import SamplingStage, sample_or_leave, together
 from tasks.sampling import sampled as sampled_of
 from tasks.trees.roles import TREES
 

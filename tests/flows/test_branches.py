@@ -115,7 +115,7 @@ FAULTS = {
     "flow": Fault(id="flow", target="tasks.request_rounds:_gone_on", nth=20, action="kill"),
     "environment worker": Fault(
         id="environment",
-        target="engines.data.environment_engine:EnvironmentEngine.go_on",
+        target="engines.episodes.environment_engine:EnvironmentEngine.go_on",
         nth=20,
         action="kill",
     ),

@@ -12,8 +12,7 @@ import pytest
 
 from configs.dapo import DAPOConfig
 from configs.recipe import load_recipe
-from engines.data.contract import AdvantagesRequest
-from engines.data.results import TooFewGroups
+from engines.data.contract import AdvantagesRequest, TooFewGroups
 from engines.data.training_batch import choose
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef

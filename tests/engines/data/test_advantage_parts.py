@@ -15,10 +15,9 @@ from engines.algorithms.advantages import ADVANTAGES, AdvantageEstimator, Scope
 from engines.algorithms.from_config import estimator_of
 from engines.algorithms.inputs import AdvantageBatch, Advantages
 from engines.algorithms.rollout_correction import Mismatch
-from engines.data.advantage_columns import write_advantages
 from engines.data.advantage_parts import part_edges, parts_of, write_part, write_statistics
-from engines.data.contract import AdvantagePartRequest, AdvantagesRequest
-from engines.data.results import AdvantagesResult, joined
+from engines.data.advantages import write_advantages
+from engines.data.contract import AdvantagePartRequest, AdvantagesRequest, AdvantagesResult, joined
 from engines.data.training_batch import choose, write_repetition
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef

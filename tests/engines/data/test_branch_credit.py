@@ -12,7 +12,7 @@ from configs.algorithm.algorithm import AlgorithmConfig
 from engines.algorithms.aggregation import Rows
 from engines.algorithms.from_config import advantages_of
 from engines.algorithms.inputs import AdvantageBatch
-from engines.data.advantage_columns import by_branch
+from engines.data.advantages import by_branch
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
 

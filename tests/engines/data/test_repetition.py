@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.data.repetition import repeated_ngrams
-from engines.data.sample_metrics import Measured, sample_metrics
+from engines.data.sample_metrics import Measured, repeated_ngrams, sample_metrics
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
 

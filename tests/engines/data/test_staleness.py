@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from engines.data.staleness import staleness_metrics, token_staleness
+from engines.data.advantages import token_staleness
+from engines.data.sample_metrics import staleness_metrics
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
 

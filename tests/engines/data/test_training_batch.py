@@ -11,9 +11,8 @@ import pytest
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.rewards import RewardsConfig
-from engines.data.advantage_columns import write_advantages
-from engines.data.contract import AdvantagesRequest
-from engines.data.results import AdvantagesResult, NothingToTrain, RewardsFailed
+from engines.data.advantages import write_advantages
+from engines.data.contract import AdvantagesRequest, AdvantagesResult, NothingToTrain, RewardsFailed
 from engines.data.training_batch import Choice, choose, resolve_failures
 from engines.train.fsdp_engine import FSDPEngine
 from storage.batches.columns import SampleStatus

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from configs.episodes import ClassEnvironment, EpisodesConfig, GymnasiumEnvironment
-from engines.data.frames import alike, array_of, fitting
 from engines.environments.protocol import Outcome
 from engines.environments.sessions import Environments
+from engines.episodes.frames import alike, array_of, fitting
 from tests.engines.environments.playing import begin
 
 WORLD = """

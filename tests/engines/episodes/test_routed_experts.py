@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from engines.data.episode_rows import episode_columns, read_episodes
+from engines.episodes.episode_rows import episode_columns, read_episodes
 from engines.models.routed_experts import as_ids
 from storage.batches.columns import UNFINISHED, Author, SampleStatus
 from storage.batches.writing import write_batch

@@ -14,9 +14,9 @@ from typing import Any, cast
 import numpy as np
 
 from engines.data.chat_template import EMPTY, TOO_LONG, TokenizedPrompts, state_number
-from engines.data.conversation import Conversation
-from engines.data.results import OpponentSeats
 from engines.environments.protocol import PlayersTurn
+from engines.episodes.contract import OpponentSeats
+from engines.episodes.conversation import Conversation
 from storage.batches.columns import OPPONENTS_TURN, UNFINISHED, WAITING, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch

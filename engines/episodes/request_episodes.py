@@ -19,17 +19,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.data.chat_template import (
-    chat_of,
-    ids_of,
-    said_by,
-    state_number,
-    with_variables,
-)
-from engines.data.episode_rows import POLICY, Episode, episode_columns
-from engines.data.played import Played
-from engines.data.request_forest import Node, RequestForest, turn_before
-from engines.data.results import PATHS, TOKENS, TURN_TOKENS, TURNS
+from engines.data.chat_template import state_number
+from engines.episodes.contract import PATHS, TOKENS, TURN_TOKENS, TURNS
+from engines.episodes.episode_rows import POLICY, Episode, episode_columns
+from engines.episodes.request_forest import Node, RequestForest, turn_before
+from engines.episodes.task_environment import Played, chat_of, ids_of, said_by, with_variables
 from storage.batches.columns import LIMIT, TASK, UNFINISHED, Author, SampleStatus
 from storage.batches.forest import LENGTHS, PARENTS
 from storage.batches.refs import BatchRef

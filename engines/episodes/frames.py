@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.data.episode_rows import Episode
 from engines.environments.protocol import Frame, Outcome
+from engines.episodes.episode_rows import Episode
 from storage.batches.format import DTYPES
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch

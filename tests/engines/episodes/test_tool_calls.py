@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.data.tool_calls import Malformed, ToolCall, tool_calls
+from engines.episodes.tool_calls import Malformed, ToolCall, tool_calls
 
 ADD = ToolCall("add", {"a": 1, "b": [2, "}"]})
 NOW = ToolCall("now", {})

@@ -12,8 +12,9 @@ import pytest
 from configs.data import DataConfig, FunctionSource
 from configs.episodes import EpisodesConfig, GymnasiumEnvironment
 from configs.model import RandomModel
-from engines.data.environment_engine import EnvironmentEngine, EnvironmentSpec
-from engines.data.frames import FRAME, frames_by_turn, unused_tokens
+from engines.episodes.contract import EnvironmentSpec
+from engines.episodes.environment_engine import EnvironmentEngine
+from engines.episodes.frames import FRAME, frames_by_turn, unused_tokens
 from storage.batches.columns import Author, SampleStatus, policy_mask
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch

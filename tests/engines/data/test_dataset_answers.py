@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from configs.model import RandomModel
-from engines.data.given_answers import answers_of, write_answers
+from engines.data.dataset_answers import answers_of, write_answers
 from engines.models.checkpoints import load_tokenizer, materialize
 from storage.batches.columns import SampleStatus
 from storage.batches.writing import write_batch

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from configs.algorithm.algorithm import AlgorithmConfig
@@ -27,8 +28,7 @@ from engines.algorithms.inputs import AdvantageBatch, Advantages, Paths
 from engines.algorithms.reward_shaping import without_truncated
 from engines.algorithms.rollout_correction import Mismatch, Step, correct, correction_metrics
 from engines.data.column_reading import jagged, numbers, tokens
-from engines.data.results import with_written
-from engines.data.staleness import token_staleness
+from engines.data.contract import with_written
 from storage.batches.columns import TASK
 from storage.batches.refs import BatchRef
 from storage.batches.writing import Jagged, write_batch
@@ -303,3 +303,30 @@ def explained_variance(batch: AdvantageBatch, returns: Tensor) -> float:
     if found.numel() < 2 or not float(found.var()):
         return 0.0
     return float(1 - (found - batch.values[batch.mask]).var() / found.var())
+
+
+def token_staleness(
+    spans: NDArray[np.int64],
+    span_offsets: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    version: int,
+) -> NDArray[np.int32]:
+    """The staleness of each response token, in versions: int32 [T]; 0 for a token of no span.
+
+    Two samples of 3 and 1 tokens, version 6 trains; the first was begun by version 4:
+
+        token_staleness([4, 0, 2, 5, 2, 3, 6, 0, 1], [0, 6, 9], [0, 3, 4], 6)  # [2, 2, 1, 0]
+
+    Args:
+        spans: weight_spans of all samples, flat triples of version, start, stop.
+        span_offsets: int64 [N + 1], where those of each sample begin.
+        offsets: int64 [N + 1], where the response tokens of each sample begin; T is the last.
+        version: the version that trains.
+    """
+    found = np.zeros(int(offsets[-1]), dtype=np.int32)
+    triples = np.asarray(spans, dtype=np.int64).reshape(-1, 3)
+    owners = np.repeat(np.arange(len(offsets) - 1), np.diff(span_offsets) // 3)
+    begins = np.asarray(offsets)[owners]
+    for (wrote, start, stop), begin in zip(triples.tolist(), begins.tolist(), strict=True):
+        found[begin + start : begin + stop] = version - wrote
+    return found

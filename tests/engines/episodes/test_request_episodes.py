@@ -16,8 +16,8 @@ import pytest
 from configs.data import DataConfig, FunctionSource
 from configs.episodes import AgentEnvironment, ClassEnvironment, EpisodesConfig
 from configs.model import RandomModel
-from engines.data.environment_engine import EnvironmentEngine, EnvironmentSpec
-from engines.data.results import AnswerResult, EnvironmentFailed
+from engines.episodes.contract import AnswerResult, EnvironmentFailed, EnvironmentSpec
+from engines.episodes.environment_engine import EnvironmentEngine
 from storage.batches.columns import LIMIT, Author, SampleStatus
 from storage.batches.forest import read_forests
 from storage.batches.refs import BatchRef

@@ -12,8 +12,8 @@ import pytest
 from configs.data import DataConfig, FunctionSource
 from configs.episodes import ClassEnvironment, EpisodesConfig
 from configs.model import RandomModel
-from engines.data.environment_engine import EnvironmentEngine, EnvironmentSpec
-from engines.data.results import EnvironmentFailed
+from engines.episodes.contract import EnvironmentFailed, EnvironmentSpec
+from engines.episodes.environment_engine import EnvironmentEngine
 from storage.batches.columns import Author, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch

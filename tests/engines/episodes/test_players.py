@@ -14,8 +14,8 @@ import pytest
 from configs.data import DataConfig, FunctionSource
 from configs.episodes import ClassEnvironment, EpisodesConfig
 from configs.model import RandomModel
-from engines.data.environment_engine import EnvironmentEngine, EnvironmentSpec
-from engines.data.results import OpponentSeats
+from engines.episodes.contract import EnvironmentSpec, OpponentSeats
+from engines.episodes.environment_engine import EnvironmentEngine
 from engines.rollout.contract import RolloutRequest, RolloutResult, Sampling
 from engines.rollout.samples import Completion, read_begun, read_prompts, write_samples
 from storage.batches.columns import UNFINISHED, Author, SampleStatus

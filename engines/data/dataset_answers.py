@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from engines.data.results import AnswersGiven
+from engines.data.contract import AnswersGiven
 from storage.batches.columns import GIVEN, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch

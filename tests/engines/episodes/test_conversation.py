@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from configs.data import DataConfig, FileSource
 from configs.model import PretrainedModel
 from engines.data.chat_template import VARIABLES, Role, tokenize
-from engines.data.conversation import Conversation
+from engines.episodes.conversation import Conversation
 from engines.models import checkpoints
 from storage.batches.columns import Author
 from tests.engines.data.chat_templates import (

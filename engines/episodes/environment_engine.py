@@ -18,50 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import Field
 
 from configs.data import Source
-from configs.episodes import EpisodesConfig
-from engines.data.chat_template import (
-    TokenizedPrompts,
-    ids_of,
-    put_together,
-    state_number,
-)
-from engines.data.contract import EnvironmentHost
-from engines.data.episode_rows import Episode, episode_columns, read_episodes, seed_of
-from engines.data.frames import (
-    FIRST,
-    FRAME,
-    Form,
-    alike,
-    fitting,
-    form_of,
-    present_frames,
-    stacked,
-    unused_tokens,
-    write_frames,
-)
-from engines.data.gathering import gathered
-from engines.data.played import Played
-from engines.data.players import dealt, players_prompts
-from engines.data.request_episodes import RequestEpisode, RequestEpisodes
-from engines.data.results import (
-    DEADLINE,
-    DONE,
-    ENVIRONMENT_FAILED,
-    FAILED,
-    TOKENS,
-    TURN_TOKENS,
-    TURNS,
-    AnswerResult,
-    EnvironmentFailed,
-    OpponentSeats,
-    PromptsResult,
-    RowsSpec,
-    SampleFailure,
-)
-from engines.data.tool_calls import Malformed, tool_calls
+from engines.data.chat_template import TokenizedPrompts, put_together, state_number
+from engines.data.contract import PromptsResult, SampleFailure
 from engines.environments.one_turn import OneTurn, open_environments
 from engines.environments.protocol import (
     SECONDS,
@@ -79,6 +39,37 @@ from engines.environments.sessions import (
     digest_of,
     took_too_long,
 )
+from engines.episodes.contract import (
+    DEADLINE,
+    DONE,
+    ENVIRONMENT_FAILED,
+    FAILED,
+    TOKENS,
+    TURN_TOKENS,
+    TURNS,
+    AnswerResult,
+    EnvironmentFailed,
+    EnvironmentHost,
+    EnvironmentSpec,
+    OpponentSeats,
+)
+from engines.episodes.episode_rows import Episode, episode_columns, gathered, read_episodes, seed_of
+from engines.episodes.frames import (
+    FIRST,
+    FRAME,
+    Form,
+    alike,
+    fitting,
+    form_of,
+    present_frames,
+    stacked,
+    unused_tokens,
+    write_frames,
+)
+from engines.episodes.players import dealt, players_prompts
+from engines.episodes.request_episodes import RequestEpisode, RequestEpisodes
+from engines.episodes.task_environment import Played, ids_of
+from engines.episodes.tool_calls import Malformed, tool_calls
 from storage.batches.columns import OPPONENTS_TURN, TASK, TURN_LIMIT, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
@@ -93,17 +84,6 @@ _MORE = (
     "the environment is not deterministic: when the episode was played again, the agent asked for "
     "more turns"
 )
-
-
-class EnvironmentSpec(RowsSpec):
-    """From what the engine is built; max_new_tokens are those of a whole conversation."""
-
-    path_tokens: int | None = Field(
-        None,
-        description="Tokens of an episode's paths together, those that they share counted in each.",
-    )
-    episodes: EpisodesConfig = Field(description="The environment, and the limits of an episode.")
-    frames: bool = Field(False, description="Whether frames are kept of what there is to see.")
 
 
 class EnvironmentEngine(EnvironmentHost):
