@@ -4,7 +4,7 @@ A program that misbehaves is a result: it timed out, it was killed. What the mac
 as a sandbox that cannot be started, is SandboxFailed and nobody's score.
 
 Only the standard library is imported: the inner side is loaded in the sandbox too, where there is
-nothing else (engines/sandboxes/supervised.py).
+nothing else (engines/sandboxes/opening.py).
 """
 
 from __future__ import annotations

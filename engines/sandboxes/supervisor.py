@@ -2,7 +2,7 @@
 
 It is process 1 of its process namespace: what programs start and leave behind becomes its child, none
 of them can kill it, and when it ends the kernel ends them all. Its owner is at the other end of its
-standard input and output (engines/sandboxes/supervised.py); when the owner goes, it goes.
+standard input and output (engines/sandboxes/opening.py); when the owner goes, it goes.
 
 Loaded within the sandbox: only the standard library is imported.
 """

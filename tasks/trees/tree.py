@@ -1,9 +1,9 @@
 """Tree rollouts: the completions of a prompt grow together, segment by segment.
 
 A level of a shard's trees is sampled as any shard is, on the rollout engine that is free, from the
-tokens that its paths have; then a data worker says which paths go on (engines/trees/growing.py). Each
-level, and what came of it, is finished in the store: a dead engine costs a segment, and a flow that
-goes on after a crash begins with the level that was not finished.
+tokens that its paths have; then a data worker says which paths go on (engines/trees/tree_engine.py).
+Each level, and what came of it, is finished in the store: a dead engine costs a segment, and a flow
+that goes on after a crash begins with the level that was not finished.
 """
 
 from __future__ import annotations

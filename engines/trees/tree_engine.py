@@ -24,8 +24,8 @@ from engines.rollout.samples import (
     read_begun,
     token_columns,
 )
+from engines.trees.branching import Branch, Noise, TreeNode, branches, leaves, path_of, settled
 from engines.trees.contract import GrownTrees, Growth, TreeGrower, TreeSpec
-from engines.trees.plan import Branch, Noise, TreeNode, branches, leaves, path_of, settled
 from storage.batches.columns import PROMPT_COLUMNS, SEGMENT, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.tree import TreeSettings
-from engines.trees.plan import (
+from engines.trees.branching import (
     PROMPT,
     Branch,
     Noise,

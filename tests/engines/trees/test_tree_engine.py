@@ -12,7 +12,7 @@ import pytest
 
 from configs.tree import TreeSettings
 from engines.trees.contract import GrownTrees, Growth
-from engines.trees.growing import grow, repeats
+from engines.trees.tree_engine import grow, repeats
 from storage.batches.columns import SEGMENT, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
