@@ -159,8 +159,8 @@ def write_statistics(
     mismatch = mismatch_of(store, chosen, algorithm)
     columns: dict[str, object] = {}
     if mismatch is not None:
-        found = correction_rows(mismatch, steps)
-        columns |= {f"{CORRECTION}{name}": part.numpy() for name, part in found.items()}
+        sums = correction_rows(mismatch, steps)
+        columns |= {f"{CORRECTION}{name}": values.numpy() for name, values in sums.items()}
     if scope is not Scope.GROUP:
         batch = estimator_batch(store, chosen, algorithm, mismatch, steps)
         batch, _ = penalised(batch, reward_kl_of(algorithm))
@@ -181,8 +181,8 @@ def _compared(batch: AdvantageBatch, scope: Scope, algorithm: AlgorithmConfig) -
     if scope is Scope.SAMPLES:
         return {SUMS: batch.totals().numpy(), COUNTS: batch.tokens().numpy()}
     raw = before_whitening(algorithm.advantage.kind, batch, arguments)
-    kept = batch.rows.kept(batch.mask)
-    moments = RowMoments.of(kept.take(raw.advantages), kept.rows)
+    counting = batch.rows.kept(batch.mask)
+    moments = RowMoments.of(counting.take(raw.advantages), counting.rows)
     return {
         COUNTS: moments.counts.numpy(),
         SUMS: moments.sums.numpy(),
@@ -206,9 +206,9 @@ def write_part(store: Store, request: AdvantagePartRequest, out_key: str) -> Par
     batch = estimator_batch(store, chosen, algorithm, mismatch, steps)
     result = _estimated(store, request, batch)
     result = with_teacher(result, batch, algorithm)
-    found = Estimated.of(batch, mismatch, steps, result)
-    written = write_columns(store, chosen, found, algorithm, out_key, request.version)
-    sums, extremes = _metrics(found)
+    estimate = Estimated.of(batch, mismatch, steps, result)
+    written = write_columns(store, chosen, estimate, algorithm, out_key, request.version)
+    sums, extremes = _metrics(estimate)
     metrics = {}
     if mismatch is not None and request.number == 0:
         assert statistics is not None
@@ -242,20 +242,20 @@ def _with_mean_weights(
 ) -> tuple[Step, ...]:
     """The corrections, those that normalise with the mean weight over all parts."""
     columns = mean_weight_columns(steps)
-    found = {name: numbers(store, statistics, f"{CORRECTION}{name}") for name in columns}
-    return with_mean_weights(steps, found)
+    weights = {name: numbers(store, statistics, f"{CORRECTION}{name}") for name in columns}
+    return with_mean_weights(steps, weights)
 
 
 def _correction_metrics(
     store: Store, statistics: BatchRef, steps: tuple[Step, ...]
 ) -> dict[str, float]:
     """The metrics of the corrections over all parts."""
-    found = {
+    sums = {
         name.removeprefix(CORRECTION): numbers(store, statistics, name)
         for name in statistics.names
         if name.startswith(CORRECTION)
     }
-    metrics = metrics_of_rows(found, steps)
+    metrics = metrics_of_rows(sums, steps)
     return {f"{CORRECTION}{name}": value for name, value in metrics.items()}
 
 
@@ -280,10 +280,10 @@ def _per_sample(
 ) -> Tensor:
     """The advantage of each sample of the step [N], from numbers by row: one token stands for it."""
     rewards = numbers(store, statistics, SUMS)
-    one = torch.ones(len(rewards), dtype=torch.int64)
+    lengths = torch.ones(len(rewards), dtype=torch.int64)
     batch = AdvantageBatch(
-        rows=Rows.of_lengths(one),
-        mask=one.bool(),
+        rows=Rows.of_lengths(lengths),
+        mask=lengths.bool(),
         rewards=rewards,
         groups=torch.from_numpy(parts.samples.own_groups(store)),
         tasks=task_numbers(store, parts.samples),
@@ -303,27 +303,27 @@ def _moments(store: Store, statistics: BatchRef) -> tuple[Tensor, Tensor]:
     ).combined()
 
 
-def _metrics(found: Estimated) -> tuple[dict[str, float], dict[str, float]]:
+def _metrics(estimate: Estimated) -> tuple[dict[str, float], dict[str, float]]:
     """What `joined` makes the step's metrics of: sums, and extremes."""
-    batch, result = found.batch, found.result
-    own = result.advantages.float()[batch.mask].double()
+    batch, result = estimate.batch, estimate.result
+    advantages = result.advantages.float()[batch.mask].double()
     sums = {
-        "tokens": float(own.numel()),
-        "advantages": float(own.sum()),
-        "advantages_squared": float(own.square().sum()),
+        "tokens": float(advantages.numel()),
+        "advantages": float(advantages.sum()),
+        "advantages_squared": float(advantages.square().sum()),
     }
     extremes = {}
-    if own.numel():
-        extremes = {"max": float(own.max()), "negative_min": float(-own.min())}
+    if advantages.numel():
+        extremes = {"max": float(advantages.max()), "negative_min": float(-advantages.min())}
     if batch.values is not None and result.returns is not None:
         returns = result.returns[batch.mask].double()
         rest = returns - batch.values[batch.mask]
         for name, values in (("returns", returns), ("rest", rest)):
             sums |= {name: float(values.sum()), f"{name}_squared": float(values.square().sum())}
     added = {"advantage": result.metrics}
-    if found.mismatch is not None and found.steps:
-        kept = correct(found.mismatch, found.steps)[1]
-        added["correction"] = kept_sums(found.mismatch, kept)
+    if estimate.mismatch is not None and estimate.steps:
+        accepted = correct(estimate.mismatch, estimate.steps)[1]
+        added["correction"] = kept_sums(estimate.mismatch, accepted)
     for of, metrics in added.items():
         for name, pair in metrics.means.items():
             sums |= {f"mean/{of}/{name}": float(pair[0]), f"count/{of}/{name}": float(pair[1])}

@@ -86,16 +86,16 @@ def write_advantages(
     batch = estimator_batch(store, chosen, algorithm, mismatch, steps)
     result = by_branch(store, chosen.samples, batch, algorithm)
     result = with_teacher(result, batch, algorithm)
-    found = Estimated.of(batch, mismatch, steps, result)
+    estimate = Estimated.of(batch, mismatch, steps, result)
     advantages = result.advantages.float()
-    metrics = {**result.metrics.values(), **_summary(advantages[found.batch.mask])}
+    metrics = {**result.metrics.values(), **_summary(advantages[estimate.batch.mask])}
     if batch.values is not None and result.returns is not None:
         metrics["explained_variance"] = explained_variance(batch, result.returns)
     metrics = {f"advantage/{name}": value for name, value in metrics.items()}
-    if found.mismatch is not None:
-        gap = correction_metrics(found.mismatch, steps)
+    if estimate.mismatch is not None:
+        gap = correction_metrics(estimate.mismatch, steps)
         metrics |= {f"correction/{name}": value for name, value in gap.items()}
-    written = write_columns(store, chosen, found, algorithm, out_key, version)
+    written = write_columns(store, chosen, estimate, algorithm, out_key, version)
     return with_written(chosen.samples, written), metrics
 
 
@@ -127,21 +127,21 @@ def by_branch(
 def write_columns(
     store: Store,
     chosen: Chosen,
-    found: Estimated,
+    estimate: Estimated,
     algorithm: AlgorithmConfig,
     out_key: str,
     version: int,
 ) -> BatchRef:
     """Store the columns that the update reads, of N samples with T response tokens."""
-    samples, batch, result = chosen.samples, found.batch, found.result
+    samples, batch, result = chosen.samples, estimate.batch, estimate.result
     offsets = batch.rows.offsets.numpy()
     advantages = result.advantages.float()
     columns: dict[str, Tensor] = {"advantages": advantages, "response_mask": batch.mask.byte()}
     if batch.values is not None and result.returns is not None:
         columns["returns"] = result.returns.float()
-    if found.mismatch is not None and found.steps:
-        weights, kept = correct(found.mismatch, found.steps)
-        columns |= {"correction_weights": weights.float(), "correction_kept": kept.byte()}
+    if estimate.mismatch is not None and estimate.steps:
+        weights, accepted = correct(estimate.mismatch, estimate.steps)
+        columns |= {"correction_weights": weights.float(), "correction_kept": accepted.byte()}
     stored: dict[str, object] = {
         name: Jagged(values.numpy(), offsets) for name, values in columns.items()
     }
@@ -232,9 +232,9 @@ def task_numbers(store: Store, samples: BatchRef) -> Tensor | None:
     """int64 [N]: equal for samples of one task; None where a run has one."""
     if TASK not in samples.names:
         return None
-    names = [str(one) for one in samples.fetch_list(store, TASK)]
-    known = {name: number for number, name in enumerate(sorted(set(names)))}
-    return torch.tensor([known[name] for name in names], dtype=torch.int64)
+    names = [str(name) for name in samples.fetch_list(store, TASK)]
+    number_of = {name: number for number, name in enumerate(sorted(set(names)))}
+    return torch.tensor([number_of[name] for name in names], dtype=torch.int64)
 
 
 def _turns(store: Store, samples: BatchRef, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -299,10 +299,10 @@ def explained_variance(batch: AdvantageBatch, returns: Tensor) -> float:
         returns: R [T].
     """
     assert batch.values is not None
-    found = returns[batch.mask].double()
-    if found.numel() < 2 or not float(found.var()):
+    counting = returns[batch.mask].double()
+    if counting.numel() < 2 or not float(counting.var()):
         return 0.0
-    return float(1 - (found - batch.values[batch.mask]).var() / found.var())
+    return float(1 - (counting - batch.values[batch.mask]).var() / counting.var())
 
 
 def token_staleness(
@@ -323,10 +323,10 @@ def token_staleness(
         offsets: int64 [N + 1], where the response tokens of each sample begin; T is the last.
         version: the version that trains.
     """
-    found = np.zeros(int(offsets[-1]), dtype=np.int32)
+    staleness = np.zeros(int(offsets[-1]), dtype=np.int32)
     triples = np.asarray(spans, dtype=np.int64).reshape(-1, 3)
     owners = np.repeat(np.arange(len(offsets) - 1), np.diff(span_offsets) // 3)
     begins = np.asarray(offsets)[owners]
     for (wrote, start, stop), begin in zip(triples.tolist(), begins.tolist(), strict=True):
-        found[begin + start : begin + stop] = version - wrote
-    return found
+        staleness[begin + start : begin + stop] = version - wrote
+    return staleness

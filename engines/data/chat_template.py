@@ -191,8 +191,8 @@ def _tokenized_by_task(
         places = [place for place, row in enumerate(rows) if row[TASK] == name]
         shown = None if observations is None else [observations[place] for place in places]
         own = [rows[place] for place in places]
-        made = tokenize(own, config, tokenizer, tools, shown, longest)
-        parts.append((places, made))
+        prompts = tokenize(own, config, tokenizer, tools, shown, longest)
+        parts.append((places, prompts))
     return put_together(parts)
 
 
@@ -200,9 +200,11 @@ def put_together(parts: Iterable[tuple[Sequence[int], TokenizedPrompts]]) -> Tok
     """The prompts of parts of some rows, each with the positions of its rows, as those of all."""
     ids: dict[int, list[int]] = {}
     dropped: list[tuple[int, str]] = []
-    for places, made in parts:
-        ids |= {places[at]: one for at, one in zip(made.kept, made.prompt_ids, strict=True)}
-        dropped += [(places[at], reason) for at, reason in made.dropped]
+    for places, prompts in parts:
+        ids |= {
+            places[at]: tokens for at, tokens in zip(prompts.kept, prompts.prompt_ids, strict=True)
+        }
+        dropped += [(places[at], reason) for at, reason in prompts.dropped]
     kept = sorted(ids)
     return TokenizedPrompts(
         prompt_ids=[ids[place] for place in kept], kept=kept, dropped=sorted(dropped)
@@ -267,7 +269,7 @@ def _encode_chats(
     require_template(tokenizer)
     taken = bool(tools) and takes_tools(tokenizer, tools)
     words = tools_in_words(tools) if tools and not taken else ""
-    given = {"tools": list(tools)} if taken else {}
+    shown = {"tools": list(tools)} if taken else {}
     encoded: list[list[int]] = []
     for prompt, own in zip(prompts, variables, strict=True):
         chat = first_chat(prompt, config, words)
@@ -278,12 +280,12 @@ def _encode_chats(
                 tokenize=False,
                 add_generation_prompt=not answering,
                 continue_final_message=answering,
-                **{**own, **given},
+                **{**own, **shown},
             )
         except (TemplateError, TypeError, ValueError) as error:
-            said = " ".join(str(error).split())
+            cause = " ".join(str(error).split())
             raise ValueError(
-                f"Prompt {len(encoded)} of the batch: the model's chat template refuses it: {said}"
+                f"Prompt {len(encoded)} of the batch: the model's chat template refuses it: {cause}"
             ) from None
         ids = tokenizer(f"{text}{config.prefill}", add_special_tokens=False)["input_ids"]
         encoded.append(cast("list[int]", ids))
@@ -339,8 +341,8 @@ def read_texts(
 
     tokenizer: the policy's.
     """
-    found = cast("list[Row]", prompts.fetch_list(store, "row"))
-    rows = [found[place] for place in samples.prompts_in(store, prompts).tolist()]
+    prompt_rows = cast("list[Row]", prompts.fetch_list(store, "row"))
+    rows = [prompt_rows[place] for place in samples.prompts_in(store, prompts).tolist()]
     ids, offsets = samples.fetch_numpy(store, "response_ids")
     assert offsets is not None
     completion_ids = [ids[a:b].tolist() for a, b in itertools.pairwise(offsets)]

@@ -75,24 +75,24 @@ class DataEngine(Scorer):
     ) -> PromptsResult:
         """Write the prompts of rows, of the data set or of another source with the same columns."""
         opened = self._source if source is None else open_source(source)
-        found = opened.rows(rows)
-        made = tokenize(found, self._spec.data, self._tokenizer)
-        dropped = tuple((rows[position], reason) for position, reason in made.dropped)
-        if not made.kept:
+        contents = opened.rows(rows)
+        tokenized = tokenize(contents, self._spec.data, self._tokenizer)
+        dropped = tuple((rows[position], reason) for position, reason in tokenized.dropped)
+        if not tokenized.kept:
             return PromptsResult(ref=None, dropped=dropped)
-        count = len(made.kept)
+        count = len(tokenized.kept)
         columns: dict[str, object] = {
-            "prompt_ids": made.prompt_ids,
+            "prompt_ids": tokenized.prompt_ids,
             **({} if first_group is None else {"group_id": first_group + np.arange(count)}),
-            "prompt_row": np.asarray([rows[p] for p in made.kept], dtype=np.int64),
-            "row": [found[p] for p in made.kept],
+            "prompt_row": np.asarray([rows[p] for p in tokenized.kept], dtype=np.int64),
+            "row": [contents[p] for p in tokenized.kept],
         }
         if source is None:
-            columns |= self._spec.task_columns([found[p] for p in made.kept])
+            columns |= self._spec.task_columns([contents[p] for p in tokenized.kept])
         state = self._spec.data.state_column
         if state is not None:
             columns["state_id"] = np.asarray(
-                [state_number(found[p][state]) for p in made.kept], dtype=np.int64
+                [state_number(contents[p][state]) for p in tokenized.kept], dtype=np.int64
             )
         return PromptsResult(ref=write_batch(self._store, out_key, columns), dropped=dropped)
 
@@ -103,8 +103,8 @@ class DataEngine(Scorer):
     def probe(self) -> tuple[list[list[int]], list[int]]:
         """Sequences of the dataset of several lengths, and how many tokens of each are the prompt."""
         rows = list(range(min(len(PROBE_TOKENS), len(self._source))))
-        made = tokenize(self._source.rows(rows), self._spec.data, self._tokenizer)
-        prompts = [ids for ids in made.prompt_ids if len(ids) > 1]
+        tokenized = tokenize(self._source.rows(rows), self._spec.data, self._tokenizer)
+        prompts = [ids for ids in tokenized.prompt_ids if len(ids) > 1]
         if not prompts:
             longest = self._spec.data.max_prompt_tokens
             raise ValueError(
@@ -144,7 +144,7 @@ class DataEngine(Scorer):
         sample_ids, _ = samples.fetch_numpy(self._store, "sample_id")
         if "episode" in samples.names:
             rows = with_episodes(self._store, samples, rows)
-        given = {} if models is None else model_columns(self._store, models)
+        model_scores = {} if models is None else model_columns(self._store, models)
         began = time.monotonic()
         scores = self._rewards.score(
             texts.prompts,
@@ -152,7 +152,7 @@ class DataEngine(Scorer):
             rows,
             texts.completion_ids,
             request.trainer_state,
-            given,
+            model_scores,
             lambda: self._source if source is None else open_source(source),
         )
         seconds = time.monotonic() - began
@@ -239,17 +239,17 @@ class DataEngine(Scorer):
 
 def model_columns(store: Store, models: ModelScores) -> dict[str, Column]:
     """What reward models gave, by function, as a function's view of N samples."""
-    found = {}
-    for one in models.code:
-        values = models.ref.fetch_numpy(store, f"{SCORE}{one.name}")[0].astype(np.float64)
-        said = models.ref.fetch_list(store, f"{EXTRA}{one.name}/{ERROR}")
+    columns = {}
+    for function in models.code:
+        values = models.ref.fetch_numpy(store, f"{SCORE}{function.name}")[0].astype(np.float64)
+        errors = models.ref.fetch_list(store, f"{EXTRA}{function.name}/{ERROR}")
         applied = np.isfinite(values)
-        found[one.name] = Column(
+        columns[function.name] = Column(
             values=np.where(applied, values, 0.0),
             applied=applied,
-            errors={int(i): str(said[i]) for i in np.flatnonzero(~applied)},
+            errors={int(i): str(errors[i]) for i in np.flatnonzero(~applied)},
         )
-    return found
+    return columns
 
 
 def with_episodes(store: Store, samples: BatchRef, rows: list[Row]) -> list[Row]:
@@ -261,17 +261,17 @@ def with_episodes(store: Store, samples: BatchRef, rows: list[Row]) -> list[Row]
     values, offsets = samples.fetch_numpy(store, "turn_rewards")
     assert offsets is not None
     ended = samples.fetch_list(store, "episode")
-    found: list[Row] = []
+    extended: list[Row] = []
     for row, why, (start, stop) in zip(rows, ended, itertools.pairwise(offsets), strict=True):
-        turns = [None if math.isnan(one) else one for one in values[start:stop].tolist()]
-        given = [one for one in turns if one is not None]
-        total = sum(given) if given else None
+        turns = [None if math.isnan(reward) else reward for reward in values[start:stop].tolist()]
+        rewards = [reward for reward in turns if reward is not None]
+        total = sum(rewards) if rewards else None
         columns = dict(zip(EPISODE_COLUMNS, (total, turns, str(why)), strict=True))
-        found.append({**row, **cast("Row", columns)})
+        extended.append({**row, **cast("Row", columns)})
     if PLAYER in samples.names:
         players = samples.fetch_numpy(store, PLAYER)[0].tolist()
-        found = [{**row, PLAYER: player} for row, player in zip(found, players, strict=True)]
-    return found
+        extended = [{**row, PLAYER: player} for row, player in zip(extended, players, strict=True)]
+    return extended
 
 
 def score_columns(scores: Scores, status: NDArray[Any], reward_code: str) -> dict[str, object]:
@@ -290,9 +290,9 @@ def score_columns(scores: Scores, status: NDArray[Any], reward_code: str) -> dic
         "reward_code": [reward_code] * len(status),
     }
     for position, name in enumerate(scores.names):
-        given = scores.applied[:, position] & ~failed
+        scored = scores.applied[:, position] & ~failed
         columns[f"{SCORE}{name}"] = np.where(
-            given, scores.components[:, position], np.float32("nan")
+            scored, scores.components[:, position], np.float32("nan")
         )
     for name, values in scores.extras.items():
         columns[f"{EXTRA}{name}"] = values

@@ -27,14 +27,14 @@ SHARED = ("prompt_ids", "group_id", "prompt_row", "state_id")  # columns of prom
 def answers_of(row: Row, column: str, n: int, where: str) -> list[str]:
     """The first n answers of a row: its only one, or those of a list. ValueError for fewer."""
     value = row.get(column)
-    given = value if isinstance(value, list) else [value]
-    if len(given) < n or not all(isinstance(one, str) and one for one in given):
+    answers = value if isinstance(value, list) else [value]
+    if len(answers) < n or not all(isinstance(answer, str) and answer for answer in answers):
         raise ValueError(
             f"{where} has {column} = {str(value)[:80]!r}, and group_size = {n} answers of the "
             "teacher are wanted in it, each a text. Set off_policy.column to a column that has "
             f"{'one in each row' if n == 1 else 'a list of so many in each row'}, or group_size."
         )
-    return [str(one) for one in given[:n]]
+    return [str(answer) for answer in answers[:n]]
 
 
 def write_answers(
@@ -60,19 +60,19 @@ def write_answers(
             "Set model to a checkpoint that has one, or off_policy = null."
         )
     whole = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    ids = [[*one, tokenizer.eos_token_id] for one in whole]
-    truncated = np.array([len(one) > max_new_tokens for one in ids])
-    ids = [one[:max_new_tokens] for one in ids]
+    ids = [[*tokens, tokenizer.eos_token_id] for tokens in whole]
+    truncated = np.array([len(tokens) > max_new_tokens for tokens in ids])
+    ids = [tokens[:max_new_tokens] for tokens in ids]
     groups = prompts.fetch_numpy(store, "group_id")[0].astype(np.int64)
     count = len(ids)
     written = write_batch(
         store,
         out_key,
         {
-            "response_ids": [np.array(one, np.int32) for one in ids],
-            "rollout_logprobs": [np.full(len(one), np.nan, np.float32) for one in ids],
+            "response_ids": [np.array(tokens, np.int32) for tokens in ids],
+            "rollout_logprobs": [np.full(len(tokens), np.nan, np.float32) for tokens in ids],
             "weight_spans": [np.zeros(0, np.int64)] * count,
-            "response_mask": [np.ones(len(one), np.uint8) for one in ids],
+            "response_mask": [np.ones(len(tokens), np.uint8) for tokens in ids],
             "sample_id": np.repeat(groups, n) * n + np.tile(np.arange(n), len(groups)),
             "status": np.where(truncated, SampleStatus.TRUNCATED, SampleStatus.OK).astype(np.int64),
             "finish_reason": [GIVEN] * count,

@@ -42,16 +42,16 @@ class Measured:
     # [N], share of each response's n-grams that came before in it; None: not measured.
     repeated: NDArray[np.float32] | None = None
 
-    def at(self, there: NDArray[np.bool_]) -> Measured:
+    def at(self, selected: NDArray[np.bool_]) -> Measured:
         """Those of some samples."""
         return Measured(
-            rewards=self.rewards[there],
-            components={name: part[there] for name, part in self.components.items()},
-            failed=self.failed[there],
-            truncated=self.truncated[there],
-            lengths=self.lengths[there],
-            groups=self.groups[there],
-            repeated=None if self.repeated is None else self.repeated[there],
+            rewards=self.rewards[selected],
+            components={name: part[selected] for name, part in self.components.items()},
+            failed=self.failed[selected],
+            truncated=self.truncated[selected],
+            lengths=self.lengths[selected],
+            groups=self.groups[selected],
+            repeated=None if self.repeated is None else self.repeated[selected],
         )
 
 
@@ -68,14 +68,14 @@ def task_metrics(
         tasks: [N], the name of each one's task.
         right_from: a reward.
     """
-    found: dict[str, float] = {}
+    by_task: dict[str, float] = {}
     for name in np.unique(tasks).tolist():
         own = measured.at(tasks == name)
         metrics = {**sample_metrics(own), "prompts": float(len(np.unique(own.groups)))}
         if not own.failed.all():
             metrics["right"] = float((own.rewards[~own.failed] >= right_from).mean())
-        found |= {f"task/{name}/{metric}": value for metric, value in metrics.items()}
-    return found
+        by_task |= {f"task/{name}/{metric}": value for metric, value in metrics.items()}
+    return by_task
 
 
 def sample_metrics(measured: Measured) -> dict[str, float]:
@@ -112,9 +112,9 @@ def sample_metrics(measured: Measured) -> dict[str, float]:
             torch.from_numpy(repeated)[good].double().mean()
         )
     for name, component in measured.components.items():
-        given = torch.from_numpy(component)[good].double()
-        if not bool(given.isnan().all()):
-            metrics[f"reward/{name}"] = float(given.nanmean())
+        values = torch.from_numpy(component)[good].double()
+        if not bool(values.isnan().all()):
+            metrics[f"reward/{name}"] = float(values.nanmean())
     return metrics
 
 
@@ -191,23 +191,23 @@ def metrics_of(
             dense(store, samples, "repeated_ngrams") if "repeated_ngrams" in samples.names else None
         ),
     )
-    found = sample_metrics(measured)
+    metrics = sample_metrics(measured)
     if TASK in samples.names:
-        tasks = np.array([str(one) for one in samples.fetch_list(store, TASK)])
-        found |= task_metrics(measured, tasks, right_from)
+        tasks = np.array([str(name) for name in samples.fetch_list(store, TASK)])
+        metrics |= task_metrics(measured, tasks, right_from)
     if "author" in samples.names:
         authors, bounds = jagged(store, samples, "author")
         ended = (authors == Author.BUDGET).nonzero()[0]
         if len(ended) or "episode" not in samples.names:
             cut = len(np.unique(np.searchsorted(bounds, ended, side="right")))
-            found["response/thoughts_ended_by_budget"] = cut / len(samples)
+            metrics["response/thoughts_ended_by_budget"] = cut / len(samples)
     if "episode" in samples.names:
         turns = "turn_order" if "turn_order" in samples.names else "turn_rewards"
-        found |= episode_metrics(
+        metrics |= episode_metrics(
             turns=samples.lengths(store, turns),
             tokens=samples.lengths(store, "response_ids"),
             seconds=dense(store, samples, "env_seconds"),
-            ended=[str(one) for one in samples.fetch_list(store, "episode")],
+            ended=[str(why) for why in samples.fetch_list(store, "episode")],
             drawn=drawn_tokens(store, samples),
             mask=jagged(store, samples, "response_mask")[0].astype(bool),
             rewritten=(
@@ -216,15 +216,15 @@ def metrics_of(
                 else None
             ),
         )
-    return found
+    return metrics
 
 
 def selection_metrics(selected: Selected, filtered: int) -> dict[str, float]:
     """Samples kept, and left out by each step of the recipe's selection; groups left out."""
-    kept = float(selected.keep.sum())
+    remaining = float(selected.keep.sum())
     return {
-        "selection/samples_kept": kept,
-        "selection/samples_left_out": float(selected.keep.numel()) - kept,
+        "selection/samples_kept": remaining,
+        "selection/samples_left_out": float(selected.keep.numel()) - remaining,
         "selection/groups_left_out": float(filtered),
         **{f"selection/{name}": count for name, count in selected.metrics.items()},
     }
@@ -240,17 +240,17 @@ def dropped_by_length(
     """
     if left_out is None:
         return {}
-    kept, lost = (policy_tokens(store, ref) for ref in (samples, left_out))
-    return drop_rates(kept, lost)
+    waited, dropped = (policy_tokens(store, ref) for ref in (samples, left_out))
+    return drop_rates(waited, dropped)
 
 
-def drop_rates(kept: NDArray[np.int64], dropped: NDArray[np.int64]) -> dict[str, float]:
+def drop_rates(waited: NDArray[np.int64], dropped: NDArray[np.int64]) -> dict[str, float]:
     """[K], [D]: lengths in tokens. drop_rate/length_decile_1 … 10, and drop_rate/all.
 
     Lengths 1 … 8 kept and 9, 10 dropped: 0 in the first eight deciles, 1 in the last two.
     """
-    lost = np.concatenate([np.zeros(len(kept), bool), np.ones(len(dropped), bool)])
-    order = np.argsort(np.concatenate([kept, dropped]), kind="stable")
+    lost = np.concatenate([np.zeros(len(waited), bool), np.ones(len(dropped), bool)])
+    order = np.argsort(np.concatenate([waited, dropped]), kind="stable")
     decile = np.empty(len(order), np.int64)
     decile[order] = np.arange(len(order)) * 10 // len(order)
     rates = {

@@ -65,11 +65,11 @@ class Choice:
                 "Scoring failed for samples of every group of the step, so none of them may train."
             )
 
-    def with_columns(self, store: Store, kept: BatchRef) -> Choice:
-        """The same choice, its samples with the columns that `kept`, the same samples, have."""
-        ids, theirs = (dense(store, ref, "sample_id") for ref in (self.chosen.samples, kept))
+    def with_columns(self, store: Store, columns: BatchRef) -> Choice:
+        """The same choice, its samples with `columns`, those of the same samples."""
+        ids, theirs = (dense(store, ref, "sample_id") for ref in (self.chosen.samples, columns))
         assert np.array_equal(ids, theirs), "the columns are of other samples than those that train"
-        return replace(self, chosen=replace(self.chosen, samples=kept))
+        return replace(self, chosen=replace(self.chosen, samples=columns))
 
     def result(self, ref: BatchRef, metrics: dict[str, float]) -> AdvantagesResult:
         """With the batch that trains, and the metrics of its advantages."""
@@ -121,15 +121,15 @@ def choose(
     if request.repetition is not None:
         samples = samples.with_columns(request.repetition)
     shaped = shaped_samples(store, samples.take(whole), algorithm, max_new_tokens)
-    given = numbers(store, samples.take(whole), "reward")
+    rewards = numbers(store, samples.take(whole), "reward")
     rules = selection_of(algorithm)
-    selected = select(shaped.rewards, torch.from_numpy(groups[whole]), rules, given)
+    selected = select(shaped.rewards, torch.from_numpy(groups[whole]), rules, rewards)
     filtered = filtered_groups(prompts[scored], prompts[whole], selected, [r.name for r in rules])
-    kept = np.flatnonzero(selected.keep.numpy())
-    informative = np.unique(prompts[whole][kept])  # groups are numbered as they are drawn
+    selection = np.flatnonzero(selected.keep.numpy())
+    informative = np.unique(prompts[whole][selection])  # groups are numbered as they are drawn
     training = informative[: request.most_groups]
-    kept = kept[np.isin(prompts[whole][kept], training)]
-    index = whole[kept]
+    selection = selection[np.isin(prompts[whole][selection], training)]
+    index = whole[selection]
     left = {
         "teacher_failed": by_teacher,
         FAILED: len(lost) - by_teacher,
@@ -137,9 +137,9 @@ def choose(
     }
     chosen = Chosen(
         samples=samples.take(index).drop([] if request.repetition is None else [REPETITION]),
-        rewards=shaped.rewards[kept],
-        masked=shaped.masked[kept],
-        components={name: part[kept] for name, part in shaped.components.items()},
+        rewards=shaped.rewards[selection],
+        masked=shaped.masked[selection],
+        components={name: part[selection] for name, part in shaped.components.items()},
         baselines=None if per_sample is None else torch.from_numpy(per_sample[index]),
     )
     return Choice(
@@ -170,10 +170,10 @@ def filtered_groups(
     last, keeps = np.full(len(groups), -1), np.zeros(len(groups), bool)
     np.maximum.at(last, member, selected.left_out_by.numpy())
     keeps[member[selected.keep.numpy()]] = True
-    found = Counter(rules[rule] for rule in last[~keeps].tolist())
+    by_rule = Counter(rules[rule] for rule in last[~keeps].tolist())
     if unplayed := len(np.setdiff1d(scored, whole)):
-        found[NO_TURN] += unplayed
-    return dict(found)
+        by_rule[NO_TURN] += unplayed
+    return dict(by_rule)
 
 
 def resolve_failures(
@@ -234,11 +234,11 @@ def shaped_samples(
         repetition=repetition_of(store, samples, algorithm),
     )
     parts = components(store, samples)
-    given = rewards
+    before = rewards
     if shaping.truncated == "zero":
         parts = {name: torch.where(truncated, 0.0, part) for name, part in parts.items()}
-        given = torch.where(truncated, 0.0, given)
-    penalties = shaped.rewards - given
+        before = torch.where(truncated, 0.0, before)
+    penalties = shaped.rewards - before
     if penalties.any():  # a component of its own for a method that compares them one by one
         parts["shaping"] = penalties
     return ShapedSamples(

@@ -182,11 +182,11 @@ class Conversation:
                 f"The chat template writes other words around the observation {observation[:40]!r} "
                 f"than around others. {_ANOTHER}"
             )
-        found = self._framed(text, len(frame.before), stop, frame.before_ids, frame.after_ids)
+        delta = self._framed(text, len(frame.before), stop, frame.before_ids, frame.after_ids)
         written = frame.written(ended, last)
-        if stop > len(frame.before) and written > _common(found.ids, frame.before_ids):
+        if stop > len(frame.before) and written > _common(delta.ids, frame.before_ids):
             written = 0  # it is one token with the observation
-        return Delta(found.ids[written:], found.authors[written:])
+        return Delta(delta.ids[written:], delta.authors[written:])
 
     def opened(self, row: Row, observation: str) -> list[int]:
         """The prompt of a player that waits for its first turn: it goes on with `first`.
@@ -217,8 +217,8 @@ class Conversation:
             text = f"{prompt}{self._config.prefill}"
         else:
             text = self.for_row(row)._render(first_chat(prompt, self._config, self._words))
-        before, found, after = text.rpartition(_OBSERVED)
-        if not found:
+        before, separator, after = text.rpartition(_OBSERVED)
+        if not separator:
             raise ValueError(f"The chat template leaves out what a user says. {_ANOTHER}")
         return before, after
 
@@ -280,8 +280,8 @@ class Conversation:
             chat.append({"role": self.role_of(role), "content": observation})
         text, place, parts = self._render(chat), 0, []
         for _, observation in turns:
-            if (found := text.find(observation.strip(), place)) >= 0:
-                parts.append((found, place := found + len(observation.strip())))
+            if (start := text.find(observation.strip(), place)) >= 0:
+                parts.append((start, place := start + len(observation.strip())))
         ids, prompt = self._encode(text, *parts), self._encode(self._render(asked))
         common = _common(ids, prompt)
         return len(prompt) - common, ids[common:]
@@ -342,10 +342,10 @@ class Conversation:
     def _check_plain(self) -> None:
         """ValueError where the tokenizer changes what is encoded apart from the text before it."""
         ids = [*self._encode(_ANSWER), *self.delta(f"\n{_OBSERVED}", ended=True, last=None).ids]
-        found = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        if found != f"{_ANSWER}\n{_OBSERVED}":
+        text = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        if text != f"{_ANSWER}\n{_OBSERVED}":
             raise ValueError(
-                f"This model's tokenizer makes {found!r} of {_ANSWER!r} and an observation after it, "
+                f"This model's tokenizer makes {text!r} of {_ANSWER!r} and an observation after it, "
                 f"{_OBSERVED!r} on a line of its own. Set data.template = chat, or use a model with "
                 "another tokenizer."
             )
@@ -359,19 +359,19 @@ class Conversation:
                 return  # the model cannot but think
             begun = opened if opened or not thinking else _OPENERS[0]
             written = (begun + _THOUGHT if thinking else "") + _ANSWER
-            said = self._config.prefill.removesuffix(opened)  # for it, before what it wrote
-            opened, content = said + opened, said + written
+            prefilled = self._config.prefill.removesuffix(opened)  # for it, before what it wrote
+            opened, content = prefilled + opened, prefilled + written
             answered: list[Message] = [*chat, {"role": "assistant", "content": content}]
             chat = [*answered, {"role": self.role_of(role), "content": _OBSERVED}]
             before, begins = begins, self._render(chat)
             gap = begins[len(before) :]  # blanks there stand for those that a model writes itself
             blanks = gap[: len(gap) - len(gap.lstrip(" "))]
             stands = before + blanks + content.removeprefix(opened)
-            kept = begins.startswith(stands)
-            self.rewrites = self.rewrites or not kept
+            unchanged = begins.startswith(stands)
+            self.rewrites = self.rewrites or not unchanged
             delta = self.delta(_OBSERVED, ended=False, last=None, role=role)
             ids = self._encode(begins)
-            stood = self._encode(stands) if kept else ids[: max(0, len(ids) - len(delta.ids))]
+            stood = self._encode(stands) if unchanged else ids[: max(0, len(ids) - len(delta.ids))]
             if ids != [*stood, *delta.ids]:
                 raise ValueError(
                     f"The chat template's words after {turn} are not the same, as tokens, as in a "
@@ -415,9 +415,9 @@ class Conversation:
         from jinja2.exceptions import TemplateError
 
         try:
-            given = {} if self._given is None else {"tools": self._given}
+            tools = {} if self._given is None else {"tools": self._given}
             text = self._tokenizer.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=True, **{**self._variables, **given}
+                chat, tokenize=False, add_generation_prompt=True, **{**self._variables, **tools}
             )
             return f"{text}{self._config.prefill}"
         except TemplateError as error:
@@ -426,12 +426,12 @@ class Conversation:
                 f"{', '.join(message['role'] for message in chat)}: {error}. {_ANOTHER}"
             ) from None
 
-    def _encode(self, text: str, *said: tuple[int, int]) -> list[int]:
+    def _encode(self, text: str, *observations: tuple[int, int]) -> list[int]:
         """Token ids of a text. Special tokens in the parts that were said are cut, so they are text.
 
         A special token of one character cannot be cut and stays one. said: starts and stops.
         """
-        cuts = [0, *(cut for part in said for cut in self._cuts(text, *part)), len(text)]
+        cuts = [0, *(cut for part in observations for cut in self._cuts(text, *part)), len(text)]
         parts = [text[a:b] for a, b in itertools.pairwise(cuts) if a < b]
         if not parts:
             return []
@@ -440,11 +440,11 @@ class Conversation:
 
     def _cuts(self, text: str, start: int, stop: int) -> Iterator[int]:
         if self._special is not None:
-            for found in self._special.finditer(text, start, stop):
-                yield found.start() + 1
+            for match in self._special.finditer(text, start, stop):
+                yield match.start() + 1
 
 
-def _common(one: Iterable[object], other: Iterable[object]) -> int:
+def _common(first: Iterable[object], second: Iterable[object]) -> int:
     """With how many equal items two sequences begin."""
-    pairs = zip(one, other, strict=False)
+    pairs = zip(first, second, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

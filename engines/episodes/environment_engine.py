@@ -106,12 +106,12 @@ class EnvironmentEngine(EnvironmentHost):
             data = spec.data.tasks[name] if name else spec.data
             most = limits.get(name, spec.max_new_tokens)
             self._played[name] = Played.of(self._tokenizer, data, settings, opened[key], most)
-        settings_of = [one.settings for one in self._played.values()]
+        settings_of = [task.settings for task in self._played.values()]
         self._requests = RequestEpisodes(
             self._store,
             self._of,
             words=len(self._tokenizer),
-            forests=any(one.are_forests for one in settings_of),
+            forests=any(task.are_forests for task in settings_of),
             path_tokens=spec.path_tokens,
         )
 
@@ -125,41 +125,41 @@ class EnvironmentEngine(EnvironmentHost):
         row's environment can be reset.
         """
         opened_source = self._source if source is None else open_source(source)
-        found = opened_source.rows(rows)
+        contents = opened_source.rows(rows)
         other = "" if source is None else opened_source.digest
         seeds = [seed_of(self._spec.episodes.seed, row, other) for row in rows]
-        opened = self._opened(found, seeds)
+        opened = self._opened(contents, seeds)
         if self._spec.frames:
             opened = alike(opened)
-        good = [number for number, one in enumerate(opened) if one.failed is None]
-        if not good:
+        ready = [number for number, one in enumerate(opened) if one.failed is None]
+        if not ready:
             raise EnvironmentFailed(f"No environment could be reset: {opened[0].failed}")
-        made, players = self._prompts(
-            [found[number] for number in good], [opened[number].observation for number in good]
+        tokenized, players = self._prompts(
+            [contents[number] for number in ready], [opened[number].observation for number in ready]
         )
-        dropped = [(rows[n], ENVIRONMENT_FAILED) for n in range(len(rows)) if n not in set(good)]
-        dropped += [(rows[good[position]], reason) for position, reason in made.dropped]
-        kept = [good[position] for position in made.kept]
+        dropped = [(rows[n], ENVIRONMENT_FAILED) for n in range(len(rows)) if n not in set(ready)]
+        dropped += [(rows[ready[position]], reason) for position, reason in tokenized.dropped]
+        kept = [ready[position] for position in tokenized.kept]
         if not kept:
             return PromptsResult(ref=None, dropped=tuple(dropped))
         digests = [digest_of(opened[number].observation) for number in kept]
         columns: dict[str, object] = {
-            "prompt_ids": made.prompt_ids,
+            "prompt_ids": tokenized.prompt_ids,
             **({} if first_group is None else {"group_id": first_group + np.arange(len(kept))}),
             "prompt_row": np.asarray([rows[number] for number in kept], dtype=np.int64),
-            "row": [found[number] for number in kept],
+            "row": [contents[number] for number in kept],
             "env_seed": np.asarray([seeds[number] for number in kept], dtype=np.int64),
-            "env_code": [self._of(found[number]).code.digest for number in kept],
+            "env_code": [self._of(contents[number]).code.digest for number in kept],
             "opening": digests,
             "state_id": np.asarray([state_number(one) for one in digests], dtype=np.int64),
             **({"players": players} if players else {}),
         }
         if source is None:
-            columns |= self._spec.task_columns([found[number] for number in kept])
+            columns |= self._spec.task_columns([contents[number] for number in kept])
             turns = {name: one.settings.max_turn_tokens or 0 for name, one in self._played.items()}
             if len(set(turns.values())) > 1:
                 columns[TURN_LIMIT] = np.array(
-                    [turns[str(found[number][TASK])] for number in kept], np.int64
+                    [turns[str(contents[number][TASK])] for number in kept], np.int64
                 )
         if self._spec.frames:
             columns[FIRST] = stacked([opened[number].frame for number in kept])
@@ -208,13 +208,13 @@ class EnvironmentEngine(EnvironmentHost):
         parts = self._by_task(rows)
         if len(parts) == 1:
             return ask(*parts[0])
-        found: dict[int, Outcome] = {}
+        outcomes: dict[int, Outcome] = {}
         with ThreadPoolExecutor(max_workers=max(1, len(parts))) as pool:
-            for (_, places), said in zip(
+            for (_, places), part in zip(
                 parts, pool.map(lambda one: ask(*one), parts), strict=True
             ):
-                found |= zip(places, said, strict=True)
-        return [found[place] for place in range(len(rows))]
+                outcomes |= zip(places, part, strict=True)
+        return [outcomes[place] for place in range(len(rows))]
 
     def _opened(self, rows: Sequence[Row], seeds: Sequence[int]) -> list[Outcome]:
         """What the environments of rows say first."""
@@ -228,17 +228,17 @@ class EnvironmentEngine(EnvironmentHost):
 
     def _acted(self, episodes: Sequence[Episode]) -> list[Outcome]:
         """The answers to the next turns of episodes."""
-        turns = [self._turn(one) for one in episodes]
+        turns = [self._turn(episode) for episode in episodes]
         return self._asked(
-            [one.row for one in episodes],
+            [episode.row for episode in episodes],
             lambda played, places: played.environments.act([turns[place] for place in places]),
         )
 
     def _finished(self, episodes: Sequence[Episode]) -> list[Outcome]:
         """The last rewards of episodes that are over."""
-        turns = [self._turn(one) for one in episodes]
+        turns = [self._turn(episode) for episode in episodes]
         return self._asked(
-            [one.row for one in episodes],
+            [episode.row for episode in episodes],
             lambda played, places: played.environments.finish([turns[place] for place in places]),
         )
 
@@ -286,8 +286,8 @@ class EnvironmentEngine(EnvironmentHost):
         )
         in_part = any(one.code.in_part for one in self._played.values())
         written = write_batch(self._store, out_key, episode_columns(episodes, in_part))
-        kept = [name for name in samples.names if name not in written.names]
-        ref = samples[kept].with_columns(written)
+        names = [name for name in samples.names if name not in written.names]
+        ref = samples[names].with_columns(written)
         seen = write_frames(self._store, out_key, asked) if frames else None
         if self._spec.episodes.sees == "frames" and seen is not None:
             ref = ref.with_columns(present_frames(samples, seen, episodes))
@@ -362,24 +362,26 @@ class EnvironmentEngine(EnvironmentHost):
         One whose requests were all refused goes on at once.
         """
         while episodes:
-            for one, outcome in zip(episodes, self._acted(episodes), strict=True):
-                one.took(outcome.seconds)
+            for episode, outcome in zip(episodes, self._acted(episodes), strict=True):
+                episode.took(outcome.seconds)
                 if outcome.failed is not None:
-                    one.end(outcome.limit or FAILED, SampleStatus.FAILED, outcome.failed)
+                    episode.end(outcome.limit or FAILED, SampleStatus.FAILED, outcome.failed)
                     continue
-                one.earn(outcome.reward, outcome.by_branch)
+                episode.earn(outcome.reward, outcome.by_branch)
                 if outcome.done:
-                    limit = self._requests.met_limit(one)
+                    limit = self._requests.met_limit(episode)
                     cut = limit not in ("", TURNS)
-                    one.end(limit or DONE, SampleStatus.TRUNCATED if cut else SampleStatus.OK)
-                elif limit := outcome.limit or self._late(one, sampled_seconds):
-                    one.end(limit, SampleStatus.OK)
+                    episode.end(limit or DONE, SampleStatus.TRUNCATED if cut else SampleStatus.OK)
+                elif limit := outcome.limit or self._late(episode, sampled_seconds):
+                    episode.end(limit, SampleStatus.OK)
                 else:
                     try:
-                        self._requests.ask(one, outcome.observation)
+                        self._requests.ask(episode, outcome.observation)
                     except ValueError as error:
-                        one.end(FAILED, SampleStatus.FAILED, str(error))
-            episodes = [one for one in episodes if not one.ended and not one.forest.waiting]
+                        episode.end(FAILED, SampleStatus.FAILED, str(error))
+            episodes = [
+                episode for episode in episodes if not episode.ended and not episode.forest.waiting
+            ]
 
     def gather(
         self, prompts: BatchRef, n: int, samples: Sequence[BatchRef | None], out_key: str
@@ -412,38 +414,38 @@ class EnvironmentEngine(EnvironmentHost):
 
     def close(self) -> None:
         """End the environments' processes."""
-        for one in self._played.values():
-            one.environments.close()
+        for task in self._played.values():
+            task.environments.close()
 
     def _read(self, episodes: Sequence[Episode]) -> None:
         """Decode the turns of episodes."""
-        for one in [row for episode in episodes for row in episode.rows]:
-            spans = [one.tokens[start:stop] for start, stop in one.turns]
-            one.texts = []
+        for row in [row for episode in episodes for row in episode.rows]:
+            spans = [row.tokens[start:stop] for start, stop in row.turns]
+            row.texts = []
             if spans:  # of none at all a tokenizer makes one empty text
-                one.texts = list(self._tokenizer.batch_decode(spans, skip_special_tokens=True))
+                row.texts = list(self._tokenizer.batch_decode(spans, skip_special_tokens=True))
 
     def _step(self, episodes: Sequence[Episode], form: Form | None, sampled_seconds: float) -> None:
         """Have the environments answer the last turn; a call that is none is answered here."""
 
-        def take(one: Episode, outcome: Outcome) -> None:
-            limit = outcome.limit or self._late(one, sampled_seconds)
-            self._take(one, replace(outcome, limit=limit))
+        def take(episode: Episode, outcome: Outcome) -> None:
+            limit = outcome.limit or self._late(episode, sampled_seconds)
+            self._take(episode, replace(outcome, limit=limit))
 
         asked = []
-        for one in episodes:
-            called = self._called(one, one.texts[-1])
+        for episode in episodes:
+            called = self._called(episode, episode.texts[-1])
             if isinstance(called, Malformed):
-                take(one, Outcome(observation=f"Error: {called.mistake}"))
+                take(episode, Outcome(observation=f"Error: {called.mistake}"))
             else:
-                asked.append(one)
-        for one, answered in zip(asked, self._acted(asked), strict=True):
+                asked.append(episode)
+        for episode, answered in zip(asked, self._acted(asked), strict=True):
             outcome = fitting(answered, form)
-            one.took(outcome.seconds)
+            episode.took(outcome.seconds)
             if outcome.failed is not None:
-                one.end(outcome.limit or FAILED, SampleStatus.FAILED, outcome.failed)
+                episode.end(outcome.limit or FAILED, SampleStatus.FAILED, outcome.failed)
             else:
-                take(one, outcome)
+                take(episode, outcome)
 
     def _late(self, episode: Episode, sampled_seconds: float) -> str:
         """The limit that an episode has reached that has used up its time; empty: it has not."""
@@ -453,26 +455,26 @@ class EnvironmentEngine(EnvironmentHost):
 
     def _finish(self, episodes: Sequence[Episode]) -> None:
         """Ask the environments of ended episodes for a last reward, and let go of them."""
-        for one, outcome in zip(episodes, self._finished(episodes), strict=True):
-            one.took(outcome.seconds)
+        for episode, outcome in zip(episodes, self._finished(episodes), strict=True):
+            episode.took(outcome.seconds)
             if outcome.failed is not None:
-                one.end(outcome.limit or FAILED, SampleStatus.FAILED, outcome.failed)
+                episode.end(outcome.limit or FAILED, SampleStatus.FAILED, outcome.failed)
                 continue
-            last = outcome.rewards if one.others else (outcome.reward,)
-            if isinstance(one, RequestEpisode) and one.played.code.chats:
-                one.earn(outcome.reward, outcome.by_branch)
-                last = tuple(one.forest.given.values()) or (None,)
+            last = outcome.rewards if episode.others else (outcome.reward,)
+            if isinstance(episode, RequestEpisode) and episode.played.code.chats:
+                episode.earn(outcome.reward, outcome.by_branch)
+                last = tuple(episode.forest.given.values()) or (None,)
             else:
-                for row, reward in zip(one.rows, last, strict=False):
+                for row, reward in zip(episode.rows, last, strict=False):
                     row.earns(reward)
-            if one.ended in (SECONDS, DEADLINE) and all(reward is None for reward in last):
+            if episode.ended in (SECONDS, DEADLINE) and all(reward is None for reward in last):
                 # How far it came by then says how slow the environment was.
-                limits = self._of(one.row).settings
-                said = took_too_long(limits.timeout)
-                if one.ended == DEADLINE:
-                    said = f"the environment played until episodes.deadline = {limits.deadline} s"
-                said += ", and gave no reward at its end"
-                one.end(one.ended, SampleStatus.FAILED, said)
+                limits = self._of(episode.row).settings
+                cause = took_too_long(limits.timeout)
+                if episode.ended == DEADLINE:
+                    cause = f"the environment played until episodes.deadline = {limits.deadline} s"
+                cause += ", and gave no reward at its end"
+                episode.end(episode.ended, SampleStatus.FAILED, cause)
 
     def _turn(self, episode: Episode) -> Asked:
         """The turns of an episode that are answered, and its next turn, if there is one.
@@ -523,10 +525,10 @@ class EnvironmentEngine(EnvironmentHost):
         code = self._of(episode.row).code
         if not (code.tools or code.chats):
             return None
-        found = tool_calls(text)
-        if isinstance(found, Malformed):
-            return () if code.chats else found  # an agent is given it as a text
-        return tuple({"name": one.name, "arguments": one.arguments} for one in found or ())
+        calls = tool_calls(text)
+        if isinstance(calls, Malformed):
+            return () if code.chats else calls  # an agent is given it as a text
+        return tuple({"name": call.name, "arguments": call.arguments} for call in calls or ())
 
     def _take(self, episode: Episode, outcome: Outcome) -> None:
         """What an environment answered becomes part of the episode."""
@@ -574,11 +576,11 @@ class EnvironmentEngine(EnvironmentHost):
 
     def _rewritten(self, episode: Episode) -> float:
         """`Conversation.rewritten` of an episode; 0 where there was no earlier turn."""
-        tokens, said = episode.past
-        if not said:
+        tokens, answers = episode.past
+        if not answers:
             return 0.0
-        told = self._tokenizer.batch_decode([ids for _, ids in said], skip_special_tokens=True)
-        past = [(episode.texts[n], text) for (n, _), text in zip(said, told, strict=True)]
+        told = self._tokenizer.batch_decode([ids for _, ids in answers], skip_special_tokens=True)
+        past = [(episode.texts[n], text) for (n, _), text in zip(answers, told, strict=True)]
         played = self._of(episode.row)
         talk = played.conversation.for_row(episode.row)
         return talk.rewritten(tokens, past, played.answers_as)

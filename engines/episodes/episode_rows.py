@@ -81,23 +81,23 @@ class Episode:
     @property
     def turns(self) -> list[tuple[int, int]]:
         """Where each turn of the policy begins and ends."""
-        found, place = [], 0
+        places, place = [], 0
         for author, run in itertools.groupby(self.authors, OF_TURN.__contains__):
             stop = place + len(list(run))
             if author:
-                found.append((place, stop))
+                places.append((place, stop))
             place = stop
-        return found
+        return places
 
     @property
     def past(self) -> tuple[list[int], list[tuple[int, list[int]]]]:
         """What stood after the prompt before the last turn, and the turns in it: the number of each,
         and the environment's tokens after it."""
-        turns, said = self.turns, []
+        turns, answers = self.turns, []
         for number, ((_, stop), (start, _)) in enumerate(itertools.pairwise(turns)):
             shown = zip(self.tokens[stop:start], self.authors[stop:start], strict=True)
-            said.append((number, [id for id, author in shown if author == Author.ENVIRONMENT]))
-        return self.tokens[: turns[-1][0]] if turns else [], said
+            answers.append((number, [id for id, author in shown if author == Author.ENVIRONMENT]))
+        return self.tokens[: turns[-1][0]] if turns else [], answers
 
     @property
     def waits(self) -> bool:
@@ -106,11 +106,11 @@ class Episode:
 
     def end(self, why: str, status: SampleStatus, error: str = "") -> None:
         """There is no further turn, of any player; a limit is that of this one alone."""
-        for one in self.rows:
-            one.ended, one.error = why, error
-            one.status = status if one is self or error else SampleStatus.OK
-            if one.finish in GOES_ON:
-                one.finish = why
+        for row in self.rows:
+            row.ended, row.error = why, error
+            row.status = status if row is self or error else SampleStatus.OK
+            if row.finish in GOES_ON:
+                row.finish = why
 
     def waits_for(self, player: Episode) -> None:
         """It is the turn of a player, this one or another."""
@@ -119,23 +119,23 @@ class Episode:
 
     def took(self, seconds: float) -> None:
         """The environment needed some time."""
-        for one in self.rows:
-            one.seconds += seconds
+        for row in self.rows:
+            row.seconds += seconds
 
     def answered(self, digest: str, reward: float | None) -> None:
         """Its last turn was answered, with a reward or none."""
         early = not self.observations and self.rewards  # given for turns of other players
-        given = self.rewards.pop() if early else math.nan
-        self.order.append(sum(len(one.observations) for one in self.rows))
+        early_reward = self.rewards.pop() if early else math.nan
+        self.order.append(sum(len(row.observations) for row in self.rows))
         self.observations.append(digest)
-        self.rewards.append(given)
+        self.rewards.append(early_reward)
         self.earns(reward)
 
     def earns(self, reward: float | None) -> None:
         """A reward on top of what the last turn gave; of the first one, where there is none yet."""
         if reward is not None:
-            given = self.rewards.pop() if self.rewards else math.nan
-            self.rewards.append(float(np.nansum([given, reward])))
+            last = self.rewards.pop() if self.rewards else math.nan
+            self.rewards.append(float(np.nansum([last, reward])))
 
 
 def read_episodes(
@@ -146,8 +146,8 @@ def read_episodes(
     rows = source.rows(samples.fetch_numpy(store, "prompt_row")[0].tolist())
 
     def dense(name: str) -> list[Any]:
-        found: list[Any] = samples.fetch_numpy(store, name)[0].tolist()
-        return found
+        values: list[Any] = samples.fetch_numpy(store, name)[0].tolist()
+        return values
 
     def lists(name: str) -> list[list[Any]]:
         values, offsets = samples.fetch_numpy(store, name)
@@ -235,41 +235,49 @@ def first_players(groups: list[int], players: list[int], samples: list[int]) -> 
 
 def episode_columns(episodes: Sequence[Episode], in_part: bool = False) -> dict[str, object]:
     """The episodes as columns; `in_part`: whether it is kept how much of a turn was acted on."""
-    besides: dict[str, object] = {}
-    if any(one.others for one in episodes):
-        besides = {
-            "turn_order": [np.array(one.order, np.int64) for one in episodes],
-            "episode_id": np.array([one.rows[0].sample for one in episodes], np.int64),
+    optional: dict[str, object] = {}
+    if any(episode.others for episode in episodes):
+        optional = {
+            "turn_order": [np.array(episode.order, np.int64) for episode in episodes],
+            "episode_id": np.array([episode.rows[0].sample for episode in episodes], np.int64),
         }
-    experts = [one.experts for one in episodes if one.experts is not None]
+    experts = [episode.experts for episode in episodes if episode.experts is not None]
     if experts:
-        besides[OF_RESPONSE] = [
-            extended(own, len(one.tokens)) for own, one in zip(experts, episodes, strict=True)
+        optional[OF_RESPONSE] = [
+            extended(own, len(episode.tokens))
+            for own, episode in zip(experts, episodes, strict=True)
         ]
-    besides |= mask_columns([one.mask for one in episodes], [len(one.tokens) for one in episodes])
-    if any(one.rewritten is not None for one in episodes):
-        besides["past_rewritten"] = np.array([one.rewritten or 0.0 for one in episodes], np.float32)
+    optional |= mask_columns(
+        [episode.mask for episode in episodes], [len(episode.tokens) for episode in episodes]
+    )
+    if any(episode.rewritten is not None for episode in episodes):
+        optional["past_rewritten"] = np.array(
+            [episode.rewritten or 0.0 for episode in episodes], np.float32
+        )
     if in_part:
-        besides["unused_tokens"] = np.array([one.unused for one in episodes], np.int64)
-    authors = [np.frombuffer(bytes(one.authors), np.uint8) for one in episodes]
+        optional["unused_tokens"] = np.array([episode.unused for episode in episodes], np.int64)
+    authors = [np.frombuffer(bytes(episode.authors), np.uint8) for episode in episodes]
     numbers = [_turn_numbers(each) for each in authors]
     return {
-        "response_ids": [np.array(one.tokens, np.int32) for one in episodes],
-        "rollout_logprobs": [np.array(one.logprobs, np.float32) for one in episodes],
+        "response_ids": [np.array(episode.tokens, np.int32) for episode in episodes],
+        "rollout_logprobs": [np.array(episode.logprobs, np.float32) for episode in episodes],
         "author": authors,
         "response_mask": [
-            policy_mask(each, one.unused) for one, each in zip(episodes, authors, strict=True)
+            policy_mask(each, episode.unused)
+            for episode, each in zip(episodes, authors, strict=True)
         ],
         "turn_ids": numbers,
-        "turn_states": [_states(one, turn) for one, turn in zip(episodes, numbers, strict=True)],
-        "finish_reason": [one.finish for one in episodes],
-        "status": np.array([one.status for one in episodes], np.int64),
-        "observations": [one.observations for one in episodes],
-        "turn_rewards": [np.array(one.rewards, np.float32) for one in episodes],
-        "env_seconds": np.array([one.seconds for one in episodes], np.float64),
-        "episode": [one.ended for one in episodes],
-        "episode_error": [one.error for one in episodes],
-        **besides,
+        "turn_states": [
+            _states(episode, turn) for episode, turn in zip(episodes, numbers, strict=True)
+        ],
+        "finish_reason": [episode.finish for episode in episodes],
+        "status": np.array([episode.status for episode in episodes], np.int64),
+        "observations": [episode.observations for episode in episodes],
+        "turn_rewards": [np.array(episode.rewards, np.float32) for episode in episodes],
+        "env_seconds": np.array([episode.seconds for episode in episodes], np.float64),
+        "episode": [episode.ended for episode in episodes],
+        "episode_error": [episode.error for episode in episodes],
+        **optional,
     }
 
 
@@ -290,8 +298,10 @@ def _states(episode: Episode, turns: np.ndarray) -> np.ndarray:
     """
     if episode.others:
         return _states_shown(episode, turns)
-    said = [episode.opening, *episode.observations]
-    return np.array([state_number(said[min(t, len(said) - 1)]) for t in turns], dtype=np.int64)
+    answers = [episode.opening, *episode.observations]
+    return np.array(
+        [state_number(answers[min(t, len(answers) - 1)]) for t in turns], dtype=np.int64
+    )
 
 
 def _states_shown(episode: Episode, turns: np.ndarray) -> np.ndarray:
@@ -326,8 +336,8 @@ def gathered(
         samples: [N] of a row each, all with the same columns; None: nothing of it was sampled.
         out_key: of the batch.
     """
-    there = BatchRef.concat([one for one in samples if one is not None])
-    own = [name for name in there.names if name not in PROMPT_COLUMNS]
+    sampled = BatchRef.concat([sample for sample in samples if sample is not None])
+    own = [name for name in sampled.names if name not in PROMPT_COLUMNS]
     sizes = prompts.group_sizes(store, n)
     places = np.repeat(np.arange(len(prompts)), sizes)
     numbers = prompts.own_groups(store)[places] * n + np.concatenate([*map(np.arange, sizes)])
@@ -336,22 +346,22 @@ def gathered(
         "status": [np.int64(SampleStatus.UNFINISHED)] * len(samples),
         "finish_reason": [UNFINISHED] * len(samples),
     }
-    found = read_columns(store, there[own].columns)
+    values_read = read_columns(store, sampled[own].columns)
     columns: dict[str, object] = {}
     for name in own:
-        column, values = there.column(name), iter(found[name].rows())
+        column, values = sampled.column(name), iter(values_read[name].rows())
         nothing = unbegun.get(name, [_nothing(column)] * len(samples))
         cells = [
-            next(values) if one is not None else instead
-            for one, instead in zip(samples, nothing, strict=True)
+            next(values) if sample is not None else instead
+            for sample, instead in zip(samples, nothing, strict=True)
         ]
         columns[name] = np.stack(cast("Any", cells)) if column.kind == "dense" else cells
     written = write_by_prompt(store, out_key, columns, places)
     # Referred to: of the samples that there are, which may see others by now, else of their prompts.
-    shared = [name for name in there.names if name in PROMPT_COLUMNS]
-    every = BatchRef.concat([there[shared], prompts[shared].take(places)])
-    begun = np.array([one is not None for one in samples])
-    rows = np.where(begun, np.cumsum(begun) - 1, len(there) + np.arange(len(samples)))
+    shared = [name for name in sampled.names if name in PROMPT_COLUMNS]
+    every = BatchRef.concat([sampled[shared], prompts[shared].take(places)])
+    begun = np.array([sample is not None for sample in samples])
+    rows = np.where(begun, np.cumsum(begun) - 1, len(sampled) + np.arange(len(samples)))
     return every.take(rows).with_columns(written)
 
 

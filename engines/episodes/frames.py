@@ -63,16 +63,19 @@ def form_of(samples: BatchRef) -> Form | None:
     return np.dtype(DTYPES[column.dtype][1]), column.shape
 
 
-def alike(opened: Sequence[Outcome]) -> list[Outcome]:
+def alike(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Resets with their frames: failed where there is none, or one of another form than the first."""
-    first = next((one.frame for one in opened if one.frame is not None and not one.failed), None)
+    first = next(
+        (outcome.frame for outcome in outcomes if outcome.frame is not None and not outcome.failed),
+        None,
+    )
     form = None if first is None else (np.dtype(first["dtype"]), tuple(first["shape"]))
     none = "the environment gave no frame when it was reset"
     return [
-        replace(one, failed=none)
-        if one.failed is None and one.frame is None
-        else fitting(one, form)
-        for one in opened
+        replace(outcome, failed=none)
+        if outcome.failed is None and outcome.frame is None
+        else fitting(outcome, form)
+        for outcome in outcomes
     ]
 
 
@@ -94,27 +97,27 @@ def write_frames(store: Store, out_key: str, episodes: Sequence[Episode]) -> Bat
 
     out_key: of the answers; the frames' own is beside it.
     """
-    seen = [one for one in episodes if one.frame is not None]
-    if not seen:
+    answered = [episode for episode in episodes if episode.frame is not None]
+    if not answered:
         return None
     columns: dict[str, object] = {
-        "sample_id": np.array([one.sample for one in seen], np.int64),
-        "turn": np.array([len(one.observations) - 1 for one in seen], np.int64),
-        FRAME: stacked([one.frame for one in seen]),
+        "sample_id": np.array([episode.sample for episode in answered], np.int64),
+        "turn": np.array([len(episode.observations) - 1 for episode in answered], np.int64),
+        FRAME: stacked([episode.frame for episode in answered]),
     }
     return write_batch(store, f"{out_key.removesuffix(DATA_SUFFIX)}-frames{DATA_SUFFIX}", columns)
 
 
-def present_frames(samples: BatchRef, given: BatchRef, episodes: Sequence[Episode]) -> BatchRef:
+def present_frames(samples: BatchRef, frames: BatchRef, episodes: Sequence[Episode]) -> BatchRef:
     """The column of the frames that N samples have before them, by reference.
 
     samples: with those that they had. given: by their last answers, in the order of the `episodes`
     that got one.
     """
-    every = BatchRef.concat([samples[[FRAME]], given[[FRAME]]])
+    every = BatchRef.concat([samples[[FRAME]], frames[[FRAME]]])
     places = np.arange(len(samples))
-    got = [row for row, one in enumerate(episodes) if one.frame is not None]
-    places[got] = len(samples) + np.arange(len(got))
+    answered = [row for row, episode in enumerate(episodes) if episode.frame is not None]
+    places[answered] = len(samples) + np.arange(len(answered))
     return every.take(places)
 
 

@@ -33,10 +33,10 @@ def players_prompts(
     of which a prompt is longer than `longest` tokens, or empty, is dropped.
     """
     begins = [told.texts[told.player] for told in openings]
-    made = conversation.prompts(rows, begins)
-    first = dict(zip(made.kept, made.prompt_ids, strict=True))
-    dropped, players = dict(made.dropped), {}
-    for number in made.kept:
+    tokenized = conversation.prompts(rows, begins)
+    first = dict(zip(tokenized.kept, tokenized.prompt_ids, strict=True))
+    dropped, players = dict(tokenized.dropped), {}
+    for number in tokenized.kept:
         told = openings[number]
         prompts = [
             first[number] if player == told.player else conversation.opened(rows[number], text)
@@ -49,11 +49,13 @@ def players_prompts(
         else:
             states = [state_number([player, text]) for player, text in enumerate(told.texts)]
             players[number] = {"begins": told.player, "prompts": prompts, "states": states}
-    kept = sorted(players)
-    found = TokenizedPrompts(
-        prompt_ids=[first[number] for number in kept], kept=kept, dropped=sorted(dropped.items())
+    numbers = sorted(players)
+    prompts_of_rows = TokenizedPrompts(
+        prompt_ids=[first[number] for number in numbers],
+        kept=numbers,
+        dropped=sorted(dropped.items()),
     )
-    return found, [players[number] for number in kept]
+    return prompts_of_rows, [players[number] for number in numbers]
 
 
 def dealt(
@@ -90,12 +92,12 @@ def dealt(
         "turn_order": [one.astype(np.int64) for one in nothing],
         "observations": [[]] * total,
         "finish_reason": [
-            (OPPONENTS_TURN if its else UNFINISHED) if one else WAITING
-            for one, its in zip(goes_on, frozen, strict=True)
+            (OPPONENTS_TURN if frozen_row else UNFINISHED) if one else WAITING
+            for one, frozen_row in zip(goes_on, frozen, strict=True)
         ],
         "status": np.full(total, SampleStatus.UNFINISHED, np.int64),
         "env_seconds": np.zeros(total),
-        "weights_digest": [digest if its else "" for its in frozen],
+        "weights_digest": [digest if frozen_row else "" for frozen_row in frozen],
         **{name: [""] * total for name in ("episode", "episode_error")},
     }
     written = write_batch(store, out_key, {**own, **begun})

@@ -73,9 +73,9 @@ class RequestEpisode(Episode):
         self.order = list(range(len(nodes)))
         self.rewards = [math.nan] * max(len(nodes), bool(self.forest.given))
         for name, reward in self.forest.given.items():
-            its = [n for n, node in enumerate(nodes) if node.branch == name]
+            places = [n for n, node in enumerate(nodes) if node.branch == name]
             rest = [n for n, node in enumerate(nodes) if node.branch not in self.forest.given]
-            place = [-1, *rest, *its][-1]
+            place = [-1, *rest, *places][-1]
             self.rewards[place] = float(np.nansum([self.rewards[place], reward]))
 
     def earn(self, reward: float | None, by_branch: Mapping[str, float]) -> None:
@@ -109,13 +109,13 @@ class RequestEpisode(Episode):
         last = max(numbers, key=lambda node: len(self.forest.read(node)), default=None)
         if last is None:
             return [], []
-        said, node = [], last
+        answers, node = [], last
         while (before := turn_before(node)) is not None:
             shown = zip(node.ids[: node.said], node.authors, strict=False)
             ids = [id for id, author in shown if author == Author.ENVIRONMENT]
-            said.append((numbers[before], ids))
+            answers.append((numbers[before], ids))
             node = before
-        return self.forest.read(last)[node.begins :], said[::-1]
+        return self.forest.read(last)[node.begins :], answers[::-1]
 
     @property
     def cut(self) -> list[Node]:
@@ -231,8 +231,10 @@ class RequestEpisodes:
         if PARENTS in begun.names:
             parents = _lists(store, begun, PARENTS)
         return [
-            RequestForest.of(prompt, ids, logprobs, bytes(authors), _spans(spans), own, kept, mask)
-            for prompt, ids, logprobs, authors, spans, own, kept, mask in zip(
+            RequestForest.of(
+                prompt, ids, logprobs, bytes(authors), _spans(spans), own, requests, mask
+            )
+            for prompt, ids, logprobs, authors, spans, own, requests, mask in zip(
                 prompts,
                 _lists(store, begun, "response_ids"),
                 _lists(store, begun, "rollout_logprobs"),
@@ -247,10 +249,10 @@ class RequestEpisodes:
 
     def lay_out(self, episodes: Sequence[RequestEpisode]) -> None:
         """Have the episodes' tokens as their forests have them, end to end."""
-        for one in episodes:
-            one.tokens = [id for node in one.forest.nodes for id in node.ids]
-            one.authors = bytearray(one.forest.authors)
-            one.mask = one.forest.mask
+        for episode in episodes:
+            episode.tokens = [id for node in episode.forest.nodes for id in node.ids]
+            episode.authors = bytearray(episode.forest.authors)
+            episode.mask = episode.forest.mask
 
     def write(
         self,
@@ -319,10 +321,15 @@ class RequestEpisodes:
         step did not wait for it is not there: it is asked for again.
         """
         store = self._store
-        waiting = [(one, node) for one in episodes if not one.ended for node in one.forest.waiting]
+        waiting = [
+            (episode, node)
+            for episode in episodes
+            if not episode.ended
+            for node in episode.forest.waiting
+        ]
         ids, logprobs = (_lists(store, turns, n) for n in ("response_ids", "rollout_logprobs"))
         spans = _lists(store, turns, "weight_spans")
-        reasons = [str(one) for one in turns.fetch_list(store, "finish_reason")]
+        reasons = [str(reason) for reason in turns.fetch_list(store, "finish_reason")]
         authors: list[list[int]] = [[]] * len(turns)
         if "author" in turns.names:
             authors = _lists(store, turns, "author")
@@ -330,15 +337,15 @@ class RequestEpisodes:
         drawn = _records(store, turns)
         assert len(waiting) == len(turns), "a turn for each request that waits"
         answered = 0
-        for row, (one, node) in enumerate(waiting):
+        for row, (episode, node) in enumerate(waiting):
             if reasons[row] == UNFINISHED:
                 continue
             own = bytes(authors[row]).ljust(len(ids[row]), POLICY)
             node.logprobs, node.spans = logprobs[row], _spans(spans[row])
             mask = masks[row]
             node.mask = None if mask is None else mask.extended(len(ids[row]))
-            one.forest.answer(node, ids[row], own, reasons[row])
-            one.drawn, one.finish = drawn[row], reasons[row]
+            episode.forest.answer(node, ids[row], own, reasons[row])
+            episode.drawn, episode.finish = drawn[row], reasons[row]
             answered += 1
         return answered
 
@@ -357,16 +364,16 @@ class RequestEpisodes:
     ) -> dict[str, Callable[[], Mapping[str, Any]]]:
         """What its agent is given, by the names of its requests; `calls`: of a turn's text."""
         forest, ends = episode.forest, bool(self.limit(episode))
-        found: dict[str, Callable[[], Mapping[str, Any]]] = {
+        turns: dict[str, Callable[[], Mapping[str, Any]]] = {
             name: functools.partial(dict, name=name, refused=True) for name in forest.refused
         }
         for node, text in zip(forest.nodes, episode.texts, strict=True):
             cut = node.finish == "length"
             if not (cut and ends):
-                found[node.name] = functools.partial(
+                turns[node.name] = functools.partial(
                     self._turn, forest, node, text, calls(text), cut
                 )
-        return found
+        return turns
 
     @staticmethod
     def _turn(
@@ -528,8 +535,8 @@ class RequestEpisodes:
 
 
 def _dense(store: Store, ref: BatchRef, name: str) -> list[Any]:
-    found: list[Any] = ref.fetch_numpy(store, name)[0].tolist()
-    return found
+    values: list[Any] = ref.fetch_numpy(store, name)[0].tolist()
+    return values
 
 
 def _lists(store: Store, ref: BatchRef, name: str) -> list[list[Any]]:

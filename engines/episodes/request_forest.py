@@ -150,7 +150,7 @@ class RequestForest:
             state=state_of(ids),
             **more,
         )
-        node.again = sum(one.state == node.state for one in (*self.nodes, *self.waiting))
+        node.again = sum(other.state == node.state for other in (*self.nodes, *self.waiting))
         self.waiting.append(node)
         return node
 
@@ -175,8 +175,8 @@ class RequestForest:
         First the conversation that began with the prompt, turn by turn, each with all that goes on
         from it; what goes on from one place by the length of what was read, and its number.
         """
-        made = RequestForest(self.prompt)
-        made.refused, made.given = dict(sorted(self.refused.items())), self.given
+        ordered = RequestForest(self.prompt)
+        ordered.refused, ordered.given = dict(sorted(self.refused.items())), self.given
         after: dict[Node | None, list[Node]] = {}
         paths = {node: self.read(node) for node in self.nodes}
         for node in self.nodes:
@@ -184,13 +184,13 @@ class RequestForest:
         open: list[Node | None] = [None]
         while open:
             if (last := open.pop()) is not None:
-                made._add(made._moved(last, paths[last], self._authors(last)))
+                ordered._add(ordered._moved(last, paths[last], self._authors(last)))
             following = after.get(last, [])
-            following.sort(key=lambda one: (len(paths[one]), one.state, one.again))
+            following.sort(key=lambda node: (len(paths[node]), node.state, node.again))
             if last is None:
-                following.sort(key=lambda one: paths[one] != self.prompt)
+                following.sort(key=lambda node: paths[node] != self.prompt)
             open += reversed(following)
-        return made
+        return ordered
 
     def _moved(self, node: Node, path: list[int], authors: bytes) -> Node:
         """A node of another forest with the same prompt as one of this."""
@@ -289,16 +289,16 @@ class RequestForest:
         """What no other column has."""
         numbers = {node: number for number, node in enumerate(self.nodes)}
         return {
-            "answered": [{**_kept(one), "tokens": len(one.ids)} for one in self.nodes],
+            "answered": [{**_kept(node), "tokens": len(node.ids)} for node in self.nodes],
             "waiting": [
                 {
-                    **_kept(one),
-                    "before": None if one.before is None else numbers[one.before],
-                    "at": one.at,
-                    "ids": one.ids,
-                    "authors": list(one.authors),
+                    **_kept(node),
+                    "before": None if node.before is None else numbers[node.before],
+                    "at": node.at,
+                    "ids": node.ids,
+                    "authors": list(node.authors),
                 }
-                for one in self.waiting
+                for node in self.waiting
             ],
             "refused": self.refused,
             "given": self.given,
@@ -317,16 +317,18 @@ class RequestForest:
         mask: SamplingMask | None = None,
     ) -> RequestForest:
         """A row's forest from its columns, as `columns` has them; without parents it is one path."""
-        found = cls(prompt)
+        forest = cls(prompt)
         start = 0
         for number, answered in enumerate(requests["answered"]):
             about = dict(answered)
             said, stop = about["said"], start + about.pop("tokens")
-            before, at = found._node_at(len(prompt) + start if parents is None else parents[number])
+            before, at = forest._node_at(
+                len(prompt) + start if parents is None else parents[number]
+            )
             own = [
                 (v, a - start - said, b - start - said) for v, a, b in spans if start <= a < stop
             ]
-            found._add(
+            forest._add(
                 Node(
                     before=before,
                     at=at,
@@ -341,12 +343,14 @@ class RequestForest:
             start = stop
         for about in requests["waiting"]:
             place = about["before"]
-            before = None if place is None else found.nodes[place]
-            there = {"before": before, "authors": bytes(about["authors"])}
-            found.waiting.append(Node(**{**about, **there}))
-        found.given = dict(requests["given"])
-        found.refused = {name: (why, number) for name, (why, number) in requests["refused"].items()}
-        return found
+            before = None if place is None else forest.nodes[place]
+            place_of = {"before": before, "authors": bytes(about["authors"])}
+            forest.waiting.append(Node(**{**about, **place_of}))
+        forest.given = dict(requests["given"])
+        forest.refused = {
+            name: (why, number) for name, (why, number) in requests["refused"].items()
+        }
+        return forest
 
     def _node_at(self, parent: int) -> tuple[Node | None, int]:
         """The node that has token number parent - 1, and how many of its tokens are up to there."""
@@ -379,9 +383,9 @@ def turn_before(node: Node) -> Node | None:
     return before
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
     """With how many equal ids two sequences begin."""
-    if one[: len(other)] == other[: len(one)]:
-        return min(len(one), len(other))
-    pairs: Iterator[tuple[int, int]] = zip(one, other, strict=False)
+    if first[: len(second)] == second[: len(first)]:
+        return min(len(first), len(second))
+    pairs: Iterator[tuple[int, int]] = zip(first, second, strict=False)
     return next(place for place, (a, b) in enumerate(pairs) if a != b)

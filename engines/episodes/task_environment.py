@@ -38,14 +38,14 @@ def chat_of(observation: str) -> Chat:
     Calls of tools that it gives as said before stand as templates take them, with their arguments as
     objects.
     """
-    said = json.loads(observation)
+    request = json.loads(observation)
     messages = []
-    for one in said["messages"]:
-        message = {"role": one["role"], "content": one.get("content") or ""}
-        if calls := one.get("tool_calls"):
+    for entry in request["messages"]:
+        message = {"role": entry["role"], "content": entry.get("content") or ""}
+        if calls := entry.get("tool_calls"):
             message["tool_calls"] = [_template_call(call) for call in calls]
         messages.append(message)
-    return Chat(messages, said.get("tools") or [], said.get(VARIABLES) or {})
+    return Chat(messages, request.get("tools") or [], request.get(VARIABLES) or {})
 
 
 def _template_call(call: dict[str, Any]) -> dict[str, Any]:
@@ -67,8 +67,8 @@ def with_variables(row: Row, variables: Mapping[str, Any]) -> Row:
 
 def ids_of(observation: str) -> list[int] | None:
     """The token ids of an agent's request; None where it gives messages."""
-    found: list[int] | None = json.loads(observation).get("ids")
-    return found
+    ids: list[int] | None = json.loads(observation).get("ids")
+    return ids
 
 
 def said_by(messages: Sequence[Message]) -> tuple[str, Role]:
@@ -135,9 +135,9 @@ class AgentPrompts:
     def _conversation_with(self, tools: str) -> Conversation:
         """The conversation of agents with these tools, whose template was checked with them."""
         if tools not in self._with_tools:
-            given = json.loads(tools)
-            conversation = self._conversation.with_tools(given)
-            conversation.check(["user", "tool"] if given else ["user"])
+            schemas = json.loads(tools)
+            conversation = self._conversation.with_tools(schemas)
+            conversation.check(["user", "tool"] if schemas else ["user"])
             self._with_tools[tools] = conversation
         return self._with_tools[tools]
 
@@ -167,7 +167,7 @@ class Played:
         code = environments.start()
         tools = [dict(tool) for tool in code.tools]
         conversation = Conversation(tokenizer, data, tools)
-        found = cls(
+        task = cls(
             settings=settings,
             data=data,
             environments=environments,
@@ -177,10 +177,10 @@ class Played:
             max_new_tokens=max_new_tokens,
         )
         if not isinstance(environments, OneTurn):
-            conversation.check([found.answers_as])
+            conversation.check([task.answers_as])
             if settings.past_turns == "as_rendered" and not code.chats:
-                conversation.check_rendered(found.answers_as)
-        return found
+                conversation.check_rendered(task.answers_as)
+        return task
 
     @property
     def answers_as(self) -> Role:

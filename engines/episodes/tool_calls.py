@@ -48,17 +48,17 @@ def tool_calls(text: str) -> list[ToolCall] | Malformed | None:
     Malformed where one of several is: then none is to be made. A thought before the first `</think>`
     calls nothing. JSON without a name and arguments is an answer, and a call only where it is tagged.
     """
-    _, closed, said = text.partition("</think>")
+    _, closed, answer = text.partition("</think>")
     if not closed:
-        said = "" if text.lstrip().startswith("<think>") else text
-    if tagged := _TAGGED.findall(said):
+        answer = "" if text.lstrip().startswith("<think>") else text
+    if tagged := _TAGGED.findall(answer):
         return _calls(tagged)
-    if listed := _LISTED.search(said):
+    if listed := _LISTED.search(answer):
         return _calls([listed[1]])
-    fenced = [block for block in _FENCED.findall(said) if _is_like_a_call(block)]
+    fenced = [block for block in _FENCED.findall(answer) if _is_like_a_call(block)]
     if fenced:
         return _calls(fenced)
-    bare = said.strip().removeprefix("<|python_tag|>").strip()
+    bare = answer.strip().removeprefix("<|python_tag|>").strip()
     if bare.startswith(("{", "[")) and _is_like_a_call(bare):
         return _calls([bare])
     return None
@@ -78,17 +78,17 @@ def _is_like_a_call(text: str) -> bool:
 
 
 def _calls(blocks: list[str]) -> list[ToolCall] | Malformed:
-    found: list[ToolCall] = []
+    calls: list[ToolCall] = []
     for block in blocks:
         try:
             value = _read(block)
             items = value if isinstance(value, list) else [value]
             if not items:
                 raise _NoCall("The list of calls is empty.")
-            found += [_call(item) for item in items]
+            calls += [_call(item) for item in items]
         except _NoCall as error:
             return Malformed(block.strip(), str(error))
-    return found
+    return calls
 
 
 def _read(text: str) -> JsonValue:

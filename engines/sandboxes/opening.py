@@ -123,7 +123,7 @@ def prove(settings: ProcessSandbox | ContainerSandbox, where: str) -> None:
     """
     try:
         with open_sandbox(settings) as sandbox:
-            ran = sandbox.exec([python_of(settings), "-I", "-"], PROOF)
+            executed = sandbox.exec([python_of(settings), "-I", "-"], PROOF)
     except SandboxFailed as error:
         if isinstance(settings, ContainerSandbox):
             remedy = f"See that {settings.command} runs and has the image {settings.image}"
@@ -132,11 +132,11 @@ def prove(settings: ProcessSandbox | ContainerSandbox, where: str) -> None:
         raise ValueError(
             f"{where}: no sandbox can be had on this machine. {str(error).rstrip('.')}. {remedy}."
         ) from None
-    if ran.stdout.strip() != b"42":
-        said = ran.stderr.decode(errors="replace").strip()[-300:]
+    if executed.stdout.strip() != b"42":
+        errors = executed.stderr.decode(errors="replace").strip()[-300:]
         raise ValueError(
-            f"A program of one line does not run in the sandbox of {where} ({ran.cause}): {said}. "
-            f"Look at {where}.python, memory_mib, processes and cpu_seconds."
+            f"A program of one line does not run in the sandbox of {where} ({executed.cause}): "
+            f"{errors}. Look at {where}.python, memory_mib, processes and cpu_seconds."
         )
 
 
@@ -171,8 +171,8 @@ def lacking() -> str | None:
     if platform.machine() not in MACHINES:
         known = " or ".join(MACHINES)
         return f"Sandboxes of processes need a machine of {known}; this is {platform.machine()}."
-    found = re.match(r"(\d+)\.(\d+)", platform.release())
-    if found is None or tuple(map(int, found.groups())) < LEAST_KERNEL:
+    kernel = re.match(r"(\d+)\.(\d+)", platform.release())
+    if kernel is None or tuple(map(int, kernel.groups())) < LEAST_KERNEL:
         needed = ".".join(map(str, LEAST_KERNEL))
         return f"Sandboxes of processes need Linux {needed} or newer; this is {platform.release()}."
     return None
@@ -191,13 +191,13 @@ def prefixes(python: str) -> tuple[str, ...]:
         done = subprocess.run(
             [python, "-I", "-c", _PREFIXES], capture_output=True, timeout=START_SECONDS, check=True
         )
-        found = sorted({os.path.normpath(path) for path in json.loads(done.stdout)}, key=len)
+        folders = sorted({os.path.normpath(path) for path in json.loads(done.stdout)}, key=len)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise SandboxFailed(f"The interpreter {python} does not run: {error}") from None
-    if "/" in found:
-        found.remove("/")
+    if "/" in folders:
+        folders.remove("/")
     outermost: list[str] = []
-    for path in found:
+    for path in folders:
         if not any(f"{path}/".startswith(f"{other}/") for other in ("/usr", *outermost)):
             outermost.append(path)
     return tuple(outermost)
@@ -276,12 +276,12 @@ def command_of(settings: ContainerSandbox, name: str) -> list[str]:
 
 @cache
 def _sources() -> dict[str, str]:
-    found = {}
+    sources = {}
     for name in MODULES:
         spec = find_spec(name)
         assert spec is not None and spec.origin is not None, name
-        found[name] = Path(spec.origin).read_text()
-    return found
+        sources[name] = Path(spec.origin).read_text()
+    return sources
 
 
 class SupervisedSandbox:

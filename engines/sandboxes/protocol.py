@@ -87,8 +87,8 @@ def received(read: Callable[[int], bytes]) -> dict[str, Any]:
             size -= len(part)
         return b"".join(parts)
 
-    found: dict[str, Any] = json.loads(exactly(int.from_bytes(exactly(NUMBER), "big")))
-    return found
+    message: dict[str, Any] = json.loads(exactly(int.from_bytes(exactly(NUMBER), "big")))
+    return message
 
 
 def send(descriptor: int, message: dict[str, Any]) -> None:

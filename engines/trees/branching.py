@@ -92,10 +92,10 @@ def by_weight(total: int, logarithms: Sequence[float]) -> list[int]:
     At least as many as there are logarithms: 7 by [0, log 3] are [2, 5].
     """
     top = max(logarithms)
-    weights = [math.exp(one - top) for one in logarithms]
+    weights = [math.exp(logarithm - top) for logarithm in logarithms]
     left = total - len(weights)
     exact = [left * weight / sum(weights) for weight in weights]
-    parts = [1 + math.floor(one) for one in exact]
+    parts = [1 + math.floor(logarithm) for logarithm in exact]
     order = sorted(range(len(exact)), key=lambda i: (math.floor(exact[i]) - exact[i], i))
     for place in order[: total - sum(parts)]:
         parts[place] += 1
@@ -125,12 +125,12 @@ def branches(nodes: Sequence[TreeNode], n: int, tree: TreeSettings, noise: Noise
     followers: dict[int, int] = {}
     for node in nodes:
         followers[node.parent] = followers.get(node.parent, 0) + 1
-    found = []
+    planned = []
     for number, (parent, depth, share) in enumerate(wanted, len(nodes) + 1):
         place = followers.get(parent, 0)
         followers[parent] = place + 1
-        found.append(Branch(number=number, parent=parent, place=place, depth=depth, share=share))
-    return found
+        planned.append(Branch(number=number, parent=parent, place=place, depth=depth, share=share))
+    return planned
 
 
 def split(
@@ -168,7 +168,7 @@ def fallen_back(
     if tree.by == "logprob":
         logarithms = [0.0, *(tree.logprob_weight * node.logprob for node in inner)]
         top = max(logarithms)
-        weights = [math.exp(one - top) for one in logarithms]
+        weights = [math.exp(logarithm - top) for logarithm in logarithms]
     drawn = noise.of(f"fall-back/{len(nodes)}").choices(places, weights, k=missing)
     return [(number, depth + 1, 1) for number, depth in sorted(drawn)]
 

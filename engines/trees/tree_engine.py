@@ -50,10 +50,10 @@ class PromptTree:
 
     def path(self, number: int) -> Completion:
         """The tokens from the prompt to the end of a node."""
-        found = NOTHING
-        for each in path_of(self.nodes, number):
-            found = found.followed_by(self.segments[each - 1])
-        return found
+        tokens = NOTHING
+        for node in path_of(self.nodes, number):
+            tokens = tokens.followed_by(self.segments[node - 1])
+        return tokens
 
 
 class TreeEngine(TreeGrower):
@@ -103,9 +103,9 @@ def grow(
         written = write_level(store, trees, growth, before.asked, level, tokenizer, out_key)
         nodes = written if nodes is None else BatchRef.concat([nodes, written])
     wanted = [
-        (row, tree, one)
+        (row, tree, branch)
         for row, tree in enumerate(trees)
-        for one in branches(
+        for branch in branches(
             tree.nodes, growth.n, growth.tree, Noise(growth.seed, growth.step, tree.group)
         )
     ]
@@ -182,9 +182,9 @@ def write_level(
         )
         sampled.setdefault(group, []).append((node, segment, str(worker), attempt))
     order = []
-    for group, found in sampled.items():
-        now = settled([node for node, *_ in found], growth.tree)
-        for node, (_, segment, worker, attempt) in zip(now, found, strict=True):
+    for group, segments in sampled.items():
+        now = settled([node for node, *_ in segments], growth.tree)
+        for node, (_, segment, worker, attempt) in zip(now, segments, strict=True):
             add(by_group[group], node, segment, worker, attempt)
             order.append((group, node, segment, worker, attempt))
     nodes = [node for _, node, *_ in order]
@@ -216,8 +216,8 @@ def write_asked(
 
     wanted: the row of the prompt, its tree, and the segment to be sampled.
     """
-    begun = [tree.path(one.parent) for _, tree, one in wanted]
-    plan = [one for *_, one in wanted]
+    begun = [tree.path(branch.parent) for _, tree, branch in wanted]
+    plan = [branch for *_, branch in wanted]
     written = write_batch(
         store,
         out_key,
@@ -225,12 +225,14 @@ def write_asked(
             **token_columns([path.followed_by(NOTHING) for path in begun]),  # it goes on
             "weights_digest": [path.digest for path in begun],
             "status": np.full(len(begun), SampleStatus.UNFINISHED, np.int64),
-            "tree_node": np.array([one.number for one in plan], np.int64),
-            "tree_parent": np.array([one.parent for one in plan], np.int64),
-            "tree_depth": np.array([one.depth for one in plan], np.int64),
-            "tree_share": np.array([one.share for one in plan], np.int64),
+            "tree_node": np.array([branch.number for branch in plan], np.int64),
+            "tree_parent": np.array([branch.parent for branch in plan], np.int64),
+            "tree_depth": np.array([branch.depth for branch in plan], np.int64),
+            "tree_share": np.array([branch.share for branch in plan], np.int64),
             # A node is followed by n segments at most: each leads to a leaf of its own.
-            "branch_seed": np.array([one.parent * n + one.place for one in plan], np.int64),
+            "branch_seed": np.array(
+                [branch.parent * n + branch.place for branch in plan], np.int64
+            ),
         },
     )
     rows = np.array([row for row, *_ in wanted])
@@ -241,14 +243,14 @@ def write_leaves(
     store: Store, prompts: BatchRef, trees: Sequence[PromptTree], n: int, out_key: str
 ) -> tuple[BatchRef, int]:
     """The samples, n leaves of each tree in the order of their nodes, and how many were cut off."""
-    found = [
+    samples_of = [
         (tree, number, tree.path(number), tree.group * n + place)
         for tree in trees
         for place, number in enumerate(leaves(tree.nodes))
     ]
-    assert len(found) == n * len(trees), "every tree has all of its leaves"
-    whole = [path for _, _, path, _ in found]
-    paths = [path_of(tree.nodes, number) for tree, number, *_ in found]
+    assert len(samples_of) == n * len(trees), "every tree has all of its leaves"
+    whole = [path for _, _, path, _ in samples_of]
+    paths = [path_of(tree.nodes, number) for tree, number, *_ in samples_of]
     cut = [path.finish_reason in ("length", REPETITION) for path in whole]
     written = write_by_prompt(
         store,
@@ -256,15 +258,15 @@ def write_leaves(
         {
             **token_columns(whole),
             "response_mask": [np.ones(len(path.tokens), np.uint8) for path in whole],
-            "sample_id": np.array([sample for *_, sample in found], np.int64),
+            "sample_id": np.array([sample for *_, sample in samples_of], np.int64),
             "status": np.where(cut, SampleStatus.TRUNCATED, SampleStatus.OK).astype(np.int64),
             "weights_digest": [path.digest for path in whole],
-            "worker": [tree.workers[number - 1] for tree, number, *_ in found],
-            "attempt": np.array([tree.attempts[number - 1] for tree, number, *_ in found]),
+            "worker": [tree.workers[number - 1] for tree, number, *_ in samples_of],
+            "attempt": np.array([tree.attempts[number - 1] for tree, number, *_ in samples_of]),
             "tree_path": [np.array(path, np.int64) for path in paths],
             "tree_lengths": [
                 np.array([len(tree.segments[node - 1].tokens) for node in path], np.int64)
-                for (tree, *_), path in zip(found, paths, strict=True)
+                for (tree, *_), path in zip(samples_of, paths, strict=True)
             ],
         },
         places := np.repeat(np.arange(len(prompts)), n),
