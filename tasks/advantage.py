@@ -19,7 +19,7 @@ from engines.data.contract import (
     RewardsFailed,
     Scorer,
     TooFewGroups,
-    joined,
+    join_parts,
 )
 from engines.episodes.contract import DEADLINE, FAILED, PATHS, TOKENS, TURN_TOKENS, TURNS
 from engines.rewards.runner import NO_FUNCTION
@@ -162,7 +162,7 @@ def in_parts(
     results = spread(run, step, "advantage", calls, PartResult)
     discard(run, measured, statistics)
     run.files.discard({out_key: parts.rows.objects})
-    return joined(parts, results)
+    return join_parts(parts, results)
 
 
 @contextlib.contextmanager

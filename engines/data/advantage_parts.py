@@ -43,10 +43,10 @@ from engines.algorithms.rollout_correction import (
 )
 from engines.algorithms.token_advantages import among_turns, turns_of
 from engines.data.advantages import (
-    Chosen,
-    Estimated,
+    Estimate,
+    TrainingSamples,
     by_branch,
-    corrected,
+    corrects_before_update,
     estimator_batch,
     mismatch_of,
     task_numbers,
@@ -76,7 +76,7 @@ def parts_of(
     correction that is made before the update does. What was decided of each sample is stored under
     `out_key`.
     """
-    chosen = choice.chosen
+    chosen = choice.training
     scope = scope_in(chosen.samples, algorithm)
     if scope is Scope.BATCH:
         return None
@@ -94,15 +94,17 @@ def parts_of(
         samples=chosen.samples,
         rows=write_batch(store, out_key, columns),
         edges=edges,
-        measured=scope is not Scope.GROUP or corrected(chosen.samples, algorithm),
+        measured=scope is not Scope.GROUP or corrects_before_update(chosen.samples, algorithm),
         result=choice.result(chosen.samples, {}),
     )
 
 
 def scope_in(samples: BatchRef, algorithm: AlgorithmConfig) -> Scope:
     """What the advantages of a recipe depend on; BATCH also where a correction may look at all."""
-    own = any(isinstance(step, UserFunction) for step in algorithm.correction)
-    return Scope.BATCH if own and corrected(samples, algorithm) else estimator_of(algorithm)[1]
+    users = any(isinstance(step, UserFunction) for step in algorithm.correction)
+    if users and corrects_before_update(samples, algorithm):
+        return Scope.BATCH
+    return estimator_of(algorithm)[1]
 
 
 def part_edges(
@@ -133,9 +135,9 @@ def part_edges(
     return tuple(edges)
 
 
-def read_chosen(store: Store, samples: BatchRef, rows: BatchRef) -> Chosen:
+def read_chosen(store: Store, samples: BatchRef, rows: BatchRef) -> TrainingSamples:
     """The samples of a part, with what was decided of them."""
-    return Chosen(
+    return TrainingSamples(
         samples=samples,
         rewards=numbers(store, rows, SHAPED),
         masked=numbers(store, rows, MASKED),
@@ -206,7 +208,7 @@ def write_part(store: Store, request: AdvantagePartRequest, out_key: str) -> Par
     batch = estimator_batch(store, chosen, algorithm, mismatch, steps)
     result = _estimated(store, request, batch)
     result = with_teacher(result, batch, algorithm)
-    estimate = Estimated.of(batch, mismatch, steps, result)
+    estimate = Estimate.of(batch, mismatch, steps, result)
     written = write_columns(store, chosen, estimate, algorithm, out_key, request.version)
     sums, extremes = _metrics(estimate)
     metrics = {}
@@ -303,8 +305,8 @@ def _moments(store: Store, statistics: BatchRef) -> tuple[Tensor, Tensor]:
     ).combined()
 
 
-def _metrics(estimate: Estimated) -> tuple[dict[str, float], dict[str, float]]:
-    """What `joined` makes the step's metrics of: sums, and extremes."""
+def _metrics(estimate: Estimate) -> tuple[dict[str, float], dict[str, float]]:
+    """What `join_parts` makes the step's metrics of: sums, and extremes."""
     batch, result = estimate.batch, estimate.result
     advantages = result.advantages.float()[batch.mask].double()
     sums = {

@@ -28,7 +28,7 @@ from engines.algorithms.inputs import AdvantageBatch, Advantages, Paths
 from engines.algorithms.reward_shaping import without_truncated
 from engines.algorithms.rollout_correction import Mismatch, Step, correct, correction_metrics
 from engines.data.column_reading import jagged, numbers, tokens
-from engines.data.contract import with_written
+from engines.data.contract import join_columns
 from storage.batches.columns import TASK
 from storage.batches.refs import BatchRef
 from storage.batches.writing import Jagged, write_batch
@@ -36,7 +36,7 @@ from storage.objects.store import Store
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Chosen:
+class TrainingSamples:
     """The samples that train, after shaping and selection.
 
     Two samples: rewards [1.0, 0.0], masked [False, False], components {"math": [1.0, 0.0]}.
@@ -50,7 +50,7 @@ class Chosen:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Estimated:
+class Estimate:
     """The estimator's inputs and its result, of samples as they are stored."""
 
     batch: AdvantageBatch
@@ -65,7 +65,7 @@ class Estimated:
         mismatch: Mismatch | None,
         steps: tuple[Step, ...],
         result: Advantages,
-    ) -> Estimated:
+    ) -> Estimate:
         """With what the corrections are given."""
         if result.mask is not None:
             batch = replace(batch, mask=result.mask)
@@ -75,7 +75,7 @@ class Estimated:
 
 
 def write_advantages(
-    store: Store, chosen: Chosen, algorithm: AlgorithmConfig, out_key: str, version: int
+    store: Store, chosen: TrainingSamples, algorithm: AlgorithmConfig, out_key: str, version: int
 ) -> tuple[BatchRef, dict[str, float]]:
     """The samples with advantages, mask, and what else the update needs; the method's metrics.
 
@@ -86,7 +86,7 @@ def write_advantages(
     batch = estimator_batch(store, chosen, algorithm, mismatch, steps)
     result = by_branch(store, chosen.samples, batch, algorithm)
     result = with_teacher(result, batch, algorithm)
-    estimate = Estimated.of(batch, mismatch, steps, result)
+    estimate = Estimate.of(batch, mismatch, steps, result)
     advantages = result.advantages.float()
     metrics = {**result.metrics.values(), **_summary(advantages[estimate.batch.mask])}
     if batch.values is not None and result.returns is not None:
@@ -96,7 +96,7 @@ def write_advantages(
         gap = correction_metrics(estimate.mismatch, steps)
         metrics |= {f"correction/{name}": value for name, value in gap.items()}
     written = write_columns(store, chosen, estimate, algorithm, out_key, version)
-    return with_written(chosen.samples, written), metrics
+    return join_columns(chosen.samples, written), metrics
 
 
 def by_branch(
@@ -126,8 +126,8 @@ def by_branch(
 
 def write_columns(
     store: Store,
-    chosen: Chosen,
-    estimate: Estimated,
+    chosen: TrainingSamples,
+    estimate: Estimate,
     algorithm: AlgorithmConfig,
     out_key: str,
     version: int,
@@ -153,16 +153,18 @@ def write_columns(
     return write_batch(store, out_key, stored)
 
 
-def corrected(samples: BatchRef, algorithm: AlgorithmConfig) -> bool:
+def corrects_before_update(samples: BatchRef, algorithm: AlgorithmConfig) -> bool:
     """Whether the corrections are made before the update, with the columns that there are."""
     needed = {"old_logprobs", "rollout_logprobs"}
     return algorithm.ratio_against == "old_logprobs" and needed <= set(samples.names)
 
 
-def mismatch_of(store: Store, chosen: Chosen, algorithm: AlgorithmConfig) -> Mismatch | None:
+def mismatch_of(
+    store: Store, chosen: TrainingSamples, algorithm: AlgorithmConfig
+) -> Mismatch | None:
     """The two policies' log-probs, where the corrections are made before the update."""
     samples = chosen.samples
-    if not corrected(samples, algorithm):
+    if not corrects_before_update(samples, algorithm):
         return None
     ours, theirs = (tokens(store, samples, f"{name}_logprobs") for name in ("old", "rollout"))
     assert ours is not None and theirs is not None
@@ -170,7 +172,7 @@ def mismatch_of(store: Store, chosen: Chosen, algorithm: AlgorithmConfig) -> Mis
     return Mismatch(rows=rows, mask=mask, logprobs=ours, rollout_logprobs=theirs)
 
 
-def _counting(store: Store, chosen: Chosen) -> tuple[Rows, Tensor]:
+def _counting(store: Store, chosen: TrainingSamples) -> tuple[Rows, Tensor]:
     """The rows, and which of their tokens count, bool [T]."""
     values, offsets = jagged(store, chosen.samples, "response_mask")
     rows = Rows.of_offsets(torch.from_numpy(offsets.copy()))
@@ -182,7 +184,7 @@ def _counting(store: Store, chosen: Chosen) -> tuple[Rows, Tensor]:
 
 def estimator_batch(
     store: Store,
-    chosen: Chosen,
+    chosen: TrainingSamples,
     algorithm: AlgorithmConfig,
     mismatch: Mismatch | None,
     steps: Sequence[Step],

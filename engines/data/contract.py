@@ -295,12 +295,12 @@ class Scorer(PromptMaker):
         """Write the advantages of a part."""
 
 
-def with_written(samples: BatchRef, written: BatchRef) -> BatchRef:
+def join_columns(samples: BatchRef, written: BatchRef) -> BatchRef:
     """The batch that trains: the samples, and the columns that were written for them."""
     return samples.drop(["response_mask"]).with_columns(written)
 
 
-def joined(parts: AdvantageParts, written: Sequence[PartResult]) -> AdvantagesResult:
+def join_parts(parts: AdvantageParts, written: Sequence[PartResult]) -> AdvantagesResult:
     """The batch that trains from its parts, in their order, with the metrics over all of them."""
     sums: dict[str, float] = {}
     extremes: dict[str, float] = {}
@@ -312,7 +312,7 @@ def joined(parts: AdvantageParts, written: Sequence[PartResult]) -> AdvantagesRe
     metrics = _metrics(sums, extremes)
     for part in written:
         metrics |= part.metrics
-    ref = with_written(parts.samples, BatchRef.concat([part.ref for part in written]))
+    ref = join_columns(parts.samples, BatchRef.concat([part.ref for part in written]))
     return replace(parts.result, ref=ref, metrics=parts.result.metrics | metrics)
 
 

@@ -189,13 +189,13 @@ class DataEngine(Scorer):
         if request.kept is not None:
             choice = choice.with_columns(self._store, request.kept)
         if not choice.trained:
-            return choice.result(choice.chosen.samples, {})
+            return choice.result(choice.training.samples, {})
         if part_tokens is not None:
             parts = parts_of(self._store, choice, algorithm, part_tokens, out_key)
             if parts is not None:
                 return parts
         ref, metrics = write_advantages(
-            self._store, choice.chosen, algorithm, out_key, request.version
+            self._store, choice.training, algorithm, out_key, request.version
         )
         return choice.result(ref, metrics)
 
@@ -210,7 +210,7 @@ class DataEngine(Scorer):
     def informative(self, request: AdvantagesRequest) -> InformativeResult:
         """Which groups of a step's samples so far `advantages` would choose."""
         choice = self._chosen(request)
-        return InformativeResult(groups=choice.informative, kept=choice.chosen.samples)
+        return InformativeResult(groups=choice.informative, kept=choice.training.samples)
 
     def repetition(self, samples: BatchRef, algorithm: AlgorithmConfig, out_key: str) -> BatchRef:
         """Write the repetition penalties of some of a step's samples."""

@@ -28,7 +28,7 @@ from storage.objects.store import Store
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
+class SampleValues:
     """What the samples of a step came to."""
 
     rewards: NDArray[np.float32]  # [N], the weighted sums; not a number where failed
@@ -42,9 +42,9 @@ class Measured:
     # [N], share of each response's n-grams that came before in it; None: not measured.
     repeated: NDArray[np.float32] | None = None
 
-    def at(self, selected: NDArray[np.bool_]) -> Measured:
+    def at(self, selected: NDArray[np.bool_]) -> SampleValues:
         """Those of some samples."""
-        return Measured(
+        return SampleValues(
             rewards=self.rewards[selected],
             components={name: part[selected] for name, part in self.components.items()},
             failed=self.failed[selected],
@@ -56,7 +56,7 @@ class Measured:
 
 
 def task_metrics(
-    measured: Measured, tasks: NDArray[np.str_], right_from: float
+    measured: SampleValues, tasks: NDArray[np.str_], right_from: float
 ) -> dict[str, float]:
     """The same of each task's samples, as task/NAME/…; and of these:
 
@@ -78,7 +78,7 @@ def task_metrics(
     return by_task
 
 
-def sample_metrics(measured: Measured) -> dict[str, float]:
+def sample_metrics(measured: SampleValues) -> dict[str, float]:
     """Reward, length and group metrics of the samples of a step; a failed one counts nowhere.
 
     Returns:
@@ -180,7 +180,7 @@ def metrics_of(
     right_from: float,
 ) -> dict[str, float]:
     """Reward and length metrics of all samples, before anything is left out but failures."""
-    measured = Measured(
+    measured = SampleValues(
         rewards=dense(store, samples, "reward"),
         components={name: part.numpy() for name, part in components(store, samples).items()},
         failed=status == SampleStatus.FAILED,

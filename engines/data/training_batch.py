@@ -17,7 +17,7 @@ from engines.algorithms.aggregation import Rows
 from engines.algorithms.from_config import selection_of, shaped_rewards
 from engines.algorithms.reward_shaping import repetition_penalty
 from engines.algorithms.sample_selection import Selected, select
-from engines.data.advantages import Chosen
+from engines.data.advantages import TrainingSamples
 from engines.data.column_reading import (
     components,
     dense,
@@ -47,7 +47,7 @@ IMPOSSIBLE = -1e30  # a log-prob below it is that of a word whose logit is maske
 class Choice:
     """The samples of a step that train, before their advantages."""
 
-    chosen: Chosen
+    training: TrainingSamples
     trained: int  # groups of which a sample is kept
     filtered: dict[str, int]  # groups left out by the algorithm's selection, by rule
     dropped: dict[str, int]  # groups left out for a failure, or beyond those wanted, by reason
@@ -67,9 +67,9 @@ class Choice:
 
     def with_columns(self, store: Store, columns: BatchRef) -> Choice:
         """The same choice, its samples with `columns`, those of the same samples."""
-        ids, theirs = (dense(store, ref, "sample_id") for ref in (self.chosen.samples, columns))
+        ids, theirs = (dense(store, ref, "sample_id") for ref in (self.training.samples, columns))
         assert np.array_equal(ids, theirs), "the columns are of other samples than those that train"
-        return replace(self, chosen=replace(self.chosen, samples=columns))
+        return replace(self, training=replace(self.training, samples=columns))
 
     def result(self, ref: BatchRef, metrics: dict[str, float]) -> AdvantagesResult:
         """With the batch that trains, and the metrics of its advantages."""
@@ -105,7 +105,7 @@ def choose(
     prompts, status = dense(store, samples, "group_id"), dense(store, samples, "status")
     groups = samples.own_groups(store)
     per_sample = None if baselines is None else baseline_rewards(store, baselines, samples)
-    alone = untaught(store, samples)
+    alone = failed_by_teacher(store, samples)
     failed = (status == SampleStatus.FAILED) | alone
     if per_sample is not None:  # a baseline that could not be scored is no baseline of 0
         failed = failed | np.isnan(per_sample)
@@ -135,7 +135,7 @@ def choose(
         FAILED: len(lost) - by_teacher,
         SURPLUS: len(informative) - len(training),
     }
-    chosen = Chosen(
+    chosen = TrainingSamples(
         samples=samples.take(index).drop([] if request.repetition is None else [REPETITION]),
         rewards=shaped.rewards[selection],
         masked=shaped.masked[selection],
@@ -273,7 +273,7 @@ def write_repetition(
     return write_batch(store, out_key, {REPETITION: penalties.numpy()})
 
 
-def untaught(store: Store, samples: BatchRef) -> NDArray[np.bool_]:
+def failed_by_teacher(store: Store, samples: BatchRef) -> NDArray[np.bool_]:
     """Samples [N] that cannot be learned from, for a log-prob of their teacher's: bool.
 
     It is not finite, or that of a word that the teacher can never say, with which nothing can be

@@ -53,22 +53,22 @@ from engines.episodes.contract import (
     EnvironmentSpec,
     OpponentSeats,
 )
-from engines.episodes.episode_rows import Episode, episode_columns, gathered, read_episodes, seed_of
+from engines.episodes.episode_rows import Episode, episode_columns, gather, read_episodes, seed_of
 from engines.episodes.frames import (
     FIRST,
     FRAME,
     Form,
-    alike,
-    fitting,
+    check_first_frames,
+    check_frame,
     form_of,
     present_frames,
-    stacked,
+    stack_frames,
     unused_tokens,
     write_frames,
 )
-from engines.episodes.players import dealt, players_prompts
+from engines.episodes.players import deal, prompts_of_players
 from engines.episodes.request_episodes import RequestEpisode, RequestEpisodes
-from engines.episodes.task_environment import Played, ids_of
+from engines.episodes.task_environment import TaskEnvironment, ids_of
 from engines.episodes.tool_calls import Malformed, tool_calls
 from storage.batches.columns import OPPONENTS_TURN, TASK, TURN_LIMIT, SampleStatus
 from storage.batches.refs import BatchRef
@@ -96,7 +96,7 @@ class EnvironmentEngine(EnvironmentHost):
         self._store = spec.open_store()
         self._tokenizer = load_tokenizer(materialize(spec.model, Path(spec.model_cache)))
         self._source = open_source(spec.data.source)
-        self._played: dict[str, Played] = {}  # by task; of one task under no name
+        self._tasks: dict[str, TaskEnvironment] = {}  # by task; of one task under no name
         opened: dict[str, Environments | OneTurn] = {}  # tasks that are played alike share them
         limits = spec.data.limits(spec.max_new_tokens)
         for name, settings in spec.data.played(spec.episodes).items():
@@ -105,11 +105,13 @@ class EnvironmentEngine(EnvironmentHost):
                 opened[key] = open_environments(settings, spec.frames)
             data = spec.data.tasks[name] if name else spec.data
             most = limits.get(name, spec.max_new_tokens)
-            self._played[name] = Played.of(self._tokenizer, data, settings, opened[key], most)
-        settings_of = [task.settings for task in self._played.values()]
+            self._tasks[name] = TaskEnvironment.of(
+                self._tokenizer, data, settings, opened[key], most
+            )
+        settings_of = [task.settings for task in self._tasks.values()]
         self._requests = RequestEpisodes(
             self._store,
-            self._of,
+            self._task_of,
             words=len(self._tokenizer),
             forests=any(task.are_forests for task in settings_of),
             path_tokens=spec.path_tokens,
@@ -128,9 +130,9 @@ class EnvironmentEngine(EnvironmentHost):
         contents = opened_source.rows(rows)
         other = "" if source is None else opened_source.digest
         seeds = [seed_of(self._spec.episodes.seed, row, other) for row in rows]
-        opened = self._opened(contents, seeds)
+        opened = self._reset(contents, seeds)
         if self._spec.frames:
-            opened = alike(opened)
+            opened = check_first_frames(opened)
         ready = [number for number, one in enumerate(opened) if one.failed is None]
         if not ready:
             raise EnvironmentFailed(f"No environment could be reset: {opened[0].failed}")
@@ -149,20 +151,20 @@ class EnvironmentEngine(EnvironmentHost):
             "prompt_row": np.asarray([rows[number] for number in kept], dtype=np.int64),
             "row": [contents[number] for number in kept],
             "env_seed": np.asarray([seeds[number] for number in kept], dtype=np.int64),
-            "env_code": [self._of(contents[number]).code.digest for number in kept],
+            "env_code": [self._task_of(contents[number]).code.digest for number in kept],
             "opening": digests,
             "state_id": np.asarray([state_number(one) for one in digests], dtype=np.int64),
             **({"players": players} if players else {}),
         }
         if source is None:
             columns |= self._spec.task_columns([contents[number] for number in kept])
-            turns = {name: one.settings.max_turn_tokens or 0 for name, one in self._played.items()}
+            turns = {name: one.settings.max_turn_tokens or 0 for name, one in self._tasks.items()}
             if len(set(turns.values())) > 1:
                 columns[TURN_LIMIT] = np.array(
                     [turns[str(contents[number][TASK])] for number in kept], np.int64
                 )
         if self._spec.frames:
-            columns[FIRST] = stacked([opened[number].frame for number in kept])
+            columns[FIRST] = stack_frames([opened[number].frame for number in kept])
         if self._spec.episodes.sees == "frames":
             columns[FRAME] = columns[FIRST]  # again, under the name that later ones have
         return PromptsResult(ref=write_batch(self._store, out_key, columns), dropped=tuple(dropped))
@@ -170,8 +172,8 @@ class EnvironmentEngine(EnvironmentHost):
     def deal(
         self, prompts: BatchRef, n: int, out_key: str, opponent: OpponentSeats | None = None
     ) -> tuple[BatchRef, BatchRef]:
-        """Prompts as rows of their players, and n samples of each before its first turn (`dealt`)."""
-        return dealt(self._store, prompts, n, out_key, opponent)
+        """Prompts as rows of their players, and n samples of each before its first turn (`deal`)."""
+        return deal(self._store, prompts, n, out_key, opponent)
 
     def _prompts(
         self, rows: list[Row], observations: list[str]
@@ -180,29 +182,29 @@ class EnvironmentEngine(EnvironmentHost):
         if self._spec.episodes.players > 1:
             told = [PlayersTurn.of(one) for one in observations]
             longest = self._spec.data.max_prompt_tokens
-            return players_prompts(self._played[""].conversation, rows, told, longest)
+            return prompts_of_players(self._tasks[""].conversation, rows, told, longest)
         parts = []
-        for played, places in self._by_task(rows):
+        for task, places in self._by_task(rows):
             own = [rows[place] for place in places], [observations[place] for place in places]
-            make = played.agents.made if played.code.chats else played.conversation.prompts
+            make = task.agents.prompts if task.code.chats else task.conversation.prompts
             parts.append((places, make(*own)))
         return put_together(parts), []
 
-    def _of(self, row: Row) -> Played:
+    def _task_of(self, row: Row) -> TaskEnvironment:
         """How a row is played."""
-        return self._played[""] if "" in self._played else self._played[str(row[TASK])]
+        return self._tasks[""] if "" in self._tasks else self._tasks[str(row[TASK])]
 
-    def _by_task(self, rows: Sequence[Row]) -> list[tuple[Played, list[int]]]:
+    def _by_task(self, rows: Sequence[Row]) -> list[tuple[TaskEnvironment, list[int]]]:
         """The positions of rows that are played in one way."""
-        if "" in self._played:
-            return [(self._played[""], list(range(len(rows))))] if rows else []
+        if "" in self._tasks:
+            return [(self._tasks[""], list(range(len(rows))))] if rows else []
         places: dict[str, list[int]] = {}
         for place, row in enumerate(rows):
             places.setdefault(str(row[TASK]), []).append(place)
-        return [(self._played[name], own) for name, own in places.items()]
+        return [(self._tasks[name], own) for name, own in places.items()]
 
-    def _asked(
-        self, rows: Sequence[Row], ask: Callable[[Played, list[int]], list[Outcome]]
+    def _ask_all(
+        self, rows: Sequence[Row], ask: Callable[[TaskEnvironment, list[int]], list[Outcome]]
     ) -> list[Outcome]:
         """What the environments of rows say, all at once; `ask`: those of some of the rows."""
         parts = self._by_task(rows)
@@ -216,30 +218,30 @@ class EnvironmentEngine(EnvironmentHost):
                 outcomes |= zip(places, part, strict=True)
         return [outcomes[place] for place in range(len(rows))]
 
-    def _opened(self, rows: Sequence[Row], seeds: Sequence[int]) -> list[Outcome]:
+    def _reset(self, rows: Sequence[Row], seeds: Sequence[int]) -> list[Outcome]:
         """What the environments of rows say first."""
 
-        def ask(played: Played, places: list[int]) -> list[Outcome]:
+        def ask(task: TaskEnvironment, places: list[int]) -> list[Outcome]:
             own = [rows[place] for place in places], [seeds[place] for place in places]
-            outcomes = played.environments.opening(*own)
-            return [*map(self._first_request, outcomes)] if played.code.chats else outcomes
+            outcomes = task.environments.opening(*own)
+            return [*map(self._first_request, outcomes)] if task.code.chats else outcomes
 
-        return self._asked(rows, ask)
+        return self._ask_all(rows, ask)
 
-    def _acted(self, episodes: Sequence[Episode]) -> list[Outcome]:
+    def _act(self, episodes: Sequence[Episode]) -> list[Outcome]:
         """The answers to the next turns of episodes."""
         turns = [self._turn(episode) for episode in episodes]
-        return self._asked(
+        return self._ask_all(
             [episode.row for episode in episodes],
-            lambda played, places: played.environments.act([turns[place] for place in places]),
+            lambda task, places: task.environments.act([turns[place] for place in places]),
         )
 
-    def _finished(self, episodes: Sequence[Episode]) -> list[Outcome]:
+    def _last_rewards(self, episodes: Sequence[Episode]) -> list[Outcome]:
         """The last rewards of episodes that are over."""
         turns = [self._turn(episode) for episode in episodes]
-        return self._asked(
+        return self._ask_all(
             [episode.row for episode in episodes],
-            lambda played, places: played.environments.finish([turns[place] for place in places]),
+            lambda task, places: task.environments.finish([turns[place] for place in places]),
         )
 
     def _first_request(self, outcome: Outcome) -> Outcome:
@@ -274,7 +276,7 @@ class EnvironmentEngine(EnvironmentHost):
         for one in [each for each in asked if not each.ended and self._is_over(each)]:
             one.end(self._limit(one), SampleStatus.TRUNCATED)
         self._finish([one for one in asked if one.ended and not one.error])
-        if any(one.conversation.rewrites for one in self._played.values()):
+        if any(one.conversation.rewrites for one in self._tasks.values()):
             for row in [row for one in asked for row in one.rows]:
                 row.rewritten = self._rewritten(row) if row.ended else 0.0
         seconds = time.monotonic() - began
@@ -284,7 +286,7 @@ class EnvironmentEngine(EnvironmentHost):
             for row in one.rows
             if row.error
         )
-        in_part = any(one.code.in_part for one in self._played.values())
+        in_part = any(one.code.in_part for one in self._tasks.values())
         written = write_batch(self._store, out_key, episode_columns(episodes, in_part))
         names = [name for name in samples.names if name not in written.names]
         ref = samples[names].with_columns(written)
@@ -328,8 +330,8 @@ class EnvironmentEngine(EnvironmentHost):
             if limit := requests.limit(one):
                 one.end(limit, SampleStatus.TRUNCATED)
         going = [one for one in asked if not one.ended]
-        self._ask_agents([one for one in going if one.played.code.chats], sampled_seconds)
-        others = [one for one in going if not one.played.code.chats]
+        self._ask_agents([one for one in going if one.task.code.chats], sampled_seconds)
+        others = [one for one in going if not one.task.code.chats]
         if begun is None:
             for one in others:
                 requests.ask_first(one)
@@ -337,11 +339,11 @@ class EnvironmentEngine(EnvironmentHost):
             self._step(others, None, sampled_seconds)
         self._finish([one for one in asked if one.ended and not one.error])
         for one in [each for each in asked if each.ended]:
-            if one.played.conversation.rewrites and one.played.settings.past_turns == "as_sampled":
+            if one.task.conversation.rewrites and one.task.settings.past_turns == "as_sampled":
                 one.rewritten = self._rewritten(one)
-            if one.played.code.chats:
+            if one.task.code.chats:
                 one.settle()
-        in_part = any(one.code.in_part for one in self._played.values())
+        in_part = any(one.code.in_part for one in self._tasks.values())
         ref, pending = requests.write(episodes, prompts, n, out_key, in_part)
         return AnswerResult(
             ref=ref,
@@ -362,17 +364,17 @@ class EnvironmentEngine(EnvironmentHost):
         One whose requests were all refused goes on at once.
         """
         while episodes:
-            for episode, outcome in zip(episodes, self._acted(episodes), strict=True):
-                episode.took(outcome.seconds)
+            for episode, outcome in zip(episodes, self._act(episodes), strict=True):
+                episode.add_seconds(outcome.seconds)
                 if outcome.failed is not None:
                     episode.end(outcome.limit or FAILED, SampleStatus.FAILED, outcome.failed)
                     continue
-                episode.earn(outcome.reward, outcome.by_branch)
+                episode.add_branch_rewards(outcome.reward, outcome.by_branch)
                 if outcome.done:
                     limit = self._requests.met_limit(episode)
                     cut = limit not in ("", TURNS)
                     episode.end(limit or DONE, SampleStatus.TRUNCATED if cut else SampleStatus.OK)
-                elif limit := outcome.limit or self._late(episode, sampled_seconds):
+                elif limit := outcome.limit or self._late_limit(episode, sampled_seconds):
                     episode.end(limit, SampleStatus.OK)
                 else:
                     try:
@@ -386,14 +388,14 @@ class EnvironmentEngine(EnvironmentHost):
     def gather(
         self, prompts: BatchRef, n: int, samples: Sequence[BatchRef | None], out_key: str
     ) -> BatchRef:
-        return gathered(self._store, prompts, n, samples, out_key)
+        return gather(self._store, prompts, n, samples, out_key)
 
     def replay(self, samples: BatchRef) -> list[tuple[int, str]]:
         """Step episodes again that are over: samples whose environment says something else, and what.
 
         Those that failed are left out: it is not known what their environments would have said.
         """
-        if not any(one.settings.of_requests for one in self._played.values()):
+        if not any(one.settings.of_requests for one in self._tasks.values()):
             every: Sequence[Episode] = read_episodes(self._store, samples, self._source, "replay")
         elif "requests" in samples.names:
             every = self._requests.read(samples, 1, samples, self._source, "replay")
@@ -405,16 +407,16 @@ class EnvironmentEngine(EnvironmentHost):
             )
         episodes = [one for one in every if one.ended and not one.error and one.player == 0]
         self._read(episodes)
-        agents = [one for one in episodes if self._of(one.row).code.chats]
-        acted = zip(agents, self._acted(agents), strict=True)
+        agents = [one for one in episodes if self._task_of(one.row).code.chats]
+        acted = zip(agents, self._act(agents), strict=True)
         more = {one.sample: _MORE for one, last in acted if one.ended == DONE and not last.done}
-        outcomes = zip(episodes, self._finished(episodes), strict=True)
+        outcomes = zip(episodes, self._last_rewards(episodes), strict=True)
         found = [(one, outcome.failed or more.get(one.sample)) for one, outcome in outcomes]
         return [(row.sample, said) for one, said in found if said for row in one.rows]
 
     def close(self) -> None:
         """End the environments' processes."""
-        for task in self._played.values():
+        for task in self._tasks.values():
             task.environments.close()
 
     def _read(self, episodes: Sequence[Episode]) -> None:
@@ -429,47 +431,47 @@ class EnvironmentEngine(EnvironmentHost):
         """Have the environments answer the last turn; a call that is none is answered here."""
 
         def take(episode: Episode, outcome: Outcome) -> None:
-            limit = outcome.limit or self._late(episode, sampled_seconds)
+            limit = outcome.limit or self._late_limit(episode, sampled_seconds)
             self._take(episode, replace(outcome, limit=limit))
 
         asked = []
         for episode in episodes:
-            called = self._called(episode, episode.texts[-1])
+            called = self._calls_of(episode, episode.texts[-1])
             if isinstance(called, Malformed):
                 take(episode, Outcome(observation=f"Error: {called.mistake}"))
             else:
                 asked.append(episode)
-        for episode, answered in zip(asked, self._acted(asked), strict=True):
-            outcome = fitting(answered, form)
-            episode.took(outcome.seconds)
+        for episode, answered in zip(asked, self._act(asked), strict=True):
+            outcome = check_frame(answered, form)
+            episode.add_seconds(outcome.seconds)
             if outcome.failed is not None:
                 episode.end(outcome.limit or FAILED, SampleStatus.FAILED, outcome.failed)
             else:
                 take(episode, outcome)
 
-    def _late(self, episode: Episode, sampled_seconds: float) -> str:
+    def _late_limit(self, episode: Episode, sampled_seconds: float) -> str:
         """The limit that an episode has reached that has used up its time; empty: it has not."""
-        deadline = self._of(episode.row).settings.deadline
+        deadline = self._task_of(episode.row).settings.deadline
         late = deadline is not None and episode.seconds + sampled_seconds >= deadline
         return DEADLINE if late else ""
 
     def _finish(self, episodes: Sequence[Episode]) -> None:
         """Ask the environments of ended episodes for a last reward, and let go of them."""
-        for episode, outcome in zip(episodes, self._finished(episodes), strict=True):
-            episode.took(outcome.seconds)
+        for episode, outcome in zip(episodes, self._last_rewards(episodes), strict=True):
+            episode.add_seconds(outcome.seconds)
             if outcome.failed is not None:
                 episode.end(outcome.limit or FAILED, SampleStatus.FAILED, outcome.failed)
                 continue
             last = outcome.rewards if episode.others else (outcome.reward,)
-            if isinstance(episode, RequestEpisode) and episode.played.code.chats:
-                episode.earn(outcome.reward, outcome.by_branch)
+            if isinstance(episode, RequestEpisode) and episode.task.code.chats:
+                episode.add_branch_rewards(outcome.reward, outcome.by_branch)
                 last = tuple(episode.forest.given.values()) or (None,)
             else:
                 for row, reward in zip(episode.rows, last, strict=False):
-                    row.earns(reward)
+                    row.add_reward(reward)
             if episode.ended in (SECONDS, DEADLINE) and all(reward is None for reward in last):
                 # How far it came by then says how slow the environment was.
-                limits = self._of(episode.row).settings
+                limits = self._task_of(episode.row).settings
                 cause = took_too_long(limits.timeout)
                 if episode.ended == DEADLINE:
                     cause = f"the environment played until episodes.deadline = {limits.deadline} s"
@@ -481,12 +483,12 @@ class EnvironmentEngine(EnvironmentHost):
 
         The environment has not seen those that held a malformed call.
         """
-        if isinstance(episode, RequestEpisode) and episode.played.code.chats:
+        if isinstance(episode, RequestEpisode) and episode.task.code.chats:
             return GivenTurns(
                 episode=episode.name,
                 row=episode.row,
                 seed=episode.seed,
-                turns=self._requests.given(episode, lambda text: self._called(episode, text)),
+                turns=self._requests.given(episode, lambda text: self._calls_of(episode, text)),
             )
         answered = [
             turn
@@ -495,12 +497,12 @@ class EnvironmentEngine(EnvironmentHost):
         ]
         past = []
         for _, text, digest, tokens in sorted(answered, key=itemgetter(0)):
-            called = self._called(episode, text)
+            called = self._calls_of(episode, text)
             if not isinstance(called, Malformed):
                 past.append(PastTurn(text=text, calls=called, digest=digest, tokens=tokens))
         number = len(episode.observations)
         text = "".join(episode.texts[number : number + 1])
-        called = self._called(episode, text)
+        called = self._calls_of(episode, text)
         return Turn(
             episode=episode.name,
             row=episode.row,
@@ -514,15 +516,15 @@ class EnvironmentEngine(EnvironmentHost):
 
     def _tokens(self, episode: Episode) -> list[Tokens | None]:
         """The tokens of each turn of the policy; None for environments that are not told them."""
-        told = self._of(episode.row).code.tokens
+        told = self._task_of(episode.row).code.tokens
         return [
             {"written": episode.tokens[start:stop]} if told else None
             for start, stop in episode.turns
         ]
 
-    def _called(self, episode: Episode, text: str) -> tuple[ToolCall, ...] | Malformed | None:
+    def _calls_of(self, episode: Episode, text: str) -> tuple[ToolCall, ...] | Malformed | None:
         """The tools that a turn calls; None where the environment has none, and takes the text."""
-        code = self._of(episode.row).code
+        code = self._task_of(episode.row).code
         if not (code.tools or code.chats):
             return None
         calls = tool_calls(text)
@@ -532,17 +534,17 @@ class EnvironmentEngine(EnvironmentHost):
 
     def _take(self, episode: Episode, outcome: Outcome) -> None:
         """What an environment answered becomes part of the episode."""
-        played = self._of(episode.row)
-        episode.answered(digest_of(outcome.observation), outcome.reward)
+        task = self._task_of(episode.row)
+        episode.add_answer(digest_of(outcome.observation), outcome.reward)
         episode.frame = outcome.frame
         for row, reward in zip(episode.rows, outcome.rewards, strict=False):
-            row.earns(reward)
+            row.add_reward(reward)
         if outcome.done:
             episode.end(DONE, SampleStatus.OK)
             if outcome.used is not None:
                 start, stop = episode.turns[-1]
                 turn = episode.tokens[start:stop]
-                words = None if played.code.tokens else self._tokenizer
+                words = None if task.code.tokens else self._tokenizer
                 episode.unused = unused_tokens(words, turn, outcome.used)
             return
         if outcome.limit:
@@ -553,7 +555,7 @@ class EnvironmentEngine(EnvironmentHost):
             told = PlayersTurn.of(text)
             episode.waits_for(episode.rows[told.player])
             episode, (text,) = episode.rows[told.player], told.texts
-        if len(episode.texts) >= played.settings.max_turns:
+        if len(episode.texts) >= task.settings.max_turns:
             episode.end(TURNS, SampleStatus.OK)
             return
         if isinstance(episode, RequestEpisode):
@@ -562,11 +564,11 @@ class EnvironmentEngine(EnvironmentHost):
         if episode.texts:
             last = episode.tokens[-1]
             ended = episode.finish != "length"
-            talk = played.conversation.for_row(episode.row)
-            delta = talk.delta(text, ended=ended, last=last, role=played.answers_as)
+            talk = task.conversation.for_row(episode.row)
+            delta = talk.delta(text, ended=ended, last=last, role=task.answers_as)
         else:
-            delta = played.conversation.first(episode.row, text)
-        if len(episode.tokens) + len(delta.ids) >= played.max_new_tokens:
+            delta = task.conversation.first(episode.row, text)
+        if len(episode.tokens) + len(delta.ids) >= task.max_new_tokens:
             episode.end(TOKENS, SampleStatus.TRUNCATED)
             return
         episode.tokens += delta.ids
@@ -581,17 +583,17 @@ class EnvironmentEngine(EnvironmentHost):
             return 0.0
         told = self._tokenizer.batch_decode([ids for _, ids in answers], skip_special_tokens=True)
         past = [(episode.texts[n], text) for (n, _), text in zip(answers, told, strict=True)]
-        played = self._of(episode.row)
-        talk = played.conversation.for_row(episode.row)
-        return talk.rewritten(tokens, past, played.answers_as)
+        task = self._task_of(episode.row)
+        talk = task.conversation.for_row(episode.row)
+        return talk.rewritten(tokens, past, task.answers_as)
 
     def _is_over(self, episode: Episode) -> bool:
         """Whether the policy's turn reached a limit of tokens that ends the episode."""
-        counts = self._of(episode.row).settings.full_turn == "counts"
+        counts = self._task_of(episode.row).settings.full_turn == "counts"
         full = counts and self._limit(episode) == TURN_TOKENS
         return episode.finish == "length" and not full
 
     def _limit(self, episode: Episode) -> str:
         """Which limit of tokens ended the policy's turn."""
-        most = self._of(episode.row).max_new_tokens
+        most = self._task_of(episode.row).max_new_tokens
         return TOKENS if len(episode.tokens) >= most else TURN_TOKENS

@@ -117,21 +117,21 @@ class Episode:
         self.finish, self.status = WAITING, SampleStatus.UNFINISHED
         player.finish = OPPONENTS_TURN if player.frozen else UNFINISHED
 
-    def took(self, seconds: float) -> None:
+    def add_seconds(self, seconds: float) -> None:
         """The environment needed some time."""
         for row in self.rows:
             row.seconds += seconds
 
-    def answered(self, digest: str, reward: float | None) -> None:
+    def add_answer(self, digest: str, reward: float | None) -> None:
         """Its last turn was answered, with a reward or none."""
         early = not self.observations and self.rewards  # given for turns of other players
         early_reward = self.rewards.pop() if early else math.nan
         self.order.append(sum(len(row.observations) for row in self.rows))
         self.observations.append(digest)
         self.rewards.append(early_reward)
-        self.earns(reward)
+        self.add_reward(reward)
 
-    def earns(self, reward: float | None) -> None:
+    def add_reward(self, reward: float | None) -> None:
         """A reward on top of what the last turn gave; of the first one, where there is none yet."""
         if reward is not None:
             last = self.rewards.pop() if self.rewards else math.nan
@@ -324,7 +324,7 @@ def seed_of(seed: int, row: int, source: str = "") -> int:
     return int.from_bytes(digest, "big") >> 33
 
 
-def gathered(
+def gather(
     store: Store, prompts: BatchRef, n: int, samples: Sequence[BatchRef | None], out_key: str
 ) -> BatchRef:
     """Write N samples under one key; columns of their prompts, and frames, stay by reference.

@@ -50,7 +50,7 @@ def array_of(frame: Frame) -> NDArray[np.generic]:
     return np.frombuffer(frame["data"], np.dtype(frame["dtype"])).reshape(frame["shape"])
 
 
-def stacked(frames: Sequence[Frame | None]) -> NDArray[np.generic]:
+def stack_frames(frames: Sequence[Frame | None]) -> NDArray[np.generic]:
     """Frames of one form, [N, *shape]."""
     return np.stack([array_of(frame) for frame in frames if frame is not None])
 
@@ -63,7 +63,7 @@ def form_of(samples: BatchRef) -> Form | None:
     return np.dtype(DTYPES[column.dtype][1]), column.shape
 
 
-def alike(outcomes: Sequence[Outcome]) -> list[Outcome]:
+def check_first_frames(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Resets with their frames: failed where there is none, or one of another form than the first."""
     first = next(
         (outcome.frame for outcome in outcomes if outcome.frame is not None and not outcome.failed),
@@ -74,12 +74,12 @@ def alike(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return [
         replace(outcome, failed=none)
         if outcome.failed is None and outcome.frame is None
-        else fitting(outcome, form)
+        else check_frame(outcome, form)
         for outcome in outcomes
     ]
 
 
-def fitting(outcome: Outcome, form: Form | None) -> Outcome:
+def check_frame(outcome: Outcome, form: Form | None) -> Outcome:
     """An outcome, failed where its frame is of another form than those before."""
     if outcome.frame is None or outcome.failed is not None or form is None:
         return outcome
@@ -103,7 +103,7 @@ def write_frames(store: Store, out_key: str, episodes: Sequence[Episode]) -> Bat
     columns: dict[str, object] = {
         "sample_id": np.array([episode.sample for episode in answered], np.int64),
         "turn": np.array([len(episode.observations) - 1 for episode in answered], np.int64),
-        FRAME: stacked([episode.frame for episode in answered]),
+        FRAME: stack_frames([episode.frame for episode in answered]),
     }
     return write_batch(store, f"{out_key.removesuffix(DATA_SUFFIX)}-frames{DATA_SUFFIX}", columns)
 

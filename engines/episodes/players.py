@@ -1,6 +1,6 @@
 """Episodes of several players: the prompt of each, and the samples before their first turns.
 
-A prompt that was drawn is one row until it is sampled. Then it is a row for each player (`dealt`),
+A prompt that was drawn is one row until it is sampled. Then it is a row for each player (`deal`),
 all in one shard: each has a conversation of its own, and sample k of every player is one episode. A
 player's sample waits, untouched by the engines, until the environment says that its turn is next.
 All players are the policy, or one is, and the others are an opponent: a version that does not train.
@@ -24,7 +24,7 @@ from storage.objects.documents import Row
 from storage.objects.store import Store
 
 
-def players_prompts(
+def prompts_of_players(
     conversation: Conversation, rows: Sequence[Row], openings: Sequence[PlayersTurn], longest: int
 ) -> tuple[TokenizedPrompts, list[dict[str, Any]]]:
     """The prompts of those who begin, and the column `players` of the rows that are kept.
@@ -58,7 +58,7 @@ def players_prompts(
     return prompts_of_rows, [players[number] for number in numbers]
 
 
-def dealt(
+def deal(
     store: Store, prompts: BatchRef, n: int, out_key: str, opponent: OpponentSeats | None = None
 ) -> tuple[BatchRef, BatchRef]:
     """The prompts of P rows as rows of their players, and n samples of each before the first turn.

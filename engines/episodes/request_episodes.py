@@ -23,7 +23,13 @@ from engines.data.chat_template import state_number
 from engines.episodes.contract import PATHS, TOKENS, TURN_TOKENS, TURNS
 from engines.episodes.episode_rows import POLICY, Episode, episode_columns
 from engines.episodes.request_forest import Node, RequestForest, turn_before
-from engines.episodes.task_environment import Played, chat_of, ids_of, said_by, with_variables
+from engines.episodes.task_environment import (
+    TaskEnvironment,
+    chat_of,
+    ids_of,
+    said_by,
+    with_variables,
+)
 from storage.batches.columns import LIMIT, TASK, UNFINISHED, Author, SampleStatus
 from storage.batches.forest import LENGTHS, PARENTS
 from storage.batches.refs import BatchRef
@@ -49,7 +55,7 @@ class RequestEpisode(Episode):
     """An episode of requests: all its tokens are in its forest."""
 
     forest: RequestForest
-    played: Played
+    task: TaskEnvironment
     most: int  # tokens of a conversation after its first prompt
     drawn: dict[str, Any]  # by OF_TURN
 
@@ -78,7 +84,7 @@ class RequestEpisode(Episode):
             place = [-1, *rest, *places][-1]
             self.rewards[place] = float(np.nansum([self.rewards[place], reward]))
 
-    def earn(self, reward: float | None, by_branch: Mapping[str, float]) -> None:
+    def add_branch_rewards(self, reward: float | None, by_branch: Mapping[str, float]) -> None:
         """An agent's rewards, to be settled; one number is for what is of no branch."""
         for name, number in {**by_branch, **({} if reward is None else {"": reward})}.items():
             self.forest.given[name] = self.forest.given.get(name, 0.0) + number
@@ -100,7 +106,7 @@ class RequestEpisode(Episode):
     @property
     def total(self) -> int:
         """Tokens of all of it after its prompt, at most."""
-        return self.played.settings.max_tokens or self.most
+        return self.task.settings.max_tokens or self.most
 
     @property
     def past(self) -> tuple[list[int], list[tuple[int, list[int]]]]:
@@ -129,16 +135,16 @@ class RequestEpisodes:
     def __init__(
         self,
         store: Store,
-        played_as: Callable[[Row], Played],
+        task_of: Callable[[Row], TaskEnvironment],
         *,
         words: int,
         forests: bool,
         path_tokens: int | None = None,
     ) -> None:
-        """played_as: how a row is played. words: of the vocabulary. forests: whether rows are stored
+        """task_of: how a row is played. words: of the vocabulary. forests: whether rows are stored
         as such, or each as one path. path_tokens: of all paths of an episode together, at most."""
         self._store = store
-        self._played_as = played_as
+        self._task_of = task_of
         self._words = words
         self._are_forests = forests
         self._path_tokens = path_tokens
@@ -169,14 +175,14 @@ class RequestEpisodes:
         if TASK in repeated.names:
             names = repeated.fetch_list(store, TASK)
             rows = [{**row, TASK: str(name)} for row, name in zip(rows, names, strict=True)]
-        played = [self._played_as(row) for row in rows]
-        most = [one.max_new_tokens for one in played]
+        tasks = [self._task_of(row) for row in rows]
+        most = [task.max_new_tokens for task in tasks]
         if LIMIT in prompts.names:
             most = [*map(min, most, _dense(store, repeated, LIMIT))]
         values: dict[str, Sequence[Any]] = {
             "sample": numbers,
             "row": rows,
-            "played": played,
+            "task": tasks,
             "seed": _dense(store, repeated, "env_seed"),
             "opening": list(repeated.fetch_list(store, "opening")),
             "prompt": _lists(store, repeated, "prompt_ids"),
@@ -272,7 +278,7 @@ class RequestEpisodes:
         columns |= {name: [one[name] for one in forests] for name in forests[0]}
         if not self._are_forests:
             columns = {k: one for k, one in columns.items() if k not in (LENGTHS, PARENTS)}
-        if any(one.played.settings.credit == "branch" for one in episodes):
+        if any(one.task.settings.credit == "branch" for one in episodes):
             credits = [one.credit() for one in episodes]
             columns["branch_ids"] = [ids for ids, _ in credits]
             columns["branch_rewards"] = [rewards for _, rewards in credits]
@@ -351,7 +357,7 @@ class RequestEpisodes:
 
     def limit(self, episode: RequestEpisode) -> str:
         """Which limit of tokens a turn of it reached that ends it; empty: none."""
-        settings = episode.played.settings
+        settings = episode.task.settings
         for node in episode.cut:
             if len(node.written) != settings.max_turn_tokens:
                 return TOKENS if self._left_of_paths(episode) > 0 else PATHS
@@ -412,7 +418,7 @@ class RequestEpisodes:
 
     def _ask(self, episode: RequestEpisode, request: Mapping[str, Any]) -> None:
         forest, name = episode.forest, request["name"]
-        settings = episode.played.settings
+        settings = episode.task.settings
         if len(forest.nodes) + len(forest.waiting) >= settings.max_turns:
             self._refuse(episode, name, TURNS)
             return
@@ -423,9 +429,7 @@ class RequestEpisodes:
             return
         node = forest.ask(name, ids, authors, branch=request["branch"])
         began = before or turn_before(node)
-        node.begins = (
-            began.begins if began else min(len(ids), episode.played.data.max_prompt_tokens)
-        )
+        node.begins = began.begins if began else min(len(ids), episode.task.data.max_prompt_tokens)
         if not settings.branches and not forest.is_one_path:
             raise ValueError(NOT_ONE)
         if self._full(episode):
@@ -445,13 +449,13 @@ class RequestEpisodes:
 
     def ask_again(self, episode: RequestEpisode, told: str) -> None:
         """The turn after an answer of an environment that is told the last one's text."""
-        forest, played = episode.forest, episode.played
+        forest, task = episode.forest, episode.task
         talk, role, last = (
-            played.conversation.for_row(episode.row),
-            played.answers_as,
+            task.conversation.for_row(episode.row),
+            task.answers_as,
             forest.nodes[-1],
         )
-        if talk.rewrites and played.settings.past_turns == "as_rendered":
+        if talk.rewrites and task.settings.past_turns == "as_rendered":
             answers = [*(node.told for node in forest.nodes[1:]), told]
             past = list(zip(episode.texts, answers, strict=True))
             ids = talk.rendered(forest.prompt, past, role)
@@ -475,9 +479,9 @@ class RequestEpisodes:
         if (ids := ids_of(text)) is not None:
             self.check_known(ids)
             return ids, ()
-        chat, played = chat_of(text), episode.played
-        talk = played.conversation.for_row(with_variables(episode.row, chat.variables))
-        rendered = played.settings.past_turns == "as_rendered" and talk.rewrites
+        chat, task = chat_of(text), episode.task
+        talk = task.conversation.for_row(with_variables(episode.row, chat.variables))
+        rendered = task.settings.past_turns == "as_rendered" and talk.rewrites
         if before is not None and not rendered:
             said, role = said_by(chat.messages[-request["new"] :])
             ended = before.finish != "length"
@@ -485,8 +489,8 @@ class RequestEpisodes:
             path = episode.forest.path(before, len(before.ids))
             return [*path, *delta.ids], delta.authors
         first = not episode.forest.nodes
-        longest = None if first else played.data.max_prompt_tokens + episode.most - 1
-        made = played.agents.made([episode.row], [text], longest)
+        longest = None if first else task.data.max_prompt_tokens + episode.most - 1
+        made = task.agents.prompts([episode.row], [text], longest)
         return (made.prompt_ids[0], ()) if made.kept else ([], ())
 
     def _refuse(self, episode: RequestEpisode, name: str, why: str, alone: bool = True) -> None:
@@ -531,7 +535,7 @@ class RequestEpisodes:
         """The longest turn that a request gets, in tokens; those that wait share what is left."""
         left = min(self._left(episode), self._left_of_paths(episode))
         room = min(left // len(episode.forest.waiting), episode.most - (read - node.begins))
-        return min(room, episode.played.settings.max_turn_tokens or room)
+        return min(room, episode.task.settings.max_turn_tokens or room)
 
 
 def _dense(store: Store, ref: BatchRef, name: str) -> list[Any]:

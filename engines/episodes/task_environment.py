@@ -97,7 +97,7 @@ class AgentPrompts:
         self._data = data
         self._with_tools: dict[str, Conversation] = {}  # by the tools, as JSON
 
-    def made(
+    def prompts(
         self, rows: list[Row], requests: list[str], longest: int | None = None
     ) -> TokenizedPrompts:
         """What the model reads of requests (JSON) of rows' agents, as prompts.
@@ -143,7 +143,7 @@ class AgentPrompts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
+class TaskEnvironment:
     """How the rows of a task are played, or all rows of a run with one."""
 
     settings: EpisodesConfig
@@ -162,7 +162,7 @@ class Played:
         settings: EpisodesConfig,
         environments: Environments | OneTurn,
         max_new_tokens: int,
-    ) -> Played:
+    ) -> TaskEnvironment:
         """Raises as `Environments.start` and `Conversation.check` do."""
         code = environments.start()
         tools = [dict(tool) for tool in code.tools]

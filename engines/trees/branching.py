@@ -4,7 +4,7 @@ A node is a segment of some completions; node 0 is the prompt. A path stands for
 n leaves, its share: what branches hands its share on to its branches, so the shares of the paths that
 go on and of those that are over are n together, at every time.
 
-All paths that go on are sampled one segment further at once: a level. `settled` says, of a level that
+All paths that go on are sampled one segment further at once: a level. `settle` says, of a level that
 was sampled, which shares its nodes have; `branches` says what is sampled next. Both are functions of
 the prompt's tree alone, so the same tree comes out wherever and beside whatever it grows.
 
@@ -60,7 +60,7 @@ class Noise:
         return random.Random(None if self._begin is None else f"{self._begin}/{what}")
 
 
-def settled(level: Sequence[TreeNode], tree: TreeSettings) -> list[TreeNode]:
+def settle(level: Sequence[TreeNode], tree: TreeSettings) -> list[TreeNode]:
     """The nodes of a level with the shares that they have now.
 
     Args:
@@ -121,7 +121,7 @@ def branches(nodes: Sequence[TreeNode], n: int, tree: TreeSettings, noise: Noise
         ]
         if not wanted:
             missing = n - sum(node.share for node in nodes if node.over)
-            wanted = fallen_back(nodes, missing, tree, noise)
+            wanted = fall_back_branches(nodes, missing, tree, noise)
     followers: dict[int, int] = {}
     for node in nodes:
         followers[node.parent] = followers.get(node.parent, 0) + 1
@@ -152,7 +152,7 @@ def split(
     return [(parent, depth + 1, each + (place < more)) for place in range(width)]
 
 
-def fallen_back(
+def fall_back_branches(
     nodes: Sequence[TreeNode], missing: int, tree: TreeSettings, noise: Noise
 ) -> list[tuple[int, int, int]]:
     """Branches for leaves that are missing where no path goes on: after earlier nodes, drawn.

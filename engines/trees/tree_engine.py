@@ -24,7 +24,7 @@ from engines.rollout.samples import (
     read_begun,
     token_columns,
 )
-from engines.trees.branching import Branch, Noise, TreeNode, branches, leaves, path_of, settled
+from engines.trees.branching import Branch, Noise, TreeNode, branches, leaves, path_of, settle
 from engines.trees.contract import GrownTrees, Growth, TreeGrower, TreeSpec
 from storage.batches.columns import PROMPT_COLUMNS, SEGMENT, SampleStatus
 from storage.batches.refs import BatchRef
@@ -183,7 +183,7 @@ def write_level(
         sampled.setdefault(group, []).append((node, segment, str(worker), attempt))
     order = []
     for group, segments in sampled.items():
-        now = settled([node for node, *_ in segments], growth.tree)
+        now = settle([node for node, *_ in segments], growth.tree)
         for node, (_, segment, worker, attempt) in zip(now, segments, strict=True):
             add(by_group[group], node, segment, worker, attempt)
             order.append((group, node, segment, worker, attempt))

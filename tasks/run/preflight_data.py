@@ -25,7 +25,7 @@ from engines.data.data_engine import PLAYER, PROBE_TOKENS
 from engines.data.template_check import chat_template, rendered
 from engines.environments.sessions import Environments
 from engines.episodes.episode_rows import seed_of
-from engines.episodes.frames import alike, check_images
+from engines.episodes.frames import check_first_frames, check_images
 from engines.models.checkpoints import present
 from engines.models.facts import model_facts, token_ids
 from engines.rewards.checks import (
@@ -253,7 +253,7 @@ def check_environment(
             ) from error
         (first,) = environments.opening([row], [seed_of(episodes.seed, 0)])
     if frames:
-        (first,) = alike([first])
+        (first,) = check_first_frames([first])
     if first.failed is not None:
         raise ValueError(
             "episodes.environment cannot be reset for the first row: "

@@ -145,7 +145,7 @@ def test_every_prompt_that_is_drawn_stands_in_the_ledger(tmp_path: Path, seed: i
             assert choice.informative >= groups  # what was found in a round stays
             groups = choice.informative
         whole = Rounds(drawn=tuple(drawn), groups=groups).prompts
-        batch = choice.result(choice.chosen.samples, {})
+        batch = choice.result(choice.training.samples, {})
         before, counted = (
             ledger,
             TrainBatch(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.data.sample_metrics import Measured, repeated_ngrams, sample_metrics
+from engines.data.sample_metrics import SampleValues, repeated_ngrams, sample_metrics
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
 
@@ -26,7 +26,7 @@ def test_repeated_ngrams_are_a_share_of_all() -> None:
 
 def test_the_metrics_of_guards_leave_failed_samples_out() -> None:
     found = sample_metrics(
-        Measured(
+        SampleValues(
             rewards=np.array([1, 0, np.nan, 1], np.float32),
             components={},
             failed=np.array([False, False, True, False]),

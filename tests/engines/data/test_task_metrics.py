@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from engines.data.sample_metrics import Measured, sample_metrics, task_metrics
+from engines.data.sample_metrics import SampleValues, sample_metrics, task_metrics
 
 
 def test_each_task_has_the_metrics_of_its_samples() -> None:
     nan = float("nan")
-    measured = Measured(
+    measured = SampleValues(
         rewards=np.array([1, 0, 0.5, nan, nan], np.float32),
         components={"right": np.array([1, 0, nan, nan, nan], np.float32)},
         failed=np.array([False, False, False, True, True]),

@@ -726,7 +726,7 @@ def test_unknown_token_ids_fail(make: Make, tmp_path: Path) -> None:
 
 def test_prompts_of_token_ids_are_bounded(make: Make) -> None:
     long = make("by_ids", "plain")
-    agents = long._played[""].agents
+    agents = long._tasks[""].agents
     agents._data = agents._data.model_copy(update={"max_prompt_tokens": 2})
     made = long.prompts([1], 5, "none.safetensors")
     assert made.ref is None and made.dropped == ((1, "prompt_too_long"),)

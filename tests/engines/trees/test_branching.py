@@ -22,7 +22,7 @@ from engines.trees.branching import (
     by_weight,
     leaves,
     path_of,
-    settled,
+    settle,
 )
 
 Sampler = Callable[[Branch], tuple[bool, float]]  # whether the path is over, and a mean log-prob
@@ -49,7 +49,7 @@ def grown(n: int, tree: TreeSettings, sampler: Sampler, seed: int | None = 0) ->
                 )
             )
         assert {one.depth for one in wanted} <= set(range(1, tree.depth + 1))
-        nodes += settled(level, tree)
+        nodes += settle(level, tree)
         assert len(nodes) <= n * (tree.depth + 1), "it comes to an end"
     return nodes
 
@@ -130,7 +130,7 @@ def test_it_falls_back_only_when_no_path_goes_on(n, seed, ends):
             )
             for one in wanted
         ]
-        nodes += settled(level, tree)
+        nodes += settle(level, tree)
 
 
 LETTERS = {"": {"a": 0.7, "b": 0.3}, "a": {"a": 0.2, "b": 0.8}, "b": {"a": 0.5, "b": 0.5}}
@@ -223,9 +223,9 @@ def test_shares_by_log_probs():
         for k, logprob in enumerate((-0.1, -2.0, -0.1), 1)
     ]
     likely = TreeSettings(by="logprob", logprob_weight=20.0)
-    assert [node.share for node in settled(level, likely)] == [3, 1, 2]
+    assert [node.share for node in settle(level, likely)] == [3, 1, 2]
     unlikely = TreeSettings(by="logprob", logprob_weight=-20.0)
-    assert [node.share for node in settled(level, unlikely)] == [1, 4, 1]
+    assert [node.share for node in settle(level, unlikely)] == [1, 4, 1]
 
 
 def test_what_a_path_leaves_over_goes_to_those_that_go_on():
@@ -234,9 +234,9 @@ def test_what_a_path_leaves_over_goes_to_those_that_go_on():
         TreeNode(number=2, parent=0, depth=1, share=3, over=False, logprob=0.0),
         TreeNode(number=3, parent=0, depth=1, share=1, over=False, logprob=0.0),
     ]
-    assert [node.share for node in settled(level, TreeSettings())] == [1, 4, 3]
+    assert [node.share for node in settle(level, TreeSettings())] == [1, 4, 3]
     alone = TreeSettings(fall_back=False)
-    assert [node.share for node in settled(level, alone)] == [4, 3, 1]
+    assert [node.share for node in settle(level, alone)] == [4, 3, 1]
 
 
 def test_the_same_seed_grows_the_same_tree():
