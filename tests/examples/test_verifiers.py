@@ -18,9 +18,9 @@ from engines.episodes.contract import EnvironmentSpec
 from engines.episodes.environment_engine import EnvironmentEngine
 from engines.models.checkpoints import draw
 from storage.batches.columns import Author
-from tests.engines.data.test_request_episodes import Rounds
 from tests.engines.environments.playing import begin_agent as begin
 from tests.engines.environments.playing import call, new_messages, requests
+from tests.engines.episodes.test_request_episodes import Rounds
 from tests.flows.conftest import ROOT
 
 PYTHON = os.environ.get("REFRAIN_TEST_VERIFIERS")
