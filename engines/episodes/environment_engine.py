@@ -9,8 +9,9 @@ turn that was answered once is never stepped again.
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from operator import itemgetter
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
     pass
 
 
+ANY_LENGTH = 2**31  # tokens, more than any prompt has
 _MORE = (
     "the environment is not deterministic: when the episode was played again, the agent asked for "
     "more turns"
@@ -95,6 +97,7 @@ class EnvironmentEngine(EnvironmentHost):
         self._spec = spec
         self._store = spec.open_store()
         self._tokenizer = load_tokenizer(materialize(spec.model, Path(spec.model_cache)))
+        self._tokenizing = threading.Lock()  # held by the thread of an agent that asks for tokens
         self._source = open_source(spec.data.source)
         self._tasks: dict[str, TaskEnvironment] = {}  # by task; of one task under no name
         opened: dict[str, Environments | OneTurn] = {}  # tasks that are played alike share them
@@ -102,7 +105,7 @@ class EnvironmentEngine(EnvironmentHost):
         for name, settings in spec.data.played(spec.episodes).items():
             key = settings.model_dump_json()
             if key not in opened:
-                opened[key] = open_environments(settings, spec.frames)
+                opened[key] = open_environments(settings, spec.frames, self._answer_tokenizer)
             data = spec.data.tasks[name] if name else spec.data
             most = limits.get(name, spec.max_new_tokens)
             self._tasks[name] = TaskEnvironment.of(
@@ -243,6 +246,24 @@ class EnvironmentEngine(EnvironmentHost):
             [episode.row for episode in episodes],
             lambda task, places: task.environments.finish([turns[place] for place in places]),
         )
+
+    def _answer_tokenizer(self, row: Row, asked: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What an agent asks the tokenizer (protocol.TokenizerAnswers), in an episode of the row."""
+        words, task = self._tokenizer, self._task_of(row)
+        with self._tokenizing:
+            try:
+                if (tokens := asked.get("of_ids")) is not None:
+                    self._requests.check_known(tokens)
+                    return {"text": words.decode(tokens)}
+                if (request := asked.get("request")) is not None:
+                    past, ended = asked["past"], asked["ended"]
+                    ids, _ = task.read_request(row, request, past, ended, ANY_LENGTH)
+                else:
+                    ids = words(asked["text"], add_special_tokens=asked["special"])["input_ids"]
+            except ValueError as error:
+                return {"refused": str(error)}
+        answer = {"ids": ids, "max_model_len": task.data.max_prompt_tokens + task.max_new_tokens}
+        return {**answer, "tokens": words.convert_ids_to_tokens(ids)} if asked["texts"] else answer
 
     def _first_request(self, outcome: Outcome) -> Outcome:
         """The opening of an agent as its first request, failed where that is of token ids that there

@@ -25,10 +25,6 @@ from engines.episodes.episode_rows import POLICY, Episode, episode_columns
 from engines.episodes.request_forest import Node, RequestForest, turn_before
 from engines.episodes.task_environment import (
     TaskEnvironment,
-    chat_of,
-    ids_of,
-    said_by,
-    with_variables,
 )
 from storage.batches.columns import LIMIT, TASK, UNFINISHED, Author, SampleStatus
 from storage.batches.forest import LENGTHS, PARENTS
@@ -475,23 +471,16 @@ class RequestEpisodes:
         self, episode: RequestEpisode, request: Mapping[str, Any], before: Node | None
     ) -> tuple[list[int], Sequence[int]]:
         """All that a request is after, and the authors of its end; nothing where it is too long."""
-        text = json.dumps(request)
-        if (ids := ids_of(text)) is not None:
+        if (ids := request.get("ids")) is not None:
             self.check_known(ids)
             return ids, ()
-        chat, task = chat_of(text), episode.task
-        talk = task.conversation.for_row(with_variables(episode.row, chat.variables))
-        rendered = task.settings.past_turns == "as_rendered" and talk.rewrites
-        if before is not None and not rendered:
-            said, role = said_by(chat.messages[-request["new"] :])
-            ended = before.finish != "length"
-            delta = talk.delta(said, ended=ended, last=before.ids[-1], role=role)
+        task, path, ended = episode.task, [], True
+        if before is not None:
             path = episode.forest.path(before, len(before.ids))
-            return [*path, *delta.ids], delta.authors
+            ended = before.finish != "length"
         first = not episode.forest.nodes
         longest = None if first else task.data.max_prompt_tokens + episode.most - 1
-        made = task.agents.prompts([episode.row], [text], longest)
-        return (made.prompt_ids[0], ()) if made.kept else ([], ())
+        return task.read_request(episode.row, request, path, ended, longest)
 
     def _refuse(self, episode: RequestEpisode, name: str, why: str, alone: bool = True) -> None:
         """A request meets a limit; with `alone` the episode ends where nothing else is waited for."""

@@ -186,3 +186,28 @@ class TaskEnvironment:
     def answers_as(self) -> Role:
         """As whom an environment speaks."""
         return "tool" if self.code.tools else "user"
+
+    def read_request(
+        self,
+        row: Row,
+        request: Mapping[str, Any],
+        past: Sequence[int],
+        ended: bool,
+        longest: int | None,
+    ) -> tuple[list[int], Sequence[int]]:
+        """The ids that a turn reads which an agent asks for by messages, and the authors of its end.
+
+        past: all up to the end of the turn that it goes on from; nothing where it goes on from none.
+        ended: whether the model ended that turn. longest: as in AgentPrompts.prompts; nothing is read
+        of a longer one. ValueError, in a sentence, for messages that cannot be rendered.
+        """
+        text = json.dumps(request)
+        chat = chat_of(text)
+        talk = self.conversation.for_row(with_variables(row, chat.variables))
+        rendered = self.settings.past_turns == "as_rendered" and talk.rewrites
+        if past and not rendered:
+            message, role = said_by(chat.messages[-request["new"] :])
+            delta = talk.delta(message, ended=ended, last=past[-1], role=role)
+            return [*past, *delta.ids], delta.authors
+        prompts = self.agents.prompts([row], [text], longest)
+        return (prompts.prompt_ids[0], ()) if prompts.kept else ([], ())
