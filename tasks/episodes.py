@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import asdict
 
 from configs.episodes import EpisodesConfig
-from engines.episodes.contract import AnswerResult, EnvironmentHost, OpponentSeats
+from engines.episodes.contract import AnswerRequest, AnswerResult, EnvironmentHost, OpponentSeats
 from engines.episodes.frames import frames_by_turn
 from engines.rollout.contract import ShardStats
 from storage.batches.columns import OPPONENTS_TURN, UNFINISHED
@@ -187,11 +187,13 @@ def answer(
             attempt,
             run.engines[ENVIRONMENT],
             EnvironmentHost.answer,
-            samples=turn,
+            request=AnswerRequest(
+                samples=turn,
+                stage=stage.name,
+                source=stage.source,
+                frames=run.config.keeps_frames and (stage.trains or run.config.sees_frames),
+                sampled_seconds=sampled_seconds,
+            ),
             out_key=piece.out_key,
-            stage=stage.name,
-            source=stage.source,
-            frames=run.config.keeps_frames and (stage.trains or run.config.sees_frames),
-            sampled_seconds=sampled_seconds,
         ),
     )

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from prefect.logging import get_run_logger
 
 from configs.episodes import EpisodesConfig
-from engines.episodes.contract import AnswerResult, EnvironmentHost
+from engines.episodes.contract import AnswerResult, EnvironmentHost, RoundRequest
 from engines.rollout.contract import ShardStats
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
@@ -116,16 +116,18 @@ def _gone_on(
             attempt,
             run.engines[ENVIRONMENT],
             EnvironmentHost.go_on,
-            prompts=prompts,
-            n=stage.sampling.n,
+            request=RoundRequest(
+                prompts=prompts,
+                n=stage.sampling.n,
+                begun=begun,
+                turns=turns,
+                stage=stage.name,
+                source=stage.source,
+                sampled_seconds=sampled_seconds,
+                group=stage.sampling.group,
+                first=stage.sampling.first,
+            ),
             out_key=piece.out_key,
-            begun=begun,
-            turns=turns,
-            stage=stage.name,
-            source=stage.source,
-            sampled_seconds=sampled_seconds,
-            group=stage.sampling.group,
-            first=stage.sampling.first,
         ),
     )
 

@@ -54,6 +54,34 @@ class OpponentSeats:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerRequest:
+    """Episodes of which some wait for their environments."""
+
+    samples: BatchRef  # as the rollout engine wrote them
+    stage: str = ""  # what they are for; sample numbers are those of a stage
+    source: Source | None = None  # of their rows; None: the data set
+    frames: bool = False  # whether those of the answers are written
+    # That sampling the episodes' turns took so far, for their deadline.
+    sampled_seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundRequest:
+    """Episodes of requests, and the turns of the policy that some of these waited for."""
+
+    prompts: BatchRef  # [P]
+    n: int  # episodes of each
+    begun: BatchRef | None = None  # as `go_on` wrote them; None: they are opened
+    # As the rollout engine wrote them, one for each row of `pending`; None: it is written again.
+    turns: BatchRef | None = None
+    stage: str = ""  # as in AnswerRequest, and so are the next two
+    source: Source | None = None
+    sampled_seconds: float = 0.0
+    group: int = 0  # as in Sampling; 0: n
+    first: int = 0  # as in Sampling
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerResult:
     """The episodes of a shard after the environments' answers."""
 
@@ -115,43 +143,18 @@ class EnvironmentHost(PromptMaker):
         """Prompts as rows of their players, and n samples of each before its first turn."""
 
     @abstractmethod
-    def answer(
-        self,
-        samples: BatchRef,
-        out_key: str,
-        stage: str = "",
-        source: Source | None = None,
-        frames: bool = False,
-        sampled_seconds: float = 0.0,
-    ) -> AnswerResult:
+    def answer(self, request: AnswerRequest, out_key: str) -> AnswerResult:
         """Step the environments of the episodes whose turn is over, and write what they said.
 
-        samples: as the rollout engine wrote them. stage: what they are for; sample numbers are those
-        of a stage. source: of their rows, where it is not the data set. frames: whether those of the
-        answers are written. sampled_seconds: that sampling the episodes' turns took so far, for their
-        deadline. An environment that fails makes its sample FAILED; one that ends, or a
-        limit, ends the episode, for all its players.
+        An environment that fails makes its sample FAILED; one that ends, or a limit, ends the
+        episode, for all its players.
         """
 
     @abstractmethod
-    def go_on(
-        self,
-        prompts: BatchRef,
-        n: int,
-        out_key: str,
-        begun: BatchRef | None = None,
-        turns: BatchRef | None = None,
-        stage: str = "",
-        source: Source | None = None,
-        sampled_seconds: float = 0.0,
-        group: int = 0,
-        first: int = 0,
-    ) -> AnswerResult:
+    def go_on(self, request: RoundRequest, out_key: str) -> AnswerResult:
         """Give the turns that requests waited for, and write what is asked for next, in `pending`.
 
-        For episodes of requests (EpisodesConfig.of_requests), n of each prompt. begun: as this call
-        wrote them; None: they are opened. turns: as the rollout engine wrote them, one for each row
-        of `pending`; None: it is written again. Others: as in `answer`, and in Sampling.
+        For episodes of requests (EpisodesConfig.of_requests).
         """
 
     @abstractmethod

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -48,11 +48,13 @@ from engines.episodes.contract import (
     TOKENS,
     TURN_TOKENS,
     TURNS,
+    AnswerRequest,
     AnswerResult,
     EnvironmentFailed,
     EnvironmentHost,
     EnvironmentSpec,
     OpponentSeats,
+    RoundRequest,
 )
 from engines.episodes.episode_rows import Episode, episode_columns, gather, read_episodes, seed_of
 from engines.episodes.frames import (
@@ -76,10 +78,7 @@ from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.documents import Row
 from storage.prompts.datasets import open_source
-
-if TYPE_CHECKING:
-    pass
-
+from storage.prompts.source import PromptSource
 
 ANY_LENGTH = 2**31  # tokens, more than any prompt has
 _MORE = (
@@ -119,6 +118,7 @@ class EnvironmentEngine(EnvironmentHost):
             forests=any(task.are_forests for task in settings_of),
             path_tokens=spec.path_tokens,
         )
+        self._in_part = any(task.code.in_part for task in self._tasks.values())
 
     def prompts(
         self, rows: list[int], first_group: int | None, out_key: str, source: Source | None = None
@@ -129,14 +129,14 @@ class EnvironmentEngine(EnvironmentHost):
         so one prompt; rows of another source have other seeds. Raises EnvironmentFailed where no
         row's environment can be reset.
         """
-        opened_source = self._source if source is None else open_source(source)
-        contents = opened_source.rows(rows)
-        other = "" if source is None else opened_source.digest
+        numbered = self._source_of(source)
+        contents = numbered.rows(rows)
+        other = "" if source is None else numbered.digest
         seeds = [seed_of(self._spec.episodes.seed, row, other) for row in rows]
         opened = self._reset(contents, seeds)
         if self._spec.frames:
             opened = check_first_frames(opened)
-        ready = [number for number, one in enumerate(opened) if one.failed is None]
+        ready = [number for number, outcome in enumerate(opened) if outcome.failed is None]
         if not ready:
             raise EnvironmentFailed(f"No environment could be reset: {opened[0].failed}")
         tokenized, players = self._prompts(
@@ -156,12 +156,12 @@ class EnvironmentEngine(EnvironmentHost):
             "env_seed": np.asarray([seeds[number] for number in kept], dtype=np.int64),
             "env_code": [self._task_of(contents[number]).code.digest for number in kept],
             "opening": digests,
-            "state_id": np.asarray([state_number(one) for one in digests], dtype=np.int64),
+            "state_id": np.asarray([state_number(digest) for digest in digests], dtype=np.int64),
             **({"players": players} if players else {}),
         }
         if source is None:
             columns |= self._spec.task_columns([contents[number] for number in kept])
-            turns = {name: one.settings.max_turn_tokens or 0 for name, one in self._tasks.items()}
+            turns = {name: task.settings.max_turn_tokens or 0 for name, task in self._tasks.items()}
             if len(set(turns.values())) > 1:
                 columns[TURN_LIMIT] = np.array(
                     [turns[str(contents[number][TASK])] for number in kept], np.int64
@@ -171,6 +171,10 @@ class EnvironmentEngine(EnvironmentHost):
         if self._spec.episodes.sees == "frames":
             columns[FRAME] = columns[FIRST]  # again, under the name that later ones have
         return PromptsResult(ref=write_batch(self._store, out_key, columns), dropped=tuple(dropped))
+
+    def _source_of(self, source: Source | None) -> PromptSource:
+        """The rows of a source; None: of the data set."""
+        return self._source if source is None else open_source(source)
 
     def deal(
         self, prompts: BatchRef, n: int, out_key: str, opponent: OpponentSeats | None = None
@@ -183,7 +187,7 @@ class EnvironmentEngine(EnvironmentHost):
     ) -> tuple[TokenizedPrompts, list[dict[str, Any]]]:
         """The prompts of rows, of what their environments said first; those of several players."""
         if self._spec.episodes.players > 1:
-            told = [PlayersTurn.of(one) for one in observations]
+            told = [PlayersTurn.of(text) for text in observations]
             longest = self._spec.data.max_prompt_tokens
             return prompts_of_players(self._tasks[""].conversation, rows, told, longest)
         parts = []
@@ -215,10 +219,10 @@ class EnvironmentEngine(EnvironmentHost):
             return ask(*parts[0])
         outcomes: dict[int, Outcome] = {}
         with ThreadPoolExecutor(max_workers=max(1, len(parts))) as pool:
-            for (_, places), part in zip(
-                parts, pool.map(lambda one: ask(*one), parts), strict=True
+            for (_, places), answers in zip(
+                parts, pool.map(lambda part: ask(*part), parts), strict=True
             ):
-                outcomes |= zip(places, part, strict=True)
+                outcomes |= zip(places, answers, strict=True)
         return [outcomes[place] for place in range(len(rows))]
 
     def _reset(self, rows: Sequence[Row], seeds: Sequence[int]) -> list[Outcome]:
@@ -249,21 +253,23 @@ class EnvironmentEngine(EnvironmentHost):
 
     def _answer_tokenizer(self, row: Row, asked: Mapping[str, Any]) -> Mapping[str, Any]:
         """What an agent asks the tokenizer (protocol.TokenizerAnswers), in an episode of the row."""
-        words, task = self._tokenizer, self._task_of(row)
+        tokenizer, task = self._tokenizer, self._task_of(row)
         with self._tokenizing:
             try:
                 if (tokens := asked.get("of_ids")) is not None:
                     self._requests.check_known(tokens)
-                    return {"text": words.decode(tokens)}
+                    return {"text": tokenizer.decode(tokens)}
                 if (request := asked.get("request")) is not None:
                     past, ended = asked["past"], asked["ended"]
                     ids, _ = task.read_request(row, request, past, ended, ANY_LENGTH)
                 else:
-                    ids = words(asked["text"], add_special_tokens=asked["special"])["input_ids"]
+                    ids = tokenizer(asked["text"], add_special_tokens=asked["special"])["input_ids"]
             except ValueError as error:
                 return {"refused": str(error)}
         answer = {"ids": ids, "max_model_len": task.data.max_prompt_tokens + task.max_new_tokens}
-        return {**answer, "tokens": words.convert_ids_to_tokens(ids)} if asked["texts"] else answer
+        return (
+            {**answer, "tokens": tokenizer.convert_ids_to_tokens(ids)} if asked["texts"] else answer
+        )
 
     def _first_request(self, outcome: Outcome) -> Outcome:
         """The opening of an agent as its first request, failed where that is of token ids that there
@@ -277,105 +283,89 @@ class EnvironmentEngine(EnvironmentHost):
             return replace(outcome, failed=str(error))
         return replace(outcome, observation=request)
 
-    def answer(
-        self,
-        samples: BatchRef,
-        out_key: str,
-        stage: str = "",
-        source: Source | None = None,
-        frames: bool = False,
-        sampled_seconds: float = 0.0,
-    ) -> AnswerResult:
+    def answer(self, request: AnswerRequest, out_key: str) -> AnswerResult:
         """Step the environments of the episodes whose turn is over, and write what they said."""
-        opened = self._source if source is None else open_source(source)
-        episodes = read_episodes(self._store, samples, opened, stage)
-        asked = [one for one in episodes if one.waits]
+        samples = request.samples
+        source = self._source_of(request.source)
+        episodes = read_episodes(self._store, samples, source, request.stage)
+        asked = [episode for episode in episodes if episode.waits]
         self._read(asked)
         began = time.monotonic()
-        stepped = [one for one in asked if not self._is_over(one)]
-        self._step(stepped, form_of(samples), sampled_seconds)
-        for one in [each for each in asked if not each.ended and self._is_over(each)]:
-            one.end(self._limit(one), SampleStatus.TRUNCATED)
-        self._finish([one for one in asked if one.ended and not one.error])
-        if any(one.conversation.rewrites for one in self._tasks.values()):
-            for row in [row for one in asked for row in one.rows]:
+        stepped = [episode for episode in asked if not self._is_over(episode)]
+        self._step(stepped, form_of(samples), request.sampled_seconds)
+        for episode in [each for each in asked if not each.ended and self._is_over(each)]:
+            episode.end(self._limit(episode), SampleStatus.TRUNCATED)
+        self._finish([episode for episode in asked if episode.ended and not episode.error])
+        if any(task.conversation.rewrites for task in self._tasks.values()):
+            for row in [row for episode in asked for row in episode.rows]:
                 row.rewritten = self._rewritten(row) if row.ended else 0.0
         seconds = time.monotonic() - began
-        failures = tuple(
-            SampleFailure(sample=row.sample, function="environment", error=row.error)
-            for one in asked
-            for row in one.rows
-            if row.error
-        )
-        in_part = any(one.code.in_part for one in self._tasks.values())
-        written = write_batch(self._store, out_key, episode_columns(episodes, in_part))
+        written = write_batch(self._store, out_key, episode_columns(episodes, self._in_part))
         names = [name for name in samples.names if name not in written.names]
         ref = samples[names].with_columns(written)
-        seen = write_frames(self._store, out_key, asked) if frames else None
-        if self._spec.episodes.sees == "frames" and seen is not None:
-            ref = ref.with_columns(present_frames(samples, seen, episodes))
+        shown = write_frames(self._store, out_key, asked) if request.frames else None
+        if self._spec.episodes.sees == "frames" and shown is not None:
+            ref = ref.with_columns(present_frames(samples, shown, episodes))
         return AnswerResult(
             ref=ref,
-            frames=seen,
-            unfinished=sum(not one.ended for one in episodes),
-            opponents=sum(one.finish == OPPONENTS_TURN for one in episodes),
+            frames=shown,
+            unfinished=sum(not episode.ended for episode in episodes),
+            opponents=sum(episode.finish == OPPONENTS_TURN for episode in episodes),
             turns=len(asked),
-            failures=failures,
+            failures=_failures(asked),
             seconds=seconds,
         )
 
-    def go_on(
-        self,
-        prompts: BatchRef,
-        n: int,
-        out_key: str,
-        begun: BatchRef | None = None,
-        turns: BatchRef | None = None,
-        stage: str = "",
-        source: Source | None = None,
-        sampled_seconds: float = 0.0,
-        group: int = 0,
-        first: int = 0,
-    ) -> AnswerResult:
+    def go_on(self, request: RoundRequest, out_key: str) -> AnswerResult:
         """Give the turns that requests waited for, and write what is asked for next."""
-        opened, requests = self._source if source is None else open_source(source), self._requests
-        episodes = requests.read(prompts, n, begun, opened, stage, group or n, first)
+        requests, begun, turns = self._requests, request.begun, request.turns
+        episodes = requests.read(
+            request.prompts,
+            request.n,
+            begun,
+            self._source_of(request.source),
+            request.stage,
+            request.group or request.n,
+            request.first,
+        )
         answered = 0 if turns is None else requests.fold(episodes, turns)
         began = time.monotonic()
         asked = []
         if begun is None or turns is not None:
-            asked = [one for one in episodes if not one.ended and not one.forest.waiting]
+            asked = [
+                episode for episode in episodes if not episode.ended and not episode.forest.waiting
+            ]
         requests.lay_out(asked)
         self._read(asked)
-        for one in asked:
-            if limit := requests.limit(one):
-                one.end(limit, SampleStatus.TRUNCATED)
-        going = [one for one in asked if not one.ended]
-        self._ask_agents([one for one in going if one.task.code.chats], sampled_seconds)
-        others = [one for one in going if not one.task.code.chats]
+        for episode in asked:
+            if limit := requests.limit(episode):
+                episode.end(limit, SampleStatus.TRUNCATED)
+        going = [episode for episode in asked if not episode.ended]
+        self._ask_agents(
+            [episode for episode in going if episode.task.code.chats], request.sampled_seconds
+        )
+        others = [episode for episode in going if not episode.task.code.chats]
         if begun is None:
-            for one in others:
-                requests.ask_first(one)
+            for episode in others:
+                requests.ask_first(episode)
         else:
-            self._step(others, None, sampled_seconds)
-        self._finish([one for one in asked if one.ended and not one.error])
-        for one in [each for each in asked if each.ended]:
-            if one.task.conversation.rewrites and one.task.settings.past_turns == "as_sampled":
-                one.rewritten = self._rewritten(one)
-            if one.task.code.chats:
-                one.settle()
-        in_part = any(one.code.in_part for one in self._tasks.values())
-        ref, pending = requests.write(episodes, prompts, n, out_key, in_part)
+            self._step(others, None, request.sampled_seconds)
+        self._finish([episode for episode in asked if episode.ended and not episode.error])
+        for episode in [each for each in asked if each.ended]:
+            if (
+                episode.task.conversation.rewrites
+                and episode.task.settings.past_turns == "as_sampled"
+            ):
+                episode.rewritten = self._rewritten(episode)
+            if episode.task.code.chats:
+                episode.settle()
+        ref, pending = requests.write(episodes, request.prompts, request.n, out_key, self._in_part)
         return AnswerResult(
             ref=ref,
             pending=pending,
-            unfinished=sum(not one.ended for one in episodes),
+            unfinished=sum(not episode.ended for episode in episodes),
             turns=answered,
-            failures=tuple(
-                SampleFailure(sample=one.sample, function="environment", error=one.error)
-                for one in asked
-                if one.error
-            ),
+            failures=_failures(asked),
             seconds=time.monotonic() - began,
         )
 
@@ -416,7 +406,7 @@ class EnvironmentEngine(EnvironmentHost):
 
         Those that failed are left out: it is not known what their environments would have said.
         """
-        if not any(one.settings.of_requests for one in self._tasks.values()):
+        if not any(task.settings.of_requests for task in self._tasks.values()):
             every: Sequence[Episode] = read_episodes(self._store, samples, self._source, "replay")
         elif "requests" in samples.names:
             every = self._requests.read(samples, 1, samples, self._source, "replay")
@@ -426,14 +416,24 @@ class EnvironmentEngine(EnvironmentHost):
                 "The requests of these episodes are not stored: an older Refrain played them. They "
                 "cannot be played again."
             )
-        episodes = [one for one in every if one.ended and not one.error and one.player == 0]
+        episodes = [
+            episode
+            for episode in every
+            if episode.ended and not episode.error and episode.player == 0
+        ]
         self._read(episodes)
-        agents = [one for one in episodes if self._task_of(one.row).code.chats]
+        agents = [episode for episode in episodes if self._task_of(episode.row).code.chats]
         acted = zip(agents, self._act(agents), strict=True)
-        more = {one.sample: _MORE for one, last in acted if one.ended == DONE and not last.done}
+        more = {
+            episode.sample: _MORE
+            for episode, last in acted
+            if episode.ended == DONE and not last.done
+        }
         outcomes = zip(episodes, self._last_rewards(episodes), strict=True)
-        found = [(one, outcome.failed or more.get(one.sample)) for one, outcome in outcomes]
-        return [(row.sample, said) for one, said in found if said for row in one.rows]
+        answers = [
+            (episode, outcome.failed or more.get(episode.sample)) for episode, outcome in outcomes
+        ]
+        return [(row.sample, cause) for episode, cause in answers if cause for row in episode.rows]
 
     def close(self) -> None:
         """End the environments' processes."""
@@ -618,3 +618,13 @@ class EnvironmentEngine(EnvironmentHost):
         """Which limit of tokens ended the policy's turn."""
         most = self._task_of(episode.row).max_new_tokens
         return TOKENS if len(episode.tokens) >= most else TURN_TOKENS
+
+
+def _failures(episodes: Sequence[Episode]) -> tuple[SampleFailure, ...]:
+    """Of the environments of episodes, for the samples of all their players."""
+    return tuple(
+        SampleFailure(sample=row.sample, function="environment", error=row.error)
+        for episode in episodes
+        for row in episode.rows
+        if row.error
+    )

@@ -76,7 +76,7 @@ class Episode:
     @property
     def rows(self) -> list[Episode]:
         """The rows of all players, by their numbers."""
-        return sorted([self, *self.others], key=lambda one: one.player)
+        return sorted([self, *self.others], key=lambda row: row.player)
 
     @property
     def turns(self) -> list[tuple[int, int]]:
@@ -165,7 +165,7 @@ def read_episodes(
         "logprobs": lists("rollout_logprobs"),
         "finish": list(samples.fetch_list(store, "finish_reason")),
         "status": dense("status"),
-        "authors": [bytearray(POLICY) * len(one) for one in tokens],
+        "authors": [bytearray(POLICY) * len(ids) for ids in tokens],
         "observations": [[] for _ in tokens],
         "rewards": [[] for _ in tokens],
         "seconds": [0.0] * count,
@@ -191,7 +191,7 @@ def read_episodes(
     if "past_rewritten" in samples.names:
         columns["rewritten"] = dense("past_rewritten")
     owners = numbers
-    columns["order"] = [list(range(len(one))) for one in columns["observations"]]
+    columns["order"] = [list(range(len(answers))) for answers in columns["observations"]]
     if "player" in samples.names:
         columns |= {
             "player": dense("player"),
@@ -199,7 +199,7 @@ def read_episodes(
             "order": lists("turn_order"),
         }
         if "frozen" in samples.names:
-            columns["frozen"] = [bool(one) for one in dense("frozen")]
+            columns["frozen"] = [bool(seat) for seat in dense("frozen")]
         owners = first_players(dense("group_id"), columns["player"], numbers)
     episodes = [
         Episode(
@@ -210,10 +210,10 @@ def read_episodes(
         for number in range(count)
     ]
     together: dict[str, list[Episode]] = {}
-    for one in episodes:
-        together.setdefault(one.name, []).append(one)
-    for one in episodes:
-        one.others = [other for other in together[one.name] if other is not one]
+    for episode in episodes:
+        together.setdefault(episode.name, []).append(episode)
+    for episode in episodes:
+        episode.others = [other for other in together[episode.name] if other is not episode]
     return episodes
 
 

@@ -79,21 +79,21 @@ def deal(
     nothing = [np.zeros(0)] * total
     own: dict[str, object] = {
         "prompt_ids": [np.array(ids, np.int32) for seat in seats for ids in seat["prompts"]],
-        "state_id": np.array([one for seat in seats for one in seat["states"]], np.int64),
+        "state_id": np.array([state for seat in seats for state in seat["states"]], np.int64),
         "player": np.tile(np.arange(count), len(seats)),
         **({} if opponent is None else {"frozen": frozen.astype(np.uint8)}),
     }
     begun: dict[str, object] = {
-        "response_ids": [one.astype(np.int32) for one in nothing],
-        "rollout_logprobs": [one.astype(np.float32) for one in nothing],
-        "weight_spans": [one.astype(np.int64) for one in nothing],
-        "author": [one.astype(np.uint8) for one in nothing],
-        "turn_rewards": [one.astype(np.float32) for one in nothing],
-        "turn_order": [one.astype(np.int64) for one in nothing],
+        "response_ids": [empty.astype(np.int32) for empty in nothing],
+        "rollout_logprobs": [empty.astype(np.float32) for empty in nothing],
+        "weight_spans": [empty.astype(np.int64) for empty in nothing],
+        "author": [empty.astype(np.uint8) for empty in nothing],
+        "turn_rewards": [empty.astype(np.float32) for empty in nothing],
+        "turn_order": [empty.astype(np.int64) for empty in nothing],
         "observations": [[]] * total,
         "finish_reason": [
-            (OPPONENTS_TURN if frozen_row else UNFINISHED) if one else WAITING
-            for one, frozen_row in zip(goes_on, frozen, strict=True)
+            (OPPONENTS_TURN if frozen_row else UNFINISHED) if begins else WAITING
+            for begins, frozen_row in zip(goes_on, frozen, strict=True)
         ],
         "status": np.full(total, SampleStatus.UNFINISHED, np.int64),
         "env_seconds": np.zeros(total),

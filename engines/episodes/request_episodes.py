@@ -187,7 +187,7 @@ class RequestEpisodes:
         nothing: dict[str, Any] = {"finish": UNFINISHED, "status": int(SampleStatus.UNFINISHED)}
         if begun is None:
             values["forest"] = [RequestForest(prompt) for prompt in values["prompt"]]
-            values |= {name: [one] * count for name, one in {**nothing, "seconds": 0.0}.items()}
+            values |= {name: [value] * count for name, value in {**nothing, "seconds": 0.0}.items()}
             values |= {name: [[] for _ in range(count)] for name in ("observations", "rewards")}
             values["drawn"] = [{"weights_digest": "", "worker": "", "attempt": 0}] * count
         else:
@@ -208,17 +208,18 @@ class RequestEpisodes:
                 for field, name in more.items()
                 if name in begun.names
             }
-        given = [dict(zip(values, one, strict=True)) for one in zip(*values.values(), strict=True)]
+        rows_of_values = zip(*values.values(), strict=True)
+        fields = [dict(zip(values, row, strict=True)) for row in rows_of_values]
         return [
             RequestEpisode(
-                **one,
-                name=f"{stage}/{one['sample']}",
+                **own,
+                name=f"{stage}/{own['sample']}",
                 tokens=[],
                 logprobs=[],
                 authors=bytearray(),
-                order=list(range(len(one["observations"]))),
+                order=list(range(len(own["observations"]))),
             )
-            for one in given
+            for own in fields
         ]
 
     def _places(self, prompts: BatchRef, n: int) -> tuple[NDArray[np.int64], list[int]]:
@@ -269,17 +270,19 @@ class RequestEpisodes:
         in_part: as in `episode_columns`.
         """
         self.lay_out(episodes)
-        forests = [one.forest.columns() for one in episodes]
+        forests = [episode.forest.columns() for episode in episodes]
         columns = episode_columns(episodes, in_part)
-        columns |= {name: [one[name] for one in forests] for name in forests[0]}
+        columns |= {name: [forest[name] for forest in forests] for name in forests[0]}
         if not self._are_forests:
-            columns = {k: one for k, one in columns.items() if k not in (LENGTHS, PARENTS)}
-        if any(one.task.settings.credit == "branch" for one in episodes):
-            credits = [one.credit() for one in episodes]
+            columns = {
+                name: values for name, values in columns.items() if name not in (LENGTHS, PARENTS)
+            }
+        if any(episode.task.settings.credit == "branch" for episode in episodes):
+            credits = [episode.credit() for episode in episodes]
             columns["branch_ids"] = [ids for ids, _ in credits]
             columns["branch_rewards"] = [rewards for _, rewards in credits]
-        columns["sample_id"] = np.array([one.sample for one in episodes], np.int64)
-        columns |= {name: [one.drawn[name] for one in episodes] for name in OF_TURN}
+        columns["sample_id"] = np.array([episode.sample for episode in episodes], np.int64)
+        columns |= {name: [episode.drawn[name] for episode in episodes] for name in OF_TURN}
         columns["attempt"] = np.array(columns["attempt"], np.int64)
         written = write_batch(self._store, out_key, columns)
         present = [name for name in OF_PROMPT if name in prompts.names]
@@ -290,23 +293,23 @@ class RequestEpisodes:
         self, episodes: Sequence[RequestEpisode], samples: BatchRef, out_key: str
     ) -> BatchRef | None:
         waiting = [
-            (number, one, node)
-            for number, one in enumerate(episodes)
-            if not one.ended
-            for node in one.forest.waiting
+            (number, episode, node)
+            for number, episode in enumerate(episodes)
+            if not episode.ended
+            for node in episode.forest.waiting
         ]
         if not waiting:
             return None
-        read = [one.forest.read(node) for _, one, node in waiting]
+        read = [episode.forest.read(node) for _, episode, node in waiting]
         seeds = [state_number([node.state, node.again]) for *_, node in waiting]
         columns: dict[str, object] = {
             "prompt_ids": [np.array(ids, np.int32) for ids in read],
-            "group_id": np.array([one.sample for _, one, _ in waiting], np.int64),
+            "group_id": np.array([episode.sample for _, episode, _ in waiting], np.int64),
             "branch_seed": np.array(seeds, np.int64),
             LIMIT: np.array(
                 [
-                    self._room(one, node, len(ids))
-                    for (_, one, node), ids in zip(waiting, read, strict=True)
+                    self._room(episode, node, len(ids))
+                    for (_, episode, node), ids in zip(waiting, read, strict=True)
                 ],
                 np.int64,
             ),
@@ -418,7 +421,7 @@ class RequestEpisodes:
         if len(forest.nodes) + len(forest.waiting) >= settings.max_turns:
             self._refuse(episode, name, TURNS)
             return
-        before = next((one for one in forest.nodes if one.name == request.get("after")), None)
+        before = next((node for node in forest.nodes if node.name == request.get("after")), None)
         ids, authors = self._read(episode, request, before)
         if not ids:
             self._refuse(episode, name, TOKENS, alone=False)

@@ -89,7 +89,7 @@ def said_by(messages: Sequence[Message]) -> tuple[str, Role]:
 
 
 class AgentPrompts:
-    """Makes them, with a conversation for each set of tools."""
+    """Makes the prompts of agents, with a conversation for each set of tools."""
 
     def __init__(self, conversation: Conversation, data: DataConfig) -> None:
         """conversation: of agents without tools."""
@@ -105,30 +105,33 @@ class AgentPrompts:
         Those of different tools are rendered one after the other; token ids are taken as they are.
         longest: as in chat_template.tokenize.
         """
-        given = {n: there for n, one in enumerate(requests) if (there := ids_of(one))}
-        asked = {n: chat_of(one) for n, one in enumerate(requests) if n not in given}
+        with_ids = {n: ids for n, text in enumerate(requests) if (ids := ids_of(text))}
+        chats = {n: chat_of(text) for n, text in enumerate(requests) if n not in with_ids}
         most = longest or self._data.max_prompt_tokens
         by_tools: dict[str, list[int]] = {}
-        for number, chat in asked.items():
+        for number, chat in chats.items():
             by_tools.setdefault(json.dumps(chat.tools), []).append(number)
-        ids = {n: there for n, there in given.items() if len(there) <= most}
-        dropped = dict.fromkeys(given.keys() - ids.keys(), TOO_LONG)
+        prompt_ids = {n: ids for n, ids in with_ids.items() if len(ids) <= most}
+        dropped = dict.fromkeys(with_ids.keys() - prompt_ids.keys(), TOO_LONG)
         for tools, numbers in by_tools.items():
             conversation = self._conversation_with(tools)
-            asking = []
+            rows_of_prompts = []
             for n in numbers:
-                data, messages = self._data, asked[n].messages
+                data, messages = self._data, chats[n].messages
                 plain = data.template == "plain"
-                prompt = "".join(one["content"] for one in messages) if plain else messages
-                row = with_variables(rows[n], asked[n].variables)
-                asking.append(cast("Row", {**row, data.prompt_column: prompt}))
-            made = conversation.prompts(asking, longest=longest)
-            ids |= {numbers[p]: one for p, one in zip(made.kept, made.prompt_ids, strict=True)}
-            dropped |= {numbers[p]: reason for p, reason in made.dropped}
-        kept = sorted(ids)
+                prompt = "".join(message["content"] for message in messages) if plain else messages
+                row = with_variables(rows[n], chats[n].variables)
+                rows_of_prompts.append(cast("Row", {**row, data.prompt_column: prompt}))
+            tokenized = conversation.prompts(rows_of_prompts, longest=longest)
+            prompt_ids |= {
+                numbers[place]: ids
+                for place, ids in zip(tokenized.kept, tokenized.prompt_ids, strict=True)
+            }
+            dropped |= {numbers[place]: reason for place, reason in tokenized.dropped}
+        numbers_kept = sorted(prompt_ids)
         return TokenizedPrompts(
-            prompt_ids=[ids[number] for number in kept],
-            kept=kept,
+            prompt_ids=[prompt_ids[number] for number in numbers_kept],
+            kept=numbers_kept,
             dropped=sorted(dropped.items()),
         )
 

@@ -12,7 +12,7 @@ import pytest
 from configs.data import DataConfig, FunctionSource
 from configs.episodes import ClassEnvironment, EpisodesConfig
 from configs.model import RandomModel
-from engines.episodes.contract import EnvironmentFailed, EnvironmentSpec
+from engines.episodes.contract import AnswerRequest, EnvironmentFailed, EnvironmentSpec
 from engines.episodes.environment_engine import EnvironmentEngine
 from storage.batches.columns import Author, SampleStatus
 from storage.batches.refs import BatchRef
@@ -165,7 +165,9 @@ class Play:
             kept = [name for name in self.ref.names if name not in ref.names]
             ref = ref.with_columns(self.ref[kept])
         key = f"answer-{self.turn}.safetensors"
-        result = self.engine.answer(ref, key, sampled_seconds=sampled_seconds)
+        result = self.engine.answer(
+            AnswerRequest(samples=ref, sampled_seconds=sampled_seconds), key
+        )
         self.ref = result.ref
         return result
 

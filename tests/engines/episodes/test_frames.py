@@ -12,7 +12,7 @@ import pytest
 from configs.data import DataConfig, FunctionSource
 from configs.episodes import EpisodesConfig, GymnasiumEnvironment
 from configs.model import RandomModel
-from engines.episodes.contract import EnvironmentSpec
+from engines.episodes.contract import AnswerRequest, EnvironmentSpec
 from engines.episodes.environment_engine import EnvironmentEngine
 from engines.episodes.frames import FRAME, frames_by_turn, unused_tokens
 from storage.batches.columns import Author, SampleStatus, policy_mask
@@ -122,7 +122,7 @@ def test_frames_are_stored_beside_the_episodes(engine: EnvironmentEngine, tmp_pa
     first = made.ref.fetch_numpy(store, "opening_frame")[0]
     assert first.shape == (1, 2, 2) and first.dtype == np.uint8
     asked = turn(engine, store, made.ref.take(np.zeros(2, int)), 1, ["112", "?"])
-    got = engine.answer(asked, "answer-1.safetensors", frames=True)
+    got = engine.answer(AnswerRequest(samples=asked, frames=True), "answer-1.safetensors")
     assert got.frames is not None
     assert got.frames.fetch_numpy(store, "sample_id")[0].tolist() == [70], "the other did not act"
     assert got.frames.fetch_numpy(store, "turn")[0].tolist() == [0]
@@ -130,12 +130,12 @@ def test_frames_are_stored_beside_the_episodes(engine: EnvironmentEngine, tmp_pa
     assert got.unfinished == 2, "a full turn counts as one"
     assert not any("frames" in key for key in got.ref.objects), "they are objects of their own"
     asked = turn(engine, store, got.ref, 2, ["1", "11"])
-    got = engine.answer(asked, "answer-2.safetensors", frames=True)
+    got = engine.answer(AnswerRequest(samples=asked, frames=True), "answer-2.safetensors")
     assert got.frames is not None
     assert got.frames.fetch_numpy(store, "turn")[0].tolist() == [1, 1]
     assert got.frames.fetch_numpy(store, "frame")[0][:, 0, 0].tolist() == [13, 8]
     asked = turn(engine, store, got.ref, 3, ["220", "211"])  # both end in their second action
-    got = engine.answer(asked, "answer-3.safetensors")
+    got = engine.answer(AnswerRequest(samples=asked), "answer-3.safetensors")
     assert got.frames is None, "not asked for"
     assert got.ref.fetch_list(store, "episode") == ["done", ""]
     assert got.ref.fetch_numpy(store, "status")[0].tolist() == [
@@ -156,7 +156,9 @@ def test_a_conversation_without_room_still_ends(engine: EnvironmentEngine, tmp_p
     assert made.ref is not None
     asked = turn(engine, store, made.ref, 1, ["1" * 200])
     long = write_batch(store, "cut.safetensors", {"finish_reason": ["length"]})
-    got = engine.answer(asked.with_columns(long), "answer-1.safetensors", frames=True)
+    got = engine.answer(
+        AnswerRequest(samples=asked.with_columns(long), frames=True), "answer-1.safetensors"
+    )
     assert got.ref.fetch_list(store, "episode") == ["tokens"]
 
 
@@ -173,7 +175,9 @@ def test_a_policy_that_looks_is_given_the_frame_before_each_turn(
     ref = prompts.take(np.zeros(3, int))
     for number, texts in enumerate((["112", "?", "1"], ["1", "?", "1"], ["1", "?", "2"]), 1):
         asked = turn(engine, store, ref, number, texts)
-        got = engine.answer(asked, f"answer-{number}.safetensors", frames=True)
+        got = engine.answer(
+            AnswerRequest(samples=asked, frames=True), f"answer-{number}.safetensors"
+        )
         assert got.frames is not None
         answers.append(got.frames)
         ref = got.ref

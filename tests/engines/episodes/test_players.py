@@ -14,7 +14,7 @@ import pytest
 from configs.data import DataConfig, FunctionSource
 from configs.episodes import ClassEnvironment, EpisodesConfig
 from configs.model import RandomModel
-from engines.episodes.contract import EnvironmentSpec, OpponentSeats
+from engines.episodes.contract import AnswerRequest, EnvironmentSpec, OpponentSeats
 from engines.episodes.environment_engine import EnvironmentEngine
 from engines.rollout.contract import RolloutRequest, RolloutResult, Sampling
 from engines.rollout.samples import Completion, read_begun, read_prompts, write_samples
@@ -128,7 +128,9 @@ class Table:
     def says(self, texts: dict[int, str], cut: tuple[int, ...] = ()) -> Any:
         """The turns of the samples, by row, whose turn it is; `cut`: those that were too long."""
         self.writes(texts, cut)
-        result = self.engine.answer(self.ref, f"answer-{self.turn}.safetensors", "rollout")
+        result = self.engine.answer(
+            AnswerRequest(samples=self.ref, stage="rollout"), f"answer-{self.turn}.safetensors"
+        )
         self.ref = result.ref
         return result
 
@@ -363,13 +365,17 @@ def test_an_opponent_has_turns_of_its_own(make: Make, tmp_path: Path) -> None:
     assert table.column("finish_reason") == [theirs, "waiting", "waiting", theirs]
     written = table.writes({0: "a", 3: "b"}, frozen=True, version=7, digest="f")
     assert (written.stats.version, written.stats.digest, written.stats.tokens) == (7, "f", 2)
-    result = table.engine.answer(table.ref, "answer-first.safetensors", "rollout")
+    result = table.engine.answer(
+        AnswerRequest(samples=table.ref, stage="rollout"), "answer-first.safetensors"
+    )
     table.ref = result.ref
     assert (result.unfinished, result.opponents, result.turns) == (4, 0, 2)
     assert table.column("finish_reason") == ["waiting", "unfinished", "unfinished", "waiting"]
     written = table.writes({1: "more", 2: "b"}, version=7, digest="d")
     assert (written.stats.version, written.stats.digest, written.stats.oldest) == (7, "d", 7)
-    result = table.engine.answer(table.ref, "answer-second.safetensors", "rollout")
+    result = table.engine.answer(
+        AnswerRequest(samples=table.ref, stage="rollout"), "answer-second.safetensors"
+    )
     table.ref = result.ref
     assert (result.unfinished, result.opponents) == (2, 1)
     assert table.column("finish_reason")[:2] == [theirs, "waiting"]
@@ -377,11 +383,15 @@ def test_an_opponent_has_turns_of_its_own(make: Make, tmp_path: Path) -> None:
     assert table.column("worker") == ["opponent-0", "rollout-0", "rollout-0", "opponent-0"]
     assert table.column("frozen") == [1, 0, 0, 1]
     table.writes({0: "more"}, frozen=True, version=7, digest="f")
-    result = table.engine.answer(table.ref, "answer-third.safetensors", "rollout")
+    result = table.engine.answer(
+        AnswerRequest(samples=table.ref, stage="rollout"), "answer-third.safetensors"
+    )
     table.ref = result.ref
     written = table.writes({1: "x"}, version=9, digest="e")
     assert (written.stats.oldest, written.stats.version) == (7, 9), "of the policy's"
-    result = table.engine.answer(table.ref, "answer-fourth.safetensors", "rollout")
+    result = table.engine.answer(
+        AnswerRequest(samples=table.ref, stage="rollout"), "answer-fourth.safetensors"
+    )
     table.ref = result.ref
     assert result.unfinished == 0
     assert table.column("weights_digest") == ["f", "e", "d", "f"]
@@ -396,7 +406,9 @@ def test_what_the_policy_has_begun_is_nothing_to_the_opponent(make: Make, tmp_pa
     table = Table(make(), tmp_path, [0], 2, OpponentSeats(digest="f", policy_plays=0))
     table.says({0: "a", 1: "more"})
     table.writes({2: "more", 3: "b"}, frozen=True, version=0, digest="f")
-    result = table.engine.answer(table.ref, "answer-first.safetensors", "rollout")
+    result = table.engine.answer(
+        AnswerRequest(samples=table.ref, stage="rollout"), "answer-first.safetensors"
+    )
     table.ref = result.ref
     assert table.column("finish_reason")[:2] == ["unfinished", "done"]
     begun = read_begun(table.store, table.ref, 4, frozen=True)

@@ -16,7 +16,7 @@ import pytest
 from configs.data import DataConfig, FunctionSource
 from configs.episodes import AgentEnvironment, ClassEnvironment, EpisodesConfig
 from configs.model import RandomModel
-from engines.episodes.contract import AnswerResult, EnvironmentFailed, EnvironmentSpec
+from engines.episodes.contract import AnswerResult, EnvironmentFailed, EnvironmentSpec, RoundRequest
 from engines.episodes.environment_engine import EnvironmentEngine
 from storage.batches.columns import LIMIT, Author, SampleStatus
 from storage.batches.forest import read_forests
@@ -419,7 +419,9 @@ class Rounds:
     def go_on(self, begun: BatchRef | None, turns: BatchRef | None) -> AnswerResult:
         self.number += 1
         key = f"round-{self.number}.safetensors"
-        return self.engine.go_on(self.prompts, self.count, key, begun, turns)
+        return self.engine.go_on(
+            RoundRequest(prompts=self.prompts, n=self.count, begun=begun, turns=turns), key
+        )
 
     def column(self, name: str, of: BatchRef | None = None) -> list[Any]:
         found = (of or self.result.ref).fetch_list(self.store, name)
