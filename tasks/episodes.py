@@ -1,9 +1,14 @@
 """Episodes: the rollout engines write a turn, the environments answer, until all of a shard are over.
 
-All of a shard go on together here, or each by itself (tasks/episodes_apart.py).
+All of a shard go on together (`play_turns`), or each by itself (`play_apart`): then it waits for no
+other one, and is stored once it is over. It is played as a shard of one sample that has the number
+and the seed it has in the whole shard; so it is the same as if all were played together.
 
 With several players each has samples of its own, and the engines write for those whose turn it is:
 those that hold the policy, or those of the opponent, a frozen version, for the players that it has.
+
+Where turns are answers to requests (`play_rounds`), an engine knows nothing of episodes: it is given
+what requests are after as prompts, a row each, and the environments get its answers.
 
 Each turn is a batch in the store, of the engine's tokens or with the environments' answers, and so
 the log of the episode: an attempt after a failure, or a flow after a crash, goes on from the last.
@@ -13,19 +18,31 @@ Once all are over, the last batch has everything and the others are removed.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
+
+from prefect.logging import get_run_logger
 
 from configs.episodes import EpisodesConfig
-from engines.episodes.contract import AnswerRequest, AnswerResult, EnvironmentHost, OpponentSeats
+from engines.episodes.contract import (
+    AnswerRequest,
+    AnswerResult,
+    EnvironmentHost,
+    OpponentSeats,
+    RoundRequest,
+)
 from engines.episodes.frames import frames_by_turn
-from engines.rollout.contract import ShardStats
-from storage.batches.columns import OPPONENTS_TURN, UNFINISHED
+from engines.rollout.contract import RolloutResult, ShardStats
+from storage.batches.columns import GROUP_SIZE, OPPONENTS_TURN, UNFINISHED, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.objects.documents import key_of
-from tasks import request_rounds
-from tasks.episodes_apart import discard, played_apart, record_of, recorded
+from storage.runs.weights import WeightsRef
 from tasks.results import Sampled, Unsampled
+from tasks.reward import by_cause
+from tasks.run.attempts import Attempt
 from tasks.run.contract import StageView
 from tasks.run.roles import ENVIRONMENT, OPPONENT
 from tasks.run.stage import Stage
@@ -33,6 +50,7 @@ from tasks.sampling import (
     SamplingStage,
     opponents_turn,
     sample_or_leave,
+    sampled,
     together,
 )
 
@@ -46,51 +64,52 @@ def play(
     begun: BatchRef | None,
 ) -> Sampled | Unsampled:
     """The episodes of a shard, or find them over."""
-    settings: list[object] = [played(run).in_keys()]
-    settings += [] if played(run).opponent is None else [run.engines[OPPONENT].weights.digest]
-    given: list[object] = [] if begun is None else [begun.to_json()]
+    settings: list[object] = [episodes_of(run).in_keys()]
+    settings += [] if episodes_of(run).opponent is None else [run.engines[OPPONENT].weights.digest]
+    carried: list[object] = [] if begun is None else [begun.to_json()]
     own, *opponent = settings
     identity = stage.sampling.identity
-    key = key_of("episodes", prompts.to_json(), identity, own, *given, *opponent)
+    key = key_of("episodes", prompts.to_json(), identity, own, *carried, *opponent)
     whole = Stage(run=run, step=step, name="episodes", key=key, shard=shard)
-    done = whole.finished()
-    if done is not None and (known := recorded(run, step, prompts, done)) is not None:
-        return known
+    record = whole.finished()
+    if record is not None and (recorded := of_record(run, step, prompts, record)) is not None:
+        return recorded
     asked, first = prompts, begun
-    if played(run).players > 1:
-        asked, unplayed = dealt(run, step, prompts, stage, shard)
+    if episodes_of(run).players > 1:
+        asked, unplayed = deal(run, step, prompts, stage, shard)
         first = unplayed if begun is None else begun
-    if played(run).drive == "apart":
-        found, turns = played_apart(
+    if episodes_of(run).drive == "apart":
+        samples, turns = play_apart(
             run,
             *(step, asked, stage, shard, first),
-            players=played(run).players,
+            players=episodes_of(run).players,
             settings=settings,
-            play=played_out,
+            play=play_turns,
         )
     else:
         with run.episodes.held(sum(prompts.group_sizes(run.store, stage.sampling.n))):
-            found, turns = played_out(run, step, asked, stage, shard, first)
-    if isinstance(found, Sampled):
+            samples, turns = play_turns(run, step, asked, stage, shard, first)
+    if isinstance(samples, Sampled):
         if run.config.sees_frames:
-            by_turn = frames_by_turn(run.store, prompts, found.ref, found.frames)
-            found = dataclasses.replace(found, ref=found.ref.with_columns(by_turn))
-        whole.finish(record_of(found))
-    discard(run, turns, found, first, asked)
-    return dataclasses.replace(found, prompts=prompts) if isinstance(found, Sampled) else found
+            by_turn = frames_by_turn(run.store, prompts, samples.ref, samples.frames)
+            samples = dataclasses.replace(samples, ref=samples.ref.with_columns(by_turn))
+        whole.finish(record_of(samples))
+        samples = dataclasses.replace(samples, prompts=prompts)
+    discard(run, turns, samples, first, asked)
+    return samples
 
 
-def dealt(
+def deal(
     run: StageView, step: int, prompts: BatchRef, stage: SamplingStage, shard: int
 ) -> tuple[BatchRef, BatchRef]:
     """A shard's prompts as rows of their players, and the samples before their first turns."""
-    n, players, settings = stage.sampling.n, played(run).players, played(run).opponent
+    n, players, settings = stage.sampling.n, episodes_of(run).players, episodes_of(run).opponent
     opponent = None
     if settings is not None:
         digest = run.engines[OPPONENT].weights.digest
         opponent = OpponentSeats(digest=digest, policy_plays=settings.policy_plays)
-    given = [] if opponent is None else [asdict(opponent)]
-    key = key_of("deal", prompts.to_json(), n, players, *given)
+    opponents = [] if opponent is None else [asdict(opponent)]
+    key = key_of("deal", prompts.to_json(), n, players, *opponents)
     piece = Stage(run=run, step=step, name="deal", key=key, shard=shard)
     if (record := piece.finished()) is None:
         asked, begun = piece.call(
@@ -105,7 +124,7 @@ def dealt(
     return BatchRef.from_json(record["prompts"]), BatchRef.from_json(record["samples"])
 
 
-def played_out(
+def play_turns(
     run: StageView,
     step: int,
     prompts: BatchRef,
@@ -118,7 +137,7 @@ def played_out(
     Of a round of turns the policy's come first, then the opponent's; nobody is asked who has none.
     """
     if run.config.plays_requests:
-        return request_rounds.played_out(run, step, prompts, stage, shard, begun, played(run))
+        return play_rounds(run, step, prompts, stage, shard, begun, episodes_of(run))
     own: Sampled | None = None  # the policy's last turn
     stats: ShardStats | None = None
     engine = other = environment = ""  # that had the last turn: they hold what the next one can use
@@ -127,12 +146,12 @@ def played_out(
     policys, opponents = first_turns(run, begun)
     while policys or opponents or own is None:
         if policys or not opponents:
-            found = sample_or_leave(run, step, prompts, stage, shard, begun, rather=engine)
-            if isinstance(found, Unsampled):
-                return found, turns
-            own, begun = found, found.ref
-            turns[found.key] = found.ref
-            stats, engine = together(stats, found.stats), found.stats.worker
+            turn = sample_or_leave(run, step, prompts, stage, shard, begun, rather=engine)
+            if isinstance(turn, Unsampled):
+                return turn, turns
+            own, begun = turn, turn.ref
+            turns[turn.key] = turn.ref
+            stats, engine = together(stats, turn.stats), turn.stats.worker
         if opponents:
             assert begun is not None, "whose turn it is was read from it"
             against = opponents_turn(run, step, prompts, stage, shard, begun, rather=other)
@@ -144,21 +163,21 @@ def played_out(
         begun = turns[key] = answered.ref
         frames += [] if answered.frames is None else [answered.frames]
         opponents = answered.opponents
-        policys = answered.unfinished // played(run).players - opponents
+        policys = answered.unfinished // episodes_of(run).players - opponents
     assert begun is not None and stats is not None
-    seen = BatchRef.concat(frames) if frames else None
-    return dataclasses.replace(own, ref=begun, stats=stats, frames=seen), turns
+    shown = BatchRef.concat(frames) if frames else None
+    return dataclasses.replace(own, ref=begun, stats=stats, frames=shown), turns
 
 
 def first_turns(run: StageView, begun: BatchRef | None) -> tuple[int, int]:
     """Samples of which the policy's turn is next, and the opponent's; 1 and 0 without an opponent."""
-    if played(run).opponent is None or begun is None:
+    if episodes_of(run).opponent is None or begun is None:
         return 1, 0
     reasons = Counter(begun.fetch_list(run.store, "finish_reason"))
     return reasons[UNFINISHED], reasons[OPPONENTS_TURN]
 
 
-def played(run: StageView) -> EpisodesConfig:
+def episodes_of(run: StageView) -> EpisodesConfig:
     """The settings of the run's episodes."""
     assert run.config.episodes is not None, "the run plays no episodes"
     return run.config.episodes
@@ -178,9 +197,9 @@ def answer(
     last: the worker that answered the turn before, which has the environments. sampled_seconds: that
     sampling the policy's turns took so far.
     """
-    key = key_of("answer", turn.to_json(), played(run).in_keys())
+    key = key_of("answer", turn.to_json(), episodes_of(run).in_keys())
     piece = Stage(run=run, step=step, name="environment", key=key, shard=shard)
-    return request_rounds.answered(
+    return ask_environments(
         piece,
         last,
         lambda attempt: piece.ask(
@@ -196,4 +215,295 @@ def answer(
             ),
             out_key=piece.out_key,
         ),
+    )
+
+
+def play_rounds(
+    run: StageView,
+    step: int,
+    prompts: BatchRef,
+    stage: SamplingStage,
+    shard: int,
+    begun: BatchRef | None,
+    config: EpisodesConfig,
+) -> tuple[Sampled | Unsampled, dict[str, BatchRef]]:
+    """The episodes of a shard, with the results of the rounds by the keys they are stored under.
+
+    begun: as an earlier step left them; a turn that it cut off is asked for again. config: of the
+    episodes. Otherwise as `play_turns`.
+    """
+    single = dataclasses.replace(stage, sampling=stage.sampling.of_one)
+    last: Sampled | None = None
+    first: ShardStats | None = None
+    stats: ShardStats | None = None
+    environment = ""  # that had the last round: it holds what the next one can use
+    results: dict[str, BatchRef] = {}
+    turns: BatchRef | None = None
+    if begun is not None and "requests" not in begun.names:
+        begun = None  # of an older Refrain
+    while True:
+        answer, key, environment = go_on(
+            run,
+            *(step, prompts, stage, shard, begun, turns, config, environment),
+            0.0 if stats is None else stats.seconds,
+        )
+        begun = results[key] = answer.ref
+        if answer.pending is None:
+            break
+        results[f"{key} requests"] = answer.pending
+        worker = "" if last is None else last.stats.worker
+        turn = sample_or_leave(run, step, answer.pending, single, shard, rather=worker)
+        if isinstance(turn, Unsampled):
+            return Unsampled(begun=begun), results
+        last, turns = turn, turn.ref
+        results[last.key] = turns
+        first, stats = first or last.stats, together(stats, last.stats)
+    weights = run.usable_weights(step)[0] if last is None else last.weights
+    if first is None or stats is None:  # all ended before they had asked anything
+        first = stats = ShardStats(
+            rows=0,
+            prompt_tokens=0,
+            tokens=0,
+            truncated=0,
+            seconds=0.0,
+            worker="",
+            attempt=0,
+            version=weights.version,
+            digest=weights.digest,
+        )
+    status = Counter(begun.fetch_numpy(run.store, "status")[0].tolist())
+    stats = dataclasses.replace(
+        stats,
+        rows=len(begun),
+        prompt_tokens=first.prompt_tokens * len(prompts) // max(1, len(begun)),
+        truncated=status[SampleStatus.TRUNCATED],
+        unfinished=0,
+    )
+    return Sampled(prompts=prompts, weights=weights, ref=begun, stats=stats), results
+
+
+def go_on(
+    run: StageView,
+    step: int,
+    prompts: BatchRef,
+    stage: SamplingStage,
+    shard: int,
+    begun: BatchRef | None,
+    turns: BatchRef | None,
+    config: EpisodesConfig,
+    last: str,
+    sampled_seconds: float,
+) -> tuple[AnswerResult, str, str]:
+    """What the environments do after the turns of a round, its key, and the worker that had them."""
+    before = [None if ref is None else ref.to_json() for ref in (begun, turns)]
+    identity = stage.sampling.identity
+    key = key_of("requests", prompts.to_json(), stage.name, identity, *before, config.in_keys())
+    piece = Stage(run=run, step=step, name="environment", key=key, shard=shard)
+    return ask_environments(
+        piece,
+        last,
+        lambda attempt: piece.ask(
+            attempt,
+            run.engines[ENVIRONMENT],
+            EnvironmentHost.go_on,
+            request=RoundRequest(
+                prompts=prompts,
+                n=stage.sampling.n,
+                begun=begun,
+                turns=turns,
+                stage=stage.name,
+                source=stage.source,
+                sampled_seconds=sampled_seconds,
+                group=stage.sampling.group,
+                first=stage.sampling.first,
+            ),
+            out_key=piece.out_key,
+        ),
+    )
+
+
+def ask_environments(
+    piece: Stage, last: str, ask: Callable[[Attempt], AnswerResult]
+) -> tuple[AnswerResult, str, str]:
+    """What environments answer in a piece of a shard, or find that done; its key; their worker.
+
+    last: the worker that answered before, which has the environments; it is asked first. ask: calls
+    an engine in a try. Of two tries the answers that stand are those that were marked first.
+    """
+    if (record := piece.finished()) is not None:
+        return AnswerResult.of_record(record), piece.out_key, last
+    with piece.attempted() as attempt:
+        attempt.assignment.worker = last
+        result = ask(attempt)
+    for (_, error), samples in by_cause(result.failures).items():
+        numbers = ", ".join(map(str, samples))
+        get_run_logger().error("The environment of episode %s failed: %s", numbers, error)
+    record = piece.finish(result.record())
+    return AnswerResult.of_record(record), piece.out_key, attempt.assignment.worker
+
+
+# Plays episodes: what they are, and the results of their turns by the keys they are stored under.
+Play = Callable[
+    [StageView, int, BatchRef, SamplingStage, int, BatchRef | None],
+    tuple[Sampled | Unsampled, dict[str, BatchRef]],
+]
+
+
+def play_apart(
+    run: StageView,
+    step: int,
+    prompts: BatchRef,
+    stage: SamplingStage,
+    shard: int,
+    begun: BatchRef | None,
+    players: int,
+    settings: Sequence[object],
+    play: Play,
+) -> tuple[Sampled | Unsampled, dict[str, BatchRef]]:
+    """All episodes of a shard; returns as `play` does, which plays one of them.
+
+    Args:
+        run: whose they are.
+        step: of the run.
+        prompts: [P]; of several players a row each, one behind the other.
+        stage: what they are for.
+        shard: counted from 1.
+        begun: [N] samples to go on with; None: none is begun.
+        players: of an episode.
+        settings: what a key has to have of the episodes' settings.
+        play: for one episode.
+    """
+    n = stage.sampling.n
+    sizes = prompts.group_sizes(run.store, n)
+    starts = [0, *itertools.accumulate(sizes)]  # of the samples of each row of prompts
+    asked = prompts.drop([name for name in (GROUP_SIZE,) if name in prompts.names])
+    episodes = [
+        (range(first, first + players), k)
+        for first in range(0, len(prompts), players)
+        for k in range(sizes[first])
+    ]
+
+    def play_episode(number: int) -> tuple[Sampled | Unsampled, str]:
+        rows, k = episodes[number - 1]
+        own = asked.rows(rows.start, rows.stop)
+        first = None if begun is None else begun.take([starts[row] + k for row in rows])
+        only = dataclasses.replace(stage, sampling=stage.sampling.only(k))
+        before = [] if first is None else [first.to_json()]
+        key = key_of("episode", own.to_json(), only.sampling.identity, *settings, *before)
+        piece = Stage(run=run, step=step, name="episode", key=key, shard=shard, part=str(number))
+        record = piece.finished()
+        if record is not None and (known := of_record(run, step, own, record)) is not None:
+            return known, piece.out_key
+        with run.episodes.held(players):
+            episode, turns = play(run, step, own, only, shard, first)
+        if isinstance(episode, Sampled):
+            piece.finish(record_of(episode))
+        discard(run, turns, episode, prompts, begun)
+        return episode, piece.out_key
+
+    outcomes = run.episodes.drive(step, f"{stage.name} {shard}", len(episodes), play_episode)
+    played = [episode for episode, _ in outcomes]
+    places = [
+        (starts[row] + k, number, player)
+        for number, (rows, k) in enumerate(episodes)
+        for player, row in enumerate(rows)
+    ]
+    samples = [_samples_of(played[number], player) for _, number, player in sorted(places)]
+    results = {key: ref for episode, key in outcomes if (ref := _ref_of(episode)) is not None}
+    if not results:
+        return Unsampled(begun=None), {}
+    key = key_of(
+        "gather", prompts.to_json(), [None if ref is None else ref.to_json() for ref in samples]
+    )
+    piece = Stage(run=run, step=step, name="gather", key=key, shard=shard)
+    if (record := piece.finished()) is None:
+        ref = piece.call(
+            run.engines[ENVIRONMENT],
+            EnvironmentHost.gather,
+            prompts=prompts,
+            n=n,
+            samples=samples,
+            out_key=piece.out_key,
+        )
+        record = piece.finish({"ref": ref.to_json()})
+    ref = BatchRef.from_json(record["ref"])
+    results[piece.out_key] = ref
+    over = [episode for episode in played if isinstance(episode, Sampled)]
+    if len(over) < len(played):
+        return Unsampled(begun=ref), results
+    newest = max(over, key=lambda episode: episode.weights.version)
+    firsts = [episode for episode, (_, k) in zip(over, episodes, strict=True) if k == 0]
+    prompt_tokens = sum(episode.stats.prompt_tokens for episode in firsts)
+    frames = [episode.frames for episode in over if episode.frames is not None]
+    whole = dataclasses.replace(
+        newest,
+        prompts=prompts,
+        ref=ref,
+        stats=join_stats([episode.stats for episode in over], prompt_tokens),
+        frames=BatchRef.concat(frames) if frames else None,
+    )
+    return whole, results
+
+
+def record_of(episodes: Sampled) -> dict[str, object]:
+    """As the mark of episodes that are over has them."""
+    record = RolloutResult(ref=episodes.ref, stats=episodes.stats).record()
+    frames = None if episodes.frames is None else episodes.frames.to_json()
+    return {**record, "frames": frames, "weights": episodes.weights.digest}
+
+
+def of_record(
+    run: StageView, step: int, prompts: BatchRef, record: Mapping[str, Any]
+) -> Sampled | None:
+    """Episodes by their mark; None where the step may not use the weights that sampled them."""
+    usable: dict[str, WeightsRef] = {ref.digest: ref for ref in run.usable_weights(step)}
+    weights = usable.get(str(record["weights"]))
+    if weights is None:
+        return None
+    episodes = sampled(prompts, weights, RolloutResult.of_record(record))
+    frames = record.get("frames")  # of an older Refrain there is no such field
+    return dataclasses.replace(episodes, frames=frames and BatchRef.from_json(frames))
+
+
+def discard(
+    run: StageView,
+    results: Mapping[str, BatchRef],
+    samples: Sampled | Unsampled,
+    *others: BatchRef | None,
+) -> None:
+    """Remove what was stored on the way and is no part of the samples, nor of others."""
+    frames = samples.frames if isinstance(samples, Sampled) else None
+    needed = [ref for ref in (_ref_of(samples), frames, *others) if ref is not None]
+    objects = {key for ref in needed for key in ref.objects}
+    run.files.discard({key: set(ref.objects) - objects for key, ref in results.items()})
+
+
+def _ref_of(episode: Sampled | Unsampled) -> BatchRef | None:
+    return episode.ref if isinstance(episode, Sampled) else episode.begun
+
+
+def _samples_of(episode: Sampled | Unsampled, player: int) -> BatchRef | None:
+    """A player's sample, as far as it came."""
+    ref = _ref_of(episode)
+    return None if ref is None else ref.rows(player, player + 1)
+
+
+def join_stats(episodes: Sequence[ShardStats], prompt_tokens: int) -> ShardStats:
+    """What a shard cost whose episodes were played apart; the tokens of each prompt count once."""
+    newest = max(episodes, key=lambda episode: episode.version)
+    uses = [episode.cache_use for episode in episodes]
+    return dataclasses.replace(
+        newest,
+        rows=sum(episode.rows for episode in episodes),
+        prompt_tokens=prompt_tokens,
+        tokens=sum(episode.tokens for episode in episodes),
+        truncated=sum(episode.truncated for episode in episodes),
+        seconds=max(episode.seconds for episode in episodes),
+        attempt=max(episode.attempt for episode in episodes),
+        oldest=min(
+            (episode.oldest for episode in episodes if episode.oldest is not None), default=None
+        ),
+        read=sum(episode.read for episode in episodes),
+        cached=sum(episode.cached for episode in episodes),
+        cache_use=max((use for use in uses if use is not None), default=None),
     )
