@@ -45,7 +45,7 @@ from engines.algorithms.token_advantages import among_turns, turns_of
 from engines.data.advantages import (
     Estimate,
     TrainingSamples,
-    by_branch,
+    branch_advantages,
     corrects_before_update,
     estimator_batch,
     mismatch_of,
@@ -76,26 +76,26 @@ def parts_of(
     correction that is made before the update does. What was decided of each sample is stored under
     `out_key`.
     """
-    chosen = choice.training
-    scope = scope_in(chosen.samples, algorithm)
+    training = choice.training
+    scope = scope_in(training.samples, algorithm)
     if scope is Scope.BATCH:
         return None
-    lengths = chosen.samples.lengths(store, "response_mask")
-    groups = numbers(store, chosen.samples, "group_id").numpy()
+    lengths = training.samples.lengths(store, "response_mask")
+    groups = numbers(store, training.samples, "group_id").numpy()
     edges = part_edges(groups, lengths, part_tokens)
     if len(edges) < 3:
         return None
-    columns: dict[str, object] = {SHAPED: chosen.rewards.numpy(), MASKED: chosen.masked.numpy()}
-    if chosen.baselines is not None:
-        columns[BASELINE] = chosen.baselines.float().numpy()
-    for name, part in chosen.components.items():
+    columns: dict[str, object] = {SHAPED: training.rewards.numpy(), MASKED: training.masked.numpy()}
+    if training.baselines is not None:
+        columns[BASELINE] = training.baselines.float().numpy()
+    for name, part in training.components.items():
         columns[f"{SCORE}{name}"] = part.numpy()
     return AdvantageParts(
-        samples=chosen.samples,
+        samples=training.samples,
         rows=write_batch(store, out_key, columns),
         edges=edges,
-        measured=scope is not Scope.GROUP or corrects_before_update(chosen.samples, algorithm),
-        result=choice.result(chosen.samples, {}),
+        measured=scope is not Scope.GROUP or corrects_before_update(training.samples, algorithm),
+        result=choice.result(training.samples, {}),
     )
 
 
@@ -135,7 +135,7 @@ def part_edges(
     return tuple(edges)
 
 
-def read_chosen(store: Store, samples: BatchRef, rows: BatchRef) -> TrainingSamples:
+def read_training(store: Store, samples: BatchRef, rows: BatchRef) -> TrainingSamples:
     """The samples of a part, with what was decided of them."""
     return TrainingSamples(
         samples=samples,
@@ -156,15 +156,15 @@ def write_statistics(
     Scope.TURNS: return and state of each of the row's turns.
     Where corrections are made here: their `correction_rows`.
     """
-    chosen, scope = read_chosen(store, samples, rows), scope_in(samples, algorithm)
+    training, scope = read_training(store, samples, rows), scope_in(samples, algorithm)
     steps = corrections_of(algorithm)
-    mismatch = mismatch_of(store, chosen, algorithm)
+    mismatch = mismatch_of(store, training, algorithm)
     columns: dict[str, object] = {}
     if mismatch is not None:
         sums = correction_rows(mismatch, steps)
         columns |= {f"{CORRECTION}{name}": values.numpy() for name, values in sums.items()}
     if scope is not Scope.GROUP:
-        batch = estimator_batch(store, chosen, algorithm, mismatch, steps)
+        batch = estimator_batch(store, training, algorithm, mismatch, steps)
         batch, _ = penalised(batch, reward_kl_of(algorithm))
         columns |= _compared(batch, scope, algorithm)
     return write_batch(store, out_key, columns)
@@ -199,17 +199,17 @@ def write_part(store: Store, request: AdvantagePartRequest, out_key: str) -> Par
     """
     algorithm, statistics = request.algorithm, request.statistics
     samples, rows = request.parts.part(request.number)
-    chosen = read_chosen(store, samples, rows)
-    mismatch = mismatch_of(store, chosen, algorithm)
+    training = read_training(store, samples, rows)
+    mismatch = mismatch_of(store, training, algorithm)
     steps = corrections_of(algorithm)
     if mismatch is not None:
         assert statistics is not None
         steps = _with_mean_weights(store, statistics, steps)
-    batch = estimator_batch(store, chosen, algorithm, mismatch, steps)
+    batch = estimator_batch(store, training, algorithm, mismatch, steps)
     result = _estimated(store, request, batch)
     result = with_teacher(result, batch, algorithm)
     estimate = Estimate.of(batch, mismatch, steps, result)
-    written = write_columns(store, chosen, estimate, algorithm, out_key, request.version)
+    written = write_columns(store, training, estimate, algorithm, out_key, request.version)
     sums, extremes = _metrics(estimate)
     metrics = {}
     if mismatch is not None and request.number == 0:
@@ -223,7 +223,7 @@ def _estimated(store: Store, request: AdvantagePartRequest, batch: AdvantageBatc
     parts, algorithm, statistics = request.parts, request.algorithm, request.statistics
     scope = scope_in(parts.samples, algorithm)
     if scope is Scope.GROUP:
-        return by_branch(store, parts.part(request.number)[0], batch, algorithm)
+        return branch_advantages(store, parts.part(request.number)[0], batch, algorithm)
     assert statistics is not None
     start, stop = parts.edges[request.number : request.number + 2]
     if scope is Scope.SAMPLES:

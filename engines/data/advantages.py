@@ -75,16 +75,16 @@ class Estimate:
 
 
 def write_advantages(
-    store: Store, chosen: TrainingSamples, algorithm: AlgorithmConfig, out_key: str, version: int
+    store: Store, training: TrainingSamples, algorithm: AlgorithmConfig, out_key: str, version: int
 ) -> tuple[BatchRef, dict[str, float]]:
     """The samples with advantages, mask, and what else the update needs; the method's metrics.
 
     version: the policy version that trains on them.
     """
     steps = corrections_of(algorithm)
-    mismatch = mismatch_of(store, chosen, algorithm)
-    batch = estimator_batch(store, chosen, algorithm, mismatch, steps)
-    result = by_branch(store, chosen.samples, batch, algorithm)
+    mismatch = mismatch_of(store, training, algorithm)
+    batch = estimator_batch(store, training, algorithm, mismatch, steps)
+    result = branch_advantages(store, training.samples, batch, algorithm)
     result = with_teacher(result, batch, algorithm)
     estimate = Estimate.of(batch, mismatch, steps, result)
     advantages = result.advantages.float()
@@ -95,11 +95,11 @@ def write_advantages(
     if estimate.mismatch is not None:
         gap = correction_metrics(estimate.mismatch, steps)
         metrics |= {f"correction/{name}": value for name, value in gap.items()}
-    written = write_columns(store, chosen, estimate, algorithm, out_key, version)
-    return join_columns(chosen.samples, written), metrics
+    written = write_columns(store, training, estimate, algorithm, out_key, version)
+    return join_columns(training.samples, written), metrics
 
 
-def by_branch(
+def branch_advantages(
     store: Store, samples: BatchRef, batch: AdvantageBatch, algorithm: AlgorithmConfig
 ) -> Advantages:
     """The advantages of a batch; where branches of episodes have rewards of their own, each token's
@@ -126,14 +126,14 @@ def by_branch(
 
 def write_columns(
     store: Store,
-    chosen: TrainingSamples,
+    training: TrainingSamples,
     estimate: Estimate,
     algorithm: AlgorithmConfig,
     out_key: str,
     version: int,
 ) -> BatchRef:
     """Store the columns that the update reads, of N samples with T response tokens."""
-    samples, batch, result = chosen.samples, estimate.batch, estimate.result
+    samples, batch, result = training.samples, estimate.batch, estimate.result
     offsets = batch.rows.offsets.numpy()
     advantages = result.advantages.float()
     columns: dict[str, Tensor] = {"advantages": advantages, "response_mask": batch.mask.byte()}
@@ -145,8 +145,8 @@ def write_columns(
     stored: dict[str, object] = {
         name: Jagged(values.numpy(), offsets) for name, values in columns.items()
     }
-    if chosen.baselines is not None:
-        stored["baseline_reward"] = chosen.baselines.float().numpy()
+    if training.baselines is not None:
+        stored["baseline_reward"] = training.baselines.float().numpy()
     if algorithm.proximal == "loglinear":
         spans = jagged(store, samples, "weight_spans")
         stored["staleness"] = Jagged(token_staleness(*spans, offsets, version), offsets)
@@ -160,31 +160,31 @@ def corrects_before_update(samples: BatchRef, algorithm: AlgorithmConfig) -> boo
 
 
 def mismatch_of(
-    store: Store, chosen: TrainingSamples, algorithm: AlgorithmConfig
+    store: Store, training: TrainingSamples, algorithm: AlgorithmConfig
 ) -> Mismatch | None:
     """The two policies' log-probs, where the corrections are made before the update."""
-    samples = chosen.samples
+    samples = training.samples
     if not corrects_before_update(samples, algorithm):
         return None
     ours, theirs = (tokens(store, samples, f"{name}_logprobs") for name in ("old", "rollout"))
     assert ours is not None and theirs is not None
-    rows, mask = _counting(store, chosen)
+    rows, mask = _counting(store, training)
     return Mismatch(rows=rows, mask=mask, logprobs=ours, rollout_logprobs=theirs)
 
 
-def _counting(store: Store, chosen: TrainingSamples) -> tuple[Rows, Tensor]:
+def _counting(store: Store, training: TrainingSamples) -> tuple[Rows, Tensor]:
     """The rows, and which of their tokens count, bool [T]."""
-    values, offsets = jagged(store, chosen.samples, "response_mask")
+    values, offsets = jagged(store, training.samples, "response_mask")
     rows = Rows.of_offsets(torch.from_numpy(offsets.copy()))
     mask = torch.from_numpy(values.astype(bool))
-    if bool(chosen.masked.any()):
-        mask = without_truncated(mask, rows, chosen.masked)
+    if bool(training.masked.any()):
+        mask = without_truncated(mask, rows, training.masked)
     return rows, mask
 
 
 def estimator_batch(
     store: Store,
-    chosen: TrainingSamples,
+    training: TrainingSamples,
     algorithm: AlgorithmConfig,
     mismatch: Mismatch | None,
     steps: Sequence[Step],
@@ -193,14 +193,14 @@ def estimator_batch(
 
     Args:
         store: of the batches.
-        chosen: the samples.
+        training: the samples.
         algorithm: the recipe's.
         mismatch: theirs, if the corrections are made before the update.
         steps: the corrections.
     """
-    samples, fields = chosen.samples, fields_of(algorithm)
+    samples, fields = training.samples, fields_of(algorithm)
     if mismatch is None:
-        rows, mask = _counting(store, chosen)
+        rows, mask = _counting(store, training)
         ours = tokens(store, samples, "old_logprobs") if "logprobs" in fields else None
     else:
         rows, mask, ours = mismatch.rows, mismatch.mask, mismatch.logprobs
@@ -212,7 +212,7 @@ def estimator_batch(
     return AdvantageBatch(
         rows=rows,
         mask=mask,
-        rewards=chosen.rewards,
+        rewards=training.rewards,
         groups=torch.from_numpy(samples.own_groups(store)),
         tasks=task_numbers(store, samples),
         token_rewards=None,
@@ -222,11 +222,11 @@ def estimator_batch(
         teacher_logprobs=wanted("teacher_logprobs"),
         sum_pi_squared=wanted("sum_pi_squared"),
         correction_weights=_path_weights(mismatch, algorithm, steps, fields),
-        baselines=chosen.baselines,
+        baselines=training.baselines,
         steps=turns,
         states=states,
         paths=_paths(store, samples) if "paths" in fields else None,
-        components=chosen.components,
+        components=training.components,
     )
 
 

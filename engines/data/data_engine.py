@@ -184,7 +184,7 @@ class DataEngine(Scorer):
         from engines.data.advantages import write_advantages
 
         algorithm, part_tokens = request.algorithm, request.part_tokens
-        choice = self._chosen(request)
+        choice = self._choose(request)
         choice.check()
         if request.kept is not None:
             choice = choice.with_columns(self._store, request.kept)
@@ -199,7 +199,7 @@ class DataEngine(Scorer):
         )
         return choice.result(ref, metrics)
 
-    def _chosen(self, request: AdvantagesRequest) -> Choice:
+    def _choose(self, request: AdvantagesRequest) -> Choice:
         from engines.data.training_batch import choose
 
         spec = self._spec
@@ -209,7 +209,7 @@ class DataEngine(Scorer):
 
     def informative(self, request: AdvantagesRequest) -> InformativeResult:
         """Which groups of a step's samples so far `advantages` would choose."""
-        choice = self._chosen(request)
+        choice = self._choose(request)
         return InformativeResult(groups=choice.informative, kept=choice.training.samples)
 
     def repetition(self, samples: BatchRef, algorithm: AlgorithmConfig, out_key: str) -> BatchRef:

@@ -56,7 +56,7 @@ class SampleValues:
 
 
 def task_metrics(
-    measured: SampleValues, tasks: NDArray[np.str_], right_from: float
+    samples: SampleValues, tasks: NDArray[np.str_], right_from: float
 ) -> dict[str, float]:
     """The same of each task's samples, as task/NAME/…; and of these:
 
@@ -64,13 +64,13 @@ def task_metrics(
     at least right_from; absent where all failed.
 
     Args:
-        measured: of N samples.
+        samples: N of them.
         tasks: [N], the name of each one's task.
         right_from: a reward.
     """
     by_task: dict[str, float] = {}
     for name in np.unique(tasks).tolist():
-        own = measured.at(tasks == name)
+        own = samples.at(tasks == name)
         metrics = {**sample_metrics(own), "prompts": float(len(np.unique(own.groups)))}
         if not own.failed.all():
             metrics["right"] = float((own.rewards[~own.failed] >= right_from).mean())
@@ -78,7 +78,7 @@ def task_metrics(
     return by_task
 
 
-def sample_metrics(measured: SampleValues) -> dict[str, float]:
+def sample_metrics(samples: SampleValues) -> dict[str, float]:
     """Reward, length and group metrics of the samples of a step; a failed one counts nowhere.
 
     Returns:
@@ -89,7 +89,7 @@ def sample_metrics(measured: SampleValues) -> dict[str, float]:
         equal. reward/<name>: the mean over the samples to which the function applies; absent where
         it applies to none.
     """
-    rewards, failed, repeated = measured.rewards, measured.failed, measured.repeated
+    rewards, failed, repeated = samples.rewards, samples.failed, samples.repeated
     metrics = {
         "samples/total": float(len(rewards)),
         "samples/failed": float(failed.sum()),
@@ -99,19 +99,19 @@ def sample_metrics(measured: SampleValues) -> dict[str, float]:
     if not bool(good.any()):
         return metrics
     scores = torch.from_numpy(rewards)[good]
-    truncated = torch.from_numpy(measured.truncated)
-    size = torch.from_numpy(measured.lengths)[good].double()
+    truncated = torch.from_numpy(samples.truncated)
+    size = torch.from_numpy(samples.lengths)[good].double()
     metrics |= {
         "response/tokens_mean": float(size.mean()),
         "response/tokens_max": float(size.max()),
         "response/truncated_fraction": float(truncated[good].double().mean()),
-        **_reward_metrics(scores, torch.from_numpy(measured.groups)[good]),
+        **_reward_metrics(scores, torch.from_numpy(samples.groups)[good]),
     }
     if repeated is not None:
         metrics["response/repeated_ngrams"] = float(
             torch.from_numpy(repeated)[good].double().mean()
         )
-    for name, component in measured.components.items():
+    for name, component in samples.components.items():
         values = torch.from_numpy(component)[good].double()
         if not bool(values.isnan().all()):
             metrics[f"reward/{name}"] = float(values.nanmean())
@@ -180,7 +180,7 @@ def metrics_of(
     right_from: float,
 ) -> dict[str, float]:
     """Reward and length metrics of all samples, before anything is left out but failures."""
-    measured = SampleValues(
+    values = SampleValues(
         rewards=dense(store, samples, "reward"),
         components={name: part.numpy() for name, part in components(store, samples).items()},
         failed=status == SampleStatus.FAILED,
@@ -191,10 +191,10 @@ def metrics_of(
             dense(store, samples, "repeated_ngrams") if "repeated_ngrams" in samples.names else None
         ),
     )
-    metrics = sample_metrics(measured)
+    metrics = sample_metrics(values)
     if TASK in samples.names:
         tasks = np.array([str(name) for name in samples.fetch_list(store, TASK)])
-        metrics |= task_metrics(measured, tasks, right_from)
+        metrics |= task_metrics(values, tasks, right_from)
     if "author" in samples.names:
         authors, bounds = jagged(store, samples, "author")
         ended = (authors == Author.BUDGET).nonzero()[0]

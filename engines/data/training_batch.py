@@ -127,15 +127,15 @@ def choose(
     filtered = filtered_groups(prompts[scored], prompts[whole], selected, [r.name for r in rules])
     selection = np.flatnonzero(selected.keep.numpy())
     informative = np.unique(prompts[whole][selection])  # groups are numbered as they are drawn
-    training = informative[: request.most_groups]
-    selection = selection[np.isin(prompts[whole][selection], training)]
+    training_groups = informative[: request.most_groups]
+    selection = selection[np.isin(prompts[whole][selection], training_groups)]
     index = whole[selection]
     left = {
         "teacher_failed": by_teacher,
         FAILED: len(lost) - by_teacher,
-        SURPLUS: len(informative) - len(training),
+        SURPLUS: len(informative) - len(training_groups),
     }
-    chosen = TrainingSamples(
+    training = TrainingSamples(
         samples=samples.take(index).drop([] if request.repetition is None else [REPETITION]),
         rewards=shaped.rewards[selection],
         masked=shaped.masked[selection],
@@ -143,14 +143,14 @@ def choose(
         baselines=None if per_sample is None else torch.from_numpy(per_sample[index]),
     )
     return Choice(
-        chosen=chosen,
-        trained=len(training),
+        training=training,
+        trained=len(training_groups),
         filtered=filtered,
         dropped={reason: count for reason, count in left.items() if count},
         metrics=metrics
         | shaped.metrics
         | selection_metrics(selected, sum(filtered.values()))
-        | (staleness_metrics(store, chosen.samples, request.version) if len(index) else {})
+        | (staleness_metrics(store, training.samples, request.version) if len(index) else {})
         | dropped_by_length(store, samples, request.left_out),
     )
 

@@ -146,13 +146,10 @@ def read_episodes(
     rows = source.rows(samples.fetch_numpy(store, "prompt_row")[0].tolist())
 
     def dense(name: str) -> list[Any]:
-        values: list[Any] = samples.fetch_numpy(store, name)[0].tolist()
-        return values
+        return read_numbers(store, samples, name)
 
     def lists(name: str) -> list[list[Any]]:
-        values, offsets = samples.fetch_numpy(store, name)
-        assert offsets is not None
-        return [values[a:b].tolist() for a, b in itertools.pairwise(offsets.tolist())]
+        return read_lists(store, samples, name)
 
     begun = "episode" in samples.names  # at least one turn was answered
     tokens = lists("response_ids")
@@ -215,6 +212,19 @@ def read_episodes(
     for episode in episodes:
         episode.others = [other for other in together[episode.name] if other is not episode]
     return episodes
+
+
+def read_numbers(store: Store, ref: BatchRef, name: str) -> list[Any]:
+    """A column with a number a row, [N]."""
+    values: list[Any] = ref.fetch_numpy(store, name)[0].tolist()
+    return values
+
+
+def read_lists(store: Store, ref: BatchRef, name: str) -> list[list[Any]]:
+    """A jagged column, [N] lists."""
+    values, offsets = ref.fetch_numpy(store, name)
+    assert offsets is not None, name
+    return [values[a:b].tolist() for a, b in itertools.pairwise(offsets.tolist())]
 
 
 def first_players(groups: list[int], players: list[int], samples: list[int]) -> list[int]:

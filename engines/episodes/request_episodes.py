@@ -9,7 +9,6 @@ are after goes to the rollout engines as prompts, and the turns come back in the
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 
 from engines.data.chat_template import state_number
 from engines.episodes.contract import PATHS, TOKENS, TURN_TOKENS, TURNS
-from engines.episodes.episode_rows import POLICY, Episode, episode_columns
+from engines.episodes.episode_rows import POLICY, Episode, episode_columns, read_lists, read_numbers
 from engines.episodes.request_forest import Node, RequestForest, turn_before
 from engines.episodes.task_environment import (
     TaskEnvironment,
@@ -166,22 +165,22 @@ class RequestEpisodes:
         within = np.concatenate([*map(np.arange, sizes)])
         numbers = (prompts.own_groups(store)[places] * group + first + within).tolist()
         if begun is not None:
-            numbers = _dense(store, begun, "sample_id")
-        rows = source.rows(_dense(store, repeated, "prompt_row"))
+            numbers = read_numbers(store, begun, "sample_id")
+        rows = source.rows(read_numbers(store, repeated, "prompt_row"))
         if TASK in repeated.names:
             names = repeated.fetch_list(store, TASK)
             rows = [{**row, TASK: str(name)} for row, name in zip(rows, names, strict=True)]
         tasks = [self._task_of(row) for row in rows]
         most = [task.max_new_tokens for task in tasks]
         if LIMIT in prompts.names:
-            most = [*map(min, most, _dense(store, repeated, LIMIT))]
+            most = [*map(min, most, read_numbers(store, repeated, LIMIT))]
         values: dict[str, Sequence[Any]] = {
             "sample": numbers,
             "row": rows,
             "task": tasks,
-            "seed": _dense(store, repeated, "env_seed"),
+            "seed": read_numbers(store, repeated, "env_seed"),
             "opening": list(repeated.fetch_list(store, "opening")),
-            "prompt": _lists(store, repeated, "prompt_ids"),
+            "prompt": read_lists(store, repeated, "prompt_ids"),
             "most": most,
         }
         nothing: dict[str, Any] = {"finish": UNFINISHED, "status": int(SampleStatus.UNFINISHED)}
@@ -194,17 +193,17 @@ class RequestEpisodes:
             values["forest"] = self._forests(begun, values["prompt"])
             values |= {
                 "finish": list(begun.fetch_list(store, "finish_reason")),
-                "status": _dense(store, begun, "status"),
-                "seconds": _dense(store, begun, "env_seconds"),
+                "status": read_numbers(store, begun, "status"),
+                "seconds": read_numbers(store, begun, "env_seconds"),
                 "observations": list(begun.fetch_list(store, "observations")),
-                "rewards": _lists(store, begun, "turn_rewards"),
+                "rewards": read_lists(store, begun, "turn_rewards"),
                 "ended": list(begun.fetch_list(store, "episode")),
                 "error": list(begun.fetch_list(store, "episode_error")),
                 "drawn": _records(store, begun),
             }
             more = {"unused": "unused_tokens", "rewritten": "past_rewritten"}
             values |= {
-                field: _dense(store, begun, name)
+                field: read_numbers(store, begun, name)
                 for field, name in more.items()
                 if name in begun.names
             }
@@ -232,17 +231,17 @@ class RequestEpisodes:
         masks = read_masks(store, begun) if COUNTS in begun.names else [None] * len(begun)
         parents: Sequence[Any] = [None] * len(begun)
         if PARENTS in begun.names:
-            parents = _lists(store, begun, PARENTS)
+            parents = read_lists(store, begun, PARENTS)
         return [
             RequestForest.of(
                 prompt, ids, logprobs, bytes(authors), _spans(spans), own, requests, mask
             )
             for prompt, ids, logprobs, authors, spans, own, requests, mask in zip(
                 prompts,
-                _lists(store, begun, "response_ids"),
-                _lists(store, begun, "rollout_logprobs"),
-                _lists(store, begun, "author"),
-                _lists(store, begun, "weight_spans"),
+                read_lists(store, begun, "response_ids"),
+                read_lists(store, begun, "rollout_logprobs"),
+                read_lists(store, begun, "author"),
+                read_lists(store, begun, "weight_spans"),
                 parents,
                 begun.fetch_list(store, "requests"),
                 masks,
@@ -332,12 +331,12 @@ class RequestEpisodes:
             if not episode.ended
             for node in episode.forest.waiting
         ]
-        ids, logprobs = (_lists(store, turns, n) for n in ("response_ids", "rollout_logprobs"))
-        spans = _lists(store, turns, "weight_spans")
+        ids, logprobs = (read_lists(store, turns, n) for n in ("response_ids", "rollout_logprobs"))
+        spans = read_lists(store, turns, "weight_spans")
         reasons = [str(reason) for reason in turns.fetch_list(store, "finish_reason")]
         authors: list[list[int]] = [[]] * len(turns)
         if "author" in turns.names:
-            authors = _lists(store, turns, "author")
+            authors = read_lists(store, turns, "author")
         masks = read_masks(store, turns) if COUNTS in turns.names else [None] * len(turns)
         drawn = _records(store, turns)
         assert len(waiting) == len(turns), "a turn for each request that waits"
@@ -530,24 +529,13 @@ class RequestEpisodes:
         return min(room, episode.task.settings.max_turn_tokens or room)
 
 
-def _dense(store: Store, ref: BatchRef, name: str) -> list[Any]:
-    values: list[Any] = ref.fetch_numpy(store, name)[0].tolist()
-    return values
-
-
-def _lists(store: Store, ref: BatchRef, name: str) -> list[list[Any]]:
-    values, offsets = ref.fetch_numpy(store, name)
-    assert offsets is not None
-    return [values[a:b].tolist() for a, b in itertools.pairwise(offsets.tolist())]
-
-
 def _records(store: Store, ref: BatchRef) -> list[dict[str, Any]]:
     """Who drew each row (OF_TURN)."""
     digests, workers = (ref.fetch_list(store, name) for name in ("weights_digest", "worker"))
     return [
         {"weights_digest": str(digest), "worker": str(worker), "attempt": attempt}
         for digest, worker, attempt in zip(
-            digests, workers, _dense(store, ref, "attempt"), strict=True
+            digests, workers, read_numbers(store, ref, "attempt"), strict=True
         )
     ]
 

@@ -30,12 +30,12 @@ from storage.batches.columns import PROMPT_COLUMNS, SEGMENT, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
+from storage.runs.run_store import DATA_SUFFIX
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ANSWER, REPETITION = "answer", "repetition"  # finish reasons of paths that are ended here
-SUFFIX = ".safetensors"
 
 
 @dataclass(slots=True)
@@ -110,9 +110,9 @@ def grow(
         )
     ]
     if wanted:
-        key = f"{out_key.removesuffix(SUFFIX)}-asked{SUFFIX}"
+        key = f"{out_key.removesuffix(DATA_SUFFIX)}-asked{DATA_SUFFIX}"
         return GrownTrees(nodes=nodes, asked=write_asked(store, prompts, wanted, growth.n, key))
-    key = f"{out_key.removesuffix(SUFFIX)}-samples{SUFFIX}"
+    key = f"{out_key.removesuffix(DATA_SUFFIX)}-samples{DATA_SUFFIX}"
     samples, truncated = write_leaves(store, prompts, trees, growth.n, key)
     return GrownTrees(nodes=nodes, samples=samples, truncated=truncated)
 
