@@ -1,4 +1,4 @@
-"""How a data row becomes a prompt, and what reward functions see of it and of its samples.
+"""How a data row becomes a prompt.
 
 The tokenizer is the caller's: this module loads none. Which rows are drawn is in
 storage/prompts/cursor.py.
@@ -7,7 +7,6 @@ storage/prompts/cursor.py.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from configs.data import DataConfig, refuse_own_variables
 from storage.batches.columns import TASK
-from storage.batches.refs import BatchRef
 from storage.objects.documents import Row
-from storage.objects.store import Store
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -318,37 +315,3 @@ def state_number(value: object) -> int:
     """A number for a row's state, in [0, 2**63): equal for equal values, whatever run or worker."""
     text = json.dumps(value, sort_keys=True, default=str).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampleTexts:
-    """N samples as text."""
-
-    prompts: list[Prompt]
-    completions: list[str]  # without special tokens
-    completion_ids: list[list[int]]
-    rows: list[Row]  # of the data set
-
-
-def read_texts(
-    store: Store,
-    prompts: BatchRef,
-    samples: BatchRef,
-    data: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-) -> SampleTexts:
-    """The samples of a shard, of these prompts.
-
-    tokenizer: the policy's.
-    """
-    prompt_rows = cast("list[Row]", prompts.fetch_list(store, "row"))
-    rows = [prompt_rows[place] for place in samples.prompts_in(store, prompts).tolist()]
-    ids, offsets = samples.fetch_numpy(store, "response_ids")
-    assert offsets is not None
-    completion_ids = [ids[a:b].tolist() for a, b in itertools.pairwise(offsets)]
-    return SampleTexts(
-        prompts=prompts_of(rows, data),
-        completions=tokenizer.batch_decode(completion_ids, skip_special_tokens=True),
-        completion_ids=completion_ids,
-        rows=rows,
-    )

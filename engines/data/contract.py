@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     from engines.rewards.protocol import TrainerState
 
 
+# Most tokens of each probe sequence, whose first half stands for the prompt: of several lengths, for
+# what goes wrong with windows, positions and padding does so with the length.
+PROBE_TOKENS = (8, 96, 16, 48, 24, 32)
+
+
 class RowsSpec(StoreSpec):
     """What engines that make prompts of rows have in common."""
 

@@ -7,19 +7,19 @@ hangs or crashes fails its samples and nothing else.
 
 from __future__ import annotations
 
-import itertools
-import math
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.data import Source
-from engines.data.chat_template import read_texts, state_number, tokenize
+from engines.data.advantage_parts import parts_of, write_part, write_statistics
+from engines.data.advantages import write_advantages
+from engines.data.chat_template import state_number, tokenize
 from engines.data.contract import (
+    PROBE_TOKENS,
     AdvantagePartRequest,
     AdvantageParts,
     AdvantagesRequest,
@@ -27,7 +27,6 @@ from engines.data.contract import (
     AnswersGiven,
     DataSpec,
     InformativeResult,
-    ModelScores,
     PartResult,
     PromptsResult,
     SampleFailure,
@@ -36,24 +35,15 @@ from engines.data.contract import (
     ScoreResult,
 )
 from engines.data.dataset_answers import write_answers
+from engines.data.sample_metrics import repeated_ngrams
+from engines.data.scoring import model_columns, read_texts, score_columns, with_episodes
+from engines.data.training_batch import Choice, choose, write_repetition
 from engines.rewards.judge import JudgeAnswers
-from engines.rewards.protocol import EPISODE_COLUMNS
-from engines.rewards.runner import Column, RewardCode, RewardRunner, Scores, code_digest, pooled
-from storage.batches.columns import EXTRA, SCORE, SampleStatus
+from engines.rewards.runner import RewardCode, RewardRunner, code_digest, pooled
+from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
-from storage.objects.documents import Row
-from storage.objects.store import Store
 from storage.prompts.datasets import open_source
-
-if TYPE_CHECKING:
-    from engines.data.training_batch import Choice
-
-PLAYER = "player"  # what reward functions get besides of several players: whose sample it is
-ERROR = "error"  # extra/<reward model>/error: why a sample has no score
-# Most tokens of each probe sequence, whose first half stands for the prompt: of several lengths, for
-# what goes wrong with windows, positions and padding does so with the length.
-PROBE_TOKENS = (8, 96, 16, 48, 24, 32)
 
 
 class DataEngine(Scorer):
@@ -158,8 +148,6 @@ class DataEngine(Scorer):
         seconds = time.monotonic() - began
         code = self._rewards.code(() if models is None else models.code)
         failed = scores.failed | (status == SampleStatus.FAILED)  # of episodes, said already
-        from engines.data.sample_metrics import repeated_ngrams
-
         columns = score_columns(scores, status, code_digest(code))
         columns["repeated_ngrams"] = repeated_ngrams(self._store, samples)
         return ScoreResult(
@@ -180,9 +168,6 @@ class DataEngine(Scorer):
         self, request: AdvantagesRequest, out_key: str
     ) -> AdvantagesResult | AdvantageParts:
         """Choose the samples that train, and write their advantages."""
-        from engines.data.advantage_parts import parts_of
-        from engines.data.advantages import write_advantages
-
         algorithm, part_tokens = request.algorithm, request.part_tokens
         choice = self._choose(request)
         choice.check()
@@ -200,8 +185,6 @@ class DataEngine(Scorer):
         return choice.result(ref, metrics)
 
     def _choose(self, request: AdvantagesRequest) -> Choice:
-        from engines.data.training_batch import choose
-
         spec = self._spec
         return choose(
             *(self._store, request, spec.rewards, spec.max_new_tokens, spec.data.right_from)
@@ -214,86 +197,18 @@ class DataEngine(Scorer):
 
     def repetition(self, samples: BatchRef, algorithm: AlgorithmConfig, out_key: str) -> BatchRef:
         """Write the repetition penalties of some of a step's samples."""
-        from engines.data.training_batch import write_repetition
-
         return write_repetition(self._store, samples, algorithm, out_key)
 
     def advantage_statistics(
         self, samples: BatchRef, rows: BatchRef, algorithm: AlgorithmConfig, out_key: str
     ) -> BatchRef:
         """Write what a part adds to a statistic over the whole batch, by row."""
-        from engines.data.advantage_parts import write_statistics
-
         return write_statistics(self._store, samples, rows, algorithm, out_key)
 
     def advantage_part(self, request: AdvantagePartRequest, out_key: str) -> PartResult:
         """Write the advantages of a part."""
-        from engines.data.advantage_parts import write_part
-
         return write_part(self._store, request, out_key)
 
     def close(self) -> None:
         """End the reward functions' processes."""
         self._rewards.close()
-
-
-def model_columns(store: Store, models: ModelScores) -> dict[str, Column]:
-    """What reward models gave, by function, as a function's view of N samples."""
-    columns = {}
-    for function in models.code:
-        values = models.ref.fetch_numpy(store, f"{SCORE}{function.name}")[0].astype(np.float64)
-        errors = models.ref.fetch_list(store, f"{EXTRA}{function.name}/{ERROR}")
-        applied = np.isfinite(values)
-        columns[function.name] = Column(
-            values=np.where(applied, values, 0.0),
-            applied=applied,
-            errors={int(i): str(errors[i]) for i in np.flatnonzero(~applied)},
-        )
-    return columns
-
-
-def with_episodes(store: Store, samples: BatchRef, rows: list[Row]) -> list[Row]:
-    """Rows with what their episodes came to, for reward functions; N of each.
-
-    EPISODE_COLUMNS: the sum of the turns' rewards (None where the environment gave none), the rewards
-    of the turns, and why the episode ended. With several players also `player`, its number.
-    """
-    values, offsets = samples.fetch_numpy(store, "turn_rewards")
-    assert offsets is not None
-    ended = samples.fetch_list(store, "episode")
-    extended: list[Row] = []
-    for row, why, (start, stop) in zip(rows, ended, itertools.pairwise(offsets), strict=True):
-        turns = [None if math.isnan(reward) else reward for reward in values[start:stop].tolist()]
-        rewards = [reward for reward in turns if reward is not None]
-        total = sum(rewards) if rewards else None
-        columns = dict(zip(EPISODE_COLUMNS, (total, turns, str(why)), strict=True))
-        extended.append({**row, **cast("Row", columns)})
-    if PLAYER in samples.names:
-        players = samples.fetch_numpy(store, PLAYER)[0].tolist()
-        extended = [{**row, PLAYER: player} for row, player in zip(extended, players, strict=True)]
-    return extended
-
-
-def score_columns(scores: Scores, status: NDArray[Any], reward_code: str) -> dict[str, object]:
-    """The scores of N samples as columns of a batch.
-
-    Args:
-        scores: of the N samples.
-        status: int64 [N], SampleStatus before they were scored.
-        reward_code: digest of the functions that scored.
-    """
-    failed = scores.failed | (status == SampleStatus.FAILED)
-    columns: dict[str, object] = {
-        # A failed sample's reward is not a number, so that no mistake can make it count as 0.
-        "reward": np.where(failed, np.float32("nan"), scores.rewards),
-        "status": np.where(failed, np.int64(SampleStatus.FAILED), status),
-        "reward_code": [reward_code] * len(status),
-    }
-    for position, name in enumerate(scores.names):
-        scored = scores.applied[:, position] & ~failed
-        columns[f"{SCORE}{name}"] = np.where(
-            scored, scores.components[:, position], np.float32("nan")
-        )
-    for name, values in scores.extras.items():
-        columns[f"{EXTRA}{name}"] = values
-    return columns

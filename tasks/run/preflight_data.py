@@ -21,7 +21,8 @@ from configs.rewards import (
     UnitTestsReward,
 )
 from engines.data.chat_template import Prompt, fits_template, prompt_of, template_variables
-from engines.data.data_engine import PLAYER, PROBE_TOKENS
+from engines.data.contract import PROBE_TOKENS
+from engines.data.scoring import PLAYER
 from engines.data.template_check import chat_template, rendered
 from engines.environments.sessions import Environments
 from engines.episodes.episode_rows import seed_of
