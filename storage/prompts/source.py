@@ -60,17 +60,17 @@ class PromptSource(ABC):
 
     @cached_property
     def _all_row_digests(self) -> np.ndarray:
-        found = self._row_digests(range(len(self)))
-        found.setflags(write=False)
-        return found
+        digests = self._row_digests(range(len(self)))
+        digests.setflags(write=False)
+        return digests
 
     def _row_digests(self, rows: range) -> np.ndarray:
         """Made anew, of READ_ROWS rows in memory at once."""
-        found = np.empty(len(rows), np.uint64)
+        digests = np.empty(len(rows), np.uint64)
         for start in range(0, len(rows), READ_ROWS):
             for place, row in enumerate(self.rows(rows[start : start + READ_ROWS]), start):
-                found[place] = xxhash.xxh3_64_intdigest(canonical_row(row))
-        return found
+                digests[place] = xxhash.xxh3_64_intdigest(canonical_row(row))
+        return digests
 
     def _in_range(self, indices: Sequence[int]) -> None:
         for index in indices:
@@ -141,13 +141,13 @@ def first_null(table: Table, column: str) -> int | None:
 
 
 def plain_row(row: dict[str, Any], row_name: str) -> Row:
-    found: dict[str, JsonValue] = {}
+    columns: dict[str, JsonValue] = {}
     for column, value in row.items():
         try:
-            found[column] = plain(value)
+            columns[column] = plain(value)
         except TypeError as error:
             raise ValueError(
                 f"{row_name} cannot be kept as JSON: {error}, in the column '{column}'. Write it as "
                 "text, or leave the column out."
             ) from None
-    return found
+    return columns
