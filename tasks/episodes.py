@@ -21,7 +21,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from prefect.logging import get_run_logger
@@ -55,6 +55,33 @@ from tasks.sampling import (
 )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodeShard:
+    """A shard of a step's episodes, or one of these."""
+
+    run: StageView
+    step: int
+    stage: SamplingStage
+    number: int  # of the shard, counted from 1
+
+    @property
+    def settings(self) -> EpisodesConfig:
+        """Of the run's episodes."""
+        assert self.run.config.episodes is not None, "the run plays no episodes"
+        return self.run.config.episodes
+
+    @property
+    def in_keys(self) -> list[object]:
+        """What a key has to have of the settings, and of the opponent."""
+        opponent = self.settings.opponent
+        digests = [] if opponent is None else [self.run.engines[OPPONENT].weights.digest]
+        return [self.settings.in_keys(), *digests]
+
+    def piece(self, name: str, key: str, part: str = "") -> Stage:
+        """A piece of its work, by its key."""
+        return Stage(run=self.run, step=self.step, name=name, key=key, shard=self.number, part=part)
+
+
 def play(
     run: StageView,
     step: int,
@@ -63,32 +90,25 @@ def play(
     shard: int,
     begun: BatchRef | None,
 ) -> Sampled | Unsampled:
-    """The episodes of a shard, or find them over."""
-    settings: list[object] = [episodes_of(run).in_keys()]
-    settings += [] if episodes_of(run).opponent is None else [run.engines[OPPONENT].weights.digest]
-    carried: list[object] = [] if begun is None else [begun.to_json()]
-    own, *opponent = settings
+    """The episodes of a shard (counted from 1), or find them over."""
+    episodes = EpisodeShard(run=run, step=step, stage=stage, number=shard)
+    settings, (own, *opponent) = episodes.settings, episodes.in_keys
+    carried = [] if begun is None else [begun.to_json()]
     identity = stage.sampling.identity
     key = key_of("episodes", prompts.to_json(), identity, own, *carried, *opponent)
-    whole = Stage(run=run, step=step, name="episodes", key=key, shard=shard)
+    whole = episodes.piece("episodes", key)
     record = whole.finished()
-    if record is not None and (recorded := of_record(run, step, prompts, record)) is not None:
-        return recorded
+    if record is not None and (known := of_record(run, step, prompts, record)) is not None:
+        return known
     asked, first = prompts, begun
-    if episodes_of(run).players > 1:
-        asked, unplayed = deal(run, step, prompts, stage, shard)
+    if settings.players > 1:
+        asked, unplayed = deal(episodes, prompts)
         first = unplayed if begun is None else begun
-    if episodes_of(run).drive == "apart":
-        samples, turns = play_apart(
-            run,
-            *(step, asked, stage, shard, first),
-            players=episodes_of(run).players,
-            settings=settings,
-            play=play_turns,
-        )
+    if settings.drive == "apart":
+        samples, turns = play_apart(episodes, asked, first)
     else:
         with run.episodes.held(sum(prompts.group_sizes(run.store, stage.sampling.n))):
-            samples, turns = play_turns(run, step, asked, stage, shard, first)
+            samples, turns = play_turns(episodes, asked, first)
     if isinstance(samples, Sampled):
         if run.config.sees_frames:
             by_turn = frames_by_turn(run.store, prompts, samples.ref, samples.frames)
@@ -99,21 +119,19 @@ def play(
     return samples
 
 
-def deal(
-    run: StageView, step: int, prompts: BatchRef, stage: SamplingStage, shard: int
-) -> tuple[BatchRef, BatchRef]:
+def deal(shard: EpisodeShard, prompts: BatchRef) -> tuple[BatchRef, BatchRef]:
     """A shard's prompts as rows of their players, and the samples before their first turns."""
-    n, players, settings = stage.sampling.n, episodes_of(run).players, episodes_of(run).opponent
+    n, settings = shard.stage.sampling.n, shard.settings
     opponent = None
-    if settings is not None:
-        digest = run.engines[OPPONENT].weights.digest
-        opponent = OpponentSeats(digest=digest, policy_plays=settings.policy_plays)
+    if settings.opponent is not None:
+        digest = shard.run.engines[OPPONENT].weights.digest
+        opponent = OpponentSeats(digest=digest, policy_plays=settings.opponent.policy_plays)
     opponents = [] if opponent is None else [asdict(opponent)]
-    key = key_of("deal", prompts.to_json(), n, players, *opponents)
-    piece = Stage(run=run, step=step, name="deal", key=key, shard=shard)
+    key = key_of("deal", prompts.to_json(), n, settings.players, *opponents)
+    piece = shard.piece("deal", key)
     if (record := piece.finished()) is None:
         asked, begun = piece.call(
-            run.engines[ENVIRONMENT],
+            shard.run.engines[ENVIRONMENT],
             EnvironmentHost.deal,
             prompts=prompts,
             n=n,
@@ -125,28 +143,25 @@ def deal(
 
 
 def play_turns(
-    run: StageView,
-    step: int,
-    prompts: BatchRef,
-    stage: SamplingStage,
-    shard: int,
-    begun: BatchRef | None,
+    shard: EpisodeShard, prompts: BatchRef, begun: BatchRef | None
 ) -> tuple[Sampled | Unsampled, dict[str, BatchRef]]:
     """The same turn by turn, with the results of the turns by the keys that they are stored under.
 
-    Of a round of turns the policy's come first, then the opponent's; nobody is asked who has none.
+    begun: samples to go on with; None: none is begun. Of a round of turns the policy's come first,
+    then the opponent's; nobody is asked who has none.
     """
+    run, step, stage = shard.run, shard.step, shard.stage
     if run.config.plays_requests:
-        return play_rounds(run, step, prompts, stage, shard, begun, episodes_of(run))
+        return play_rounds(shard, prompts, begun)
     own: Sampled | None = None  # the policy's last turn
     stats: ShardStats | None = None
     engine = other = environment = ""  # that had the last turn: they hold what the next one can use
     turns: dict[str, BatchRef] = {}
     frames: list[BatchRef] = []
-    policys, opponents = first_turns(run, begun)
+    policys, opponents = first_turns(shard, begun)
     while policys or opponents or own is None:
         if policys or not opponents:
-            turn = sample_or_leave(run, step, prompts, stage, shard, begun, rather=engine)
+            turn = sample_or_leave(run, step, prompts, stage, shard.number, begun, rather=engine)
             if isinstance(turn, Unsampled):
                 return turn, turns
             own, begun = turn, turn.ref
@@ -154,85 +169,63 @@ def play_turns(
             stats, engine = together(stats, turn.stats), turn.stats.worker
         if opponents:
             assert begun is not None, "whose turn it is was read from it"
-            against = opponents_turn(run, step, prompts, stage, shard, begun, rather=other)
+            against = opponents_turn(run, step, prompts, stage, shard.number, begun, rather=other)
             begun, other = against.ref, against.stats.worker
             turns[against.key] = against.ref
         assert begun is not None, "one of them had a turn"
         seconds = 0.0 if stats is None else stats.seconds
-        answered, key, environment = answer(run, step, stage, shard, begun, environment, seconds)
-        begun = turns[key] = answered.ref
-        frames += [] if answered.frames is None else [answered.frames]
-        opponents = answered.opponents
-        policys = answered.unfinished // episodes_of(run).players - opponents
+        answers, key, environment = answer(shard, begun, environment, seconds)
+        begun = turns[key] = answers.ref
+        frames += [] if answers.frames is None else [answers.frames]
+        opponents = answers.opponents
+        policys = answers.unfinished // shard.settings.players - opponents
     assert begun is not None and stats is not None
     shown = BatchRef.concat(frames) if frames else None
     return dataclasses.replace(own, ref=begun, stats=stats, frames=shown), turns
 
 
-def first_turns(run: StageView, begun: BatchRef | None) -> tuple[int, int]:
+def first_turns(shard: EpisodeShard, begun: BatchRef | None) -> tuple[int, int]:
     """Samples of which the policy's turn is next, and the opponent's; 1 and 0 without an opponent."""
-    if episodes_of(run).opponent is None or begun is None:
+    if shard.settings.opponent is None or begun is None:
         return 1, 0
-    reasons = Counter(begun.fetch_list(run.store, "finish_reason"))
+    reasons = Counter(begun.fetch_list(shard.run.store, "finish_reason"))
     return reasons[UNFINISHED], reasons[OPPONENTS_TURN]
 
 
-def episodes_of(run: StageView) -> EpisodesConfig:
-    """The settings of the run's episodes."""
-    assert run.config.episodes is not None, "the run plays no episodes"
-    return run.config.episodes
-
-
 def answer(
-    run: StageView,
-    step: int,
-    stage: SamplingStage,
-    shard: int,
-    turn: BatchRef,
-    last: str,
-    sampled_seconds: float,
+    shard: EpisodeShard, turn: BatchRef, last: str, sampled_seconds: float
 ) -> tuple[AnswerResult, str, str]:
     """The environments' answers to the turns of a shard, their key, and the worker that had them.
 
     last: the worker that answered the turn before, which has the environments. sampled_seconds: that
     sampling the policy's turns took so far.
     """
-    key = key_of("answer", turn.to_json(), episodes_of(run).in_keys())
-    piece = Stage(run=run, step=step, name="environment", key=key, shard=shard)
+    config, stage = shard.run.config, shard.stage
+    piece = shard.piece("environment", key_of("answer", turn.to_json(), shard.settings.in_keys()))
+    request = AnswerRequest(
+        samples=turn,
+        stage=stage.name,
+        source=stage.source,
+        frames=config.keeps_frames and (stage.trains or config.sees_frames),
+        sampled_seconds=sampled_seconds,
+    )
+    pool, method = shard.run.engines[ENVIRONMENT], EnvironmentHost.answer
     return ask_environments(
         piece,
         last,
-        lambda attempt: piece.ask(
-            attempt,
-            run.engines[ENVIRONMENT],
-            EnvironmentHost.answer,
-            request=AnswerRequest(
-                samples=turn,
-                stage=stage.name,
-                source=stage.source,
-                frames=run.config.keeps_frames and (stage.trains or run.config.sees_frames),
-                sampled_seconds=sampled_seconds,
-            ),
-            out_key=piece.out_key,
-        ),
+        lambda attempt: piece.ask(attempt, pool, method, request=request, out_key=piece.out_key),
     )
 
 
 def play_rounds(
-    run: StageView,
-    step: int,
-    prompts: BatchRef,
-    stage: SamplingStage,
-    shard: int,
-    begun: BatchRef | None,
-    config: EpisodesConfig,
+    shard: EpisodeShard, prompts: BatchRef, begun: BatchRef | None
 ) -> tuple[Sampled | Unsampled, dict[str, BatchRef]]:
     """The episodes of a shard, with the results of the rounds by the keys they are stored under.
 
-    begun: as an earlier step left them; a turn that it cut off is asked for again. config: of the
-    episodes. Otherwise as `play_turns`.
+    begun: as an earlier step left them; a turn that it cut off is asked for again.
     """
-    single = dataclasses.replace(stage, sampling=stage.sampling.of_one)
+    run, step = shard.run, shard.step
+    single = dataclasses.replace(shard.stage, sampling=shard.stage.sampling.of_one)
     last: Sampled | None = None
     first: ShardStats | None = None
     stats: ShardStats | None = None
@@ -242,17 +235,14 @@ def play_rounds(
     if begun is not None and "requests" not in begun.names:
         begun = None  # of an older Refrain
     while True:
-        answer, key, environment = go_on(
-            run,
-            *(step, prompts, stage, shard, begun, turns, config, environment),
-            0.0 if stats is None else stats.seconds,
-        )
-        begun = results[key] = answer.ref
-        if answer.pending is None:
+        seconds = 0.0 if stats is None else stats.seconds
+        answers, key, environment = go_on(shard, prompts, begun, turns, environment, seconds)
+        begun = results[key] = answers.ref
+        if answers.pending is None:
             break
-        results[f"{key} requests"] = answer.pending
+        results[f"{key} requests"] = answers.pending
         worker = "" if last is None else last.stats.worker
-        turn = sample_or_leave(run, step, answer.pending, single, shard, rather=worker)
+        turn = sample_or_leave(run, step, answers.pending, single, shard.number, rather=worker)
         if isinstance(turn, Unsampled):
             return Unsampled(begun=begun), results
         last, turns = turn, turn.ref
@@ -283,42 +273,35 @@ def play_rounds(
 
 
 def go_on(
-    run: StageView,
-    step: int,
+    shard: EpisodeShard,
     prompts: BatchRef,
-    stage: SamplingStage,
-    shard: int,
     begun: BatchRef | None,
     turns: BatchRef | None,
-    config: EpisodesConfig,
     last: str,
     sampled_seconds: float,
 ) -> tuple[AnswerResult, str, str]:
     """What the environments do after the turns of a round, its key, and the worker that had them."""
+    stage, sampling = shard.stage, shard.stage.sampling
     before = [None if ref is None else ref.to_json() for ref in (begun, turns)]
-    identity = stage.sampling.identity
-    key = key_of("requests", prompts.to_json(), stage.name, identity, *before, config.in_keys())
-    piece = Stage(run=run, step=step, name="environment", key=key, shard=shard)
+    settings = shard.settings.in_keys()
+    key = key_of("requests", prompts.to_json(), stage.name, sampling.identity, *before, settings)
+    request = RoundRequest(
+        prompts=prompts,
+        n=sampling.n,
+        begun=begun,
+        turns=turns,
+        stage=stage.name,
+        source=stage.source,
+        sampled_seconds=sampled_seconds,
+        group=sampling.group,
+        first=sampling.first,
+    )
+    piece = shard.piece("environment", key)
+    pool, method = shard.run.engines[ENVIRONMENT], EnvironmentHost.go_on
     return ask_environments(
         piece,
         last,
-        lambda attempt: piece.ask(
-            attempt,
-            run.engines[ENVIRONMENT],
-            EnvironmentHost.go_on,
-            request=RoundRequest(
-                prompts=prompts,
-                n=stage.sampling.n,
-                begun=begun,
-                turns=turns,
-                stage=stage.name,
-                source=stage.source,
-                sampled_seconds=sampled_seconds,
-                group=stage.sampling.group,
-                first=stage.sampling.first,
-            ),
-            out_key=piece.out_key,
-        ),
+        lambda attempt: piece.ask(attempt, pool, method, request=request, out_key=piece.out_key),
     )
 
 
@@ -342,37 +325,17 @@ def ask_environments(
     return AnswerResult.of_record(record), piece.out_key, attempt.assignment.worker
 
 
-# Plays episodes: what they are, and the results of their turns by the keys they are stored under.
-Play = Callable[
-    [StageView, int, BatchRef, SamplingStage, int, BatchRef | None],
-    tuple[Sampled | Unsampled, dict[str, BatchRef]],
-]
-
-
 def play_apart(
-    run: StageView,
-    step: int,
-    prompts: BatchRef,
-    stage: SamplingStage,
-    shard: int,
-    begun: BatchRef | None,
-    players: int,
-    settings: Sequence[object],
-    play: Play,
+    shard: EpisodeShard, prompts: BatchRef, begun: BatchRef | None
 ) -> tuple[Sampled | Unsampled, dict[str, BatchRef]]:
-    """All episodes of a shard; returns as `play` does, which plays one of them.
+    """All episodes of a shard, each by itself; returns as `play_turns` does, which plays one of them.
 
     Args:
-        run: whose they are.
-        step: of the run.
+        shard: whose they are.
         prompts: [P]; of several players a row each, one behind the other.
-        stage: what they are for.
-        shard: counted from 1.
         begun: [N] samples to go on with; None: none is begun.
-        players: of an episode.
-        settings: what a key has to have of the episodes' settings.
-        play: for one episode.
     """
+    run, step, stage, players = shard.run, shard.step, shard.stage, shard.settings.players
     n = stage.sampling.n
     sizes = prompts.group_sizes(run.store, n)
     starts = [0, *itertools.accumulate(sizes)]  # of the samples of each row of prompts
@@ -389,19 +352,20 @@ def play_apart(
         first = None if begun is None else begun.take([starts[row] + k for row in rows])
         only = dataclasses.replace(stage, sampling=stage.sampling.only(k))
         before = [] if first is None else [first.to_json()]
-        key = key_of("episode", own.to_json(), only.sampling.identity, *settings, *before)
-        piece = Stage(run=run, step=step, name="episode", key=key, shard=shard, part=str(number))
+        identity = only.sampling.identity
+        key = key_of("episode", own.to_json(), identity, *shard.in_keys, *before)
+        piece = shard.piece("episode", key, str(number))
         record = piece.finished()
         if record is not None and (known := of_record(run, step, own, record)) is not None:
             return known, piece.out_key
         with run.episodes.held(players):
-            episode, turns = play(run, step, own, only, shard, first)
+            episode, turns = play_turns(dataclasses.replace(shard, stage=only), own, first)
         if isinstance(episode, Sampled):
             piece.finish(record_of(episode))
         discard(run, turns, episode, prompts, begun)
         return episode, piece.out_key
 
-    outcomes = run.episodes.drive(step, f"{stage.name} {shard}", len(episodes), play_episode)
+    outcomes = run.episodes.drive(step, f"{stage.name} {shard.number}", len(episodes), play_episode)
     played = [episode for episode, _ in outcomes]
     places = [
         (starts[row] + k, number, player)
@@ -415,7 +379,7 @@ def play_apart(
     key = key_of(
         "gather", prompts.to_json(), [None if ref is None else ref.to_json() for ref in samples]
     )
-    piece = Stage(run=run, step=step, name="gather", key=key, shard=shard)
+    piece = shard.piece("gather", key)
     if (record := piece.finished()) is None:
         ref = piece.call(
             run.engines[ENVIRONMENT],

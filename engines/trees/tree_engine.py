@@ -129,14 +129,7 @@ def read_trees(store: Store, prompts: BatchRef, nodes: BatchRef | None) -> list[
     workers = nodes.fetch_list(store, "worker")
     rows = zip(*columns, segments, workers, strict=True)
     for group, number, parent, depth, share, attempt, segment, worker in rows:
-        node = TreeNode(
-            number=number,
-            parent=parent,
-            depth=depth,
-            share=share,
-            over=segment.finish_reason != SEGMENT,
-            logprob=mean_of(segment),
-        )
+        node = node_of(number, parent, depth, share, segment)
         add(trees[group], node, segment, str(worker), attempt)
     return list(trees.values())
 
@@ -172,14 +165,7 @@ def write_level(
     for group, number, parent, depth, share, start, path, worker, attempt in rows:
         why = ended_by(path, growth.tree, tokenizer) if path.finish_reason == SEGMENT else ""
         segment = after(path, start, why or path.finish_reason)
-        node = TreeNode(
-            number=number,
-            parent=parent,
-            depth=depth,
-            share=share,
-            over=segment.finish_reason != SEGMENT,
-            logprob=mean_of(segment),
-        )
+        node = node_of(number, parent, depth, share, segment)
         sampled.setdefault(group, []).append((node, segment, str(worker), attempt))
     order = []
     for group, segments in sampled.items():
@@ -298,9 +284,16 @@ def after(path: Completion, start: int, finish_reason: str) -> Completion:
     )
 
 
-def mean_of(segment: Completion) -> float:
-    """Mean log-prob of a segment's tokens, in nats; 0 of none."""
-    return float(np.mean(segment.logprobs)) if segment.logprobs else 0.0
+def node_of(number: int, parent: int, depth: int, share: int, segment: Completion) -> TreeNode:
+    """A segment as a node; the log-prob of none of its tokens is 0."""
+    return TreeNode(
+        number=number,
+        parent=parent,
+        depth=depth,
+        share=share,
+        over=segment.finish_reason != SEGMENT,
+        logprob=float(np.mean(segment.logprobs)) if segment.logprobs else 0.0,
+    )
 
 
 def ended_by(path: Completion, tree: TreeSettings, tokenizer: PreTrainedTokenizerBase) -> str:
