@@ -21,7 +21,6 @@ from engines.data.contract import (
     TooFewGroups,
     join_parts,
 )
-from engines.episodes.contract import DEADLINE, FAILED, PATHS, TOKENS, TURN_TOKENS, TURNS
 from engines.rewards.runner import NO_FUNCTION
 from engines.train.batching.packing import WHOLE
 from storage.batches.columns import TASK, SampleStatus
@@ -246,6 +245,9 @@ def episode_causes(config: GRPOConfig, store: Store, samples: BatchRef) -> list[
 
 def limit_of(config: GRPOConfig, end: str, task: str = "") -> str:
     """What ended an episode, with the setting and its value; `task`: of several, its own."""
+    # A run without episodes needs none of these.
+    from engines.episodes.contract import DEADLINE, FAILED, PATHS, TOKENS, TURN_TOKENS, TURNS
+
     episodes = config.played[task]
     longest = config.data.limits(config.rollout.max_new_tokens)
     settings = {
