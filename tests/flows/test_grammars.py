@@ -128,7 +128,7 @@ FAULTS = {
     ),
     "environment worker": Fault(
         id="environment",
-        target="engines.data.environment_engine:EnvironmentEngine.go_on",
+        target="engines.episodes.environment_engine:EnvironmentEngine.go_on",
         nth=5,
         action="kill",
     ),

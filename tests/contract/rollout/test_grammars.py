@@ -18,7 +18,7 @@ import pytest
 import regex
 import torch
 
-from engines.data.turn_grammars import call_form, of_schema
+from engines.episodes.turn_grammars import call_form, of_schema
 from engines.models.checkpoints import end_token_ids
 from engines.models.grammars import Grammars, TurnGrammar
 from engines.rollout.contract import RolloutRequest, RolloutResult, Sampling
