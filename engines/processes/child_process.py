@@ -186,6 +186,7 @@ class ChildProcess(Generic[ReadyT, CallT, ReplyT]):
         try:
             return self._start()
         except ProcessDied as error:  # killed from outside, perhaps: one more try tells
+            self.check_open()  # or by the owner, who wants none
             self._lost(str(error).removeprefix("its process "))
         try:
             return self._start()
