@@ -107,7 +107,9 @@ class SettingPlace:
     def form(self) -> str:
         """What holds its settings, for people."""
         many, _ = _unwrapped(self.annotation)
-        return {None: "a group of settings", dict: "a group of names"}.get(many, "a list")
+        if many is None:
+            return "a group of settings"
+        return "a group of names" if many is dict else "a list"
 
     @property
     def inner(self) -> tuple[str, list[str]]:

@@ -200,7 +200,9 @@ class ChildProcess(Generic[ReadyT, CallT, ReplyT]):
         self.losses += 1
         logger.warning(
             "The process of the %s %s; it is started anew (%d so far).",
-            *(self._called, end, self.losses),
+            self._called,
+            end,
+            self.losses,
         )
 
     def _start(self) -> ReadyT:
