@@ -304,8 +304,8 @@ def _sentence(model: type[BaseModel], item: Any) -> str:
             f"{path} = {item['input']!r}: it is {place.form}. Set {_inside(place, item['input'])}."
         )
     if item["type"] == "string_pattern_mismatch" and place.meaning:
-        pattern = item["ctx"]["pattern"]
-        return f"{path} = {item['input']!r} is not of the form {pattern}. It is: {place.meaning}"
+        pattern, meaning = item["ctx"]["pattern"], place.meaning.partition(". ")[0].rstrip(".")
+        return f"{path} = {item['input']!r} is not of the form {pattern}. It is: {meaning}."
     message = item["msg"].removeprefix("Value error, ")
     if not path or item["type"] == "value_error":
         return message
