@@ -42,8 +42,8 @@ from configs.lora import LoraConfig
 from configs.train import TrainConfig
 from engines.models.facts import model_facts
 from engines.processes.process_setup import C_LIBRARIES
+from engines.train.contract import TrainSpec, UpdateRequest
 from engines.train.memory_plan import Batch, plan_rank
-from engines.train.spec import TrainSpec, UpdateRequest
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store

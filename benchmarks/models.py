@@ -85,8 +85,8 @@ class Family:
         from configs.model import PretrainedModel
         from configs.train import TrainConfig
         from engines.models.adapters import stream_whole
+        from engines.train.contract import TrainSpec, UpdateRequest
         from engines.train.fsdp_engine import FSDPEngine
-        from engines.train.spec import TrainSpec, UpdateRequest
         from storage.objects.store import Store
         from storage.runs.weights_writing import copy_whole
 

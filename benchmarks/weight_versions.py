@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.stores import place
-from engines.train.spec import UpdateRequest
+from engines.train.contract import UpdateRequest
 from storage.objects.store import Store
 
 if TYPE_CHECKING:
@@ -162,8 +162,8 @@ def _engine(options: argparse.Namespace, store: Store, folder: Path) -> Any:
     from configs.algorithm.algorithm import AlgorithmConfig
     from configs.model import PretrainedModel, RandomModel
     from configs.train import TrainConfig
+    from engines.train.contract import TrainSpec
     from engines.train.fsdp_engine import FSDPEngine
-    from engines.train.spec import TrainSpec
     from storage.batches.writing import write_batch
 
     tiny = options.model == "tiny"

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from engines.elastic.contract import Applied, GradientAggregator, LossCounts, Offered, Unit
 from engines.elastic.gradients import Damaged, Summed, metric_sums
 from engines.train.batching.packing import MiniBatch
+from engines.train.contract import MadeOn, UpdateRequest, UpdateResult
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.sharded_model import DTYPES
-from engines.train.spec import MadeOn, UpdateRequest, UpdateResult
 from engines.train.updater import Updater
 from storage.objects.documents import key_of
 from storage.objects.errors import ObjectDamaged

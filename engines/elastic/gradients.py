@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engines.algorithms.aggregation import MetricSums
-from engines.train.spec import MadeOn
+from engines.train.contract import MadeOn
 from engines.train.updater import Tally
 from storage.batches import tensors as torch_bytes
 from storage.objects.documents import digest

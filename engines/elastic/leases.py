@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeAlias, TypeVar
 
 from engines.failures import InfrastructureError
-from engines.train.spec import UnitAttempt
+from engines.train.contract import UnitAttempt
 from storage.objects.errors import StoreUnavailable
 
 logger = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from storage.runs.gradients import GradientsRefused, gradients_key, remove_keys
 from storage.runs.run_store import RunStore, start_of
 
 if TYPE_CHECKING:
-    from engines.train.spec import LogprobRequest, UnitAttempt, UpdateRequest, UpdateResult
+    from engines.train.contract import LogprobRequest, UnitAttempt, UpdateRequest, UpdateResult
 
 logger = logging.getLogger(__name__)
 

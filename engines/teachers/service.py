@@ -29,8 +29,7 @@ from engines.teachers.messages import (
     Taught,
 )
 from engines.train.batching.packing import read_lengths
-from engines.train.contract import TrainEngine
-from engines.train.spec import TeachRequest
+from engines.train.contract import TeachRequest, TrainEngine
 from engines.workers.engine import CallId
 from engines.workers.gang import Gang
 from storage.batches.forest import read_forests

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from engines.models.adapters import is_factor
 from engines.models.checkpoints import build_empty
 from engines.train.activations import checkpoint_layers
+from engines.train.contract import TrainSpec
 from engines.train.kernels import use
 from engines.train.kernels.placing import place_kernels
 from engines.train.memory_plan import without_fsdp
@@ -32,7 +33,6 @@ from engines.train.model.routers import compute_in_float32
 from engines.train.model.row_needs import why_together
 from engines.train.model.sequence_parallel import check_heads
 from engines.train.policy import HeadedModel, Policy
-from engines.train.spec import TrainSpec
 from storage.objects.store import Store
 
 M = TypeVar("M", bound=HeadedModel)  # what is trained, or frozen

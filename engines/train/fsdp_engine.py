@@ -18,6 +18,14 @@ from engines.algorithms.from_config import objective_of
 from engines.models.tokens import ModelTokens, model_tokens
 from engines.models.vla.openvla import OpenVLA
 from engines.train.batching.mfu import CostModel
+from engines.train.contract import (
+    ColumnsResult,
+    LogprobRequest,
+    TeachRequest,
+    UpdateProfile,
+    UpdateRequest,
+    UpdateResult,
+)
 from engines.train.logprob_pass import (
     TEACHER_COLUMNS,
     Computed,
@@ -31,14 +39,6 @@ from engines.train.policy import Policy
 from engines.train.policy_update import Forward, PolicyUpdater
 from engines.train.self_test.on_weights import TOLERANCE, median_difference
 from engines.train.sharded_model import ShardedModel
-from engines.train.spec import (
-    ColumnsResult,
-    LogprobRequest,
-    TeachRequest,
-    UpdateProfile,
-    UpdateRequest,
-    UpdateResult,
-)
 from engines.train.updater import TrainRank, Updater
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store

@@ -17,7 +17,7 @@ from engines.workers.gang import E, Gang
 if TYPE_CHECKING:
     from configs.cluster import Role
     from configs.grpo import GRPOConfig
-    from engines.train.spec import TrainSpec
+    from engines.train.contract import TrainSpec
     from storage.runs.run_store import RunStore
 
 T = TypeVar("T", bound=Trainer)

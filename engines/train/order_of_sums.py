@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from configs.train import TrainConfig
-from engines.train.spec import MadeOn
+from engines.train.contract import MadeOn
 
 
 def prepare(train: TrainConfig) -> None:

@@ -24,7 +24,7 @@ from engines.start_progress import report
 from engines.train.batching.mfu import cost_model
 from engines.train.building import build, materialize, whole_on
 from engines.train.checkpoint import Computed, load_snapshot, save_snapshot
-from engines.train.contract import TrainEngine
+from engines.train.contract import JoinReport, TrainEngine, TrainSpec, WeightsComparison
 from engines.train.memory import PUT_AWAY, held_by_rank, on_device, setting_for_less
 from engines.train.model.fsdp import fill
 from engines.train.model.loading import open_checkpoint
@@ -35,7 +35,6 @@ from engines.train.model.sequence_parallel import SequenceGroup, sequence_group
 from engines.train.optimizer import Optimizer
 from engines.train.order_of_sums import prepare
 from engines.train.policy import HeadedModel, Policy
-from engines.train.spec import JoinReport, TrainSpec, WeightsComparison
 from engines.train.versions import AdapterVersions, Versions
 from engines.workers.device_memory import Storages
 from engines.workers.engine import Memory, Moved

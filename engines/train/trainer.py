@@ -23,8 +23,7 @@ from configs.algorithm.algorithm import AlgorithmConfig
 from configs.algorithm.distillation import recorded_algorithm
 from engines.models.tokens import ModelTokens
 from engines.train.batching.mfu import CostModel
-from engines.train.contract import TrainEngine
-from engines.train.spec import LogprobRequest, TeachRequest, UpdateRequest
+from engines.train.contract import LogprobRequest, TeachRequest, TrainEngine, UpdateRequest
 from engines.workers.engine import CallId
 from engines.workers.gang import Gang
 from storage.batches.refs import BatchRef
@@ -34,7 +33,7 @@ from storage.runs.snapshots import ReplayStart, base_of
 from storage.runs.weights import WeightsRef
 
 if TYPE_CHECKING:
-    from engines.train.spec import (
+    from engines.train.contract import (
         ColumnsResult,
         LogprobColumn,
         UpdateProfile,

@@ -20,6 +20,7 @@ from engines.failures import WeightMismatch
 from engines.models.adapters import CONFIG_FILE, peft_config
 from engines.models.checkpoints import companion_files
 from engines.models.tensor_files import CheckpointNames
+from engines.train.contract import TrainSpec, WeightsComparison
 from engines.train.model.expert_parallel import find_experts
 from engines.train.model.gathering import on_first
 from engines.train.model.lora import (
@@ -37,7 +38,6 @@ from engines.train.publication import (
     digest_together,
     publish_together,
 )
-from engines.train.spec import TrainSpec, WeightsComparison
 from storage.objects.node_cache import NodeCache, open_behind
 from storage.runs.adapters import base_key, find_base
 from storage.runs.run_store import RunStore

@@ -17,8 +17,7 @@ from engines.failures import InfrastructureError
 from engines.models.checkpoints import check_model
 from engines.models.facts import model_facts
 from engines.teachers.service import Limits, TeacherService
-from engines.train.contract import TrainEngine
-from engines.train.spec import TrainSpec
+from engines.train.contract import TrainEngine, TrainSpec
 from engines.workers.engine import EngineSpec
 from engines.workers.gang import Gang
 from storage.objects.errors import StoreError

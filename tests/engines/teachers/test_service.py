@@ -28,8 +28,7 @@ from engines.teachers.client import (
 )
 from engines.teachers.connections import settings_of
 from engines.teachers.service import Limits, TeacherService
-from engines.train.contract import TrainEngine
-from engines.train.spec import ColumnsResult
+from engines.train.contract import ColumnsResult, TrainEngine
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store

@@ -25,11 +25,11 @@ from engines.train.batching.packing import (
     read_lengths,
 )
 from engines.train.batching.stored_plan import PlanRequest, read_plan, write_plan
+from engines.train.contract import ColumnsResult, LogprobRequest, TeachRequest, TrainSpec
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.policy import Policy
 from engines.train.self_test.comparison import ALONE, own_logprobs
 from engines.train.self_test.twin import build
-from engines.train.spec import ColumnsResult, LogprobRequest, TeachRequest, TrainSpec
 from storage.batches.forest import Forest
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch

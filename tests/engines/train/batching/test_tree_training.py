@@ -28,11 +28,17 @@ from engines.train.batching.packing import (
 )
 from engines.train.batching.stored_plan import PlanRequest, read_plan, write_plan
 from engines.train.batching.tree_training import in_order
+from engines.train.contract import (
+    ColumnsResult,
+    LogprobRequest,
+    TeachRequest,
+    TrainSpec,
+    UpdateResult,
+)
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.memory_plan import Batch, largest_batch
 from engines.train.model.sequence_parallel import SequenceGroup
 from engines.train.policy import Policy
-from engines.train.spec import ColumnsResult, LogprobRequest, TeachRequest, TrainSpec, UpdateResult
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store

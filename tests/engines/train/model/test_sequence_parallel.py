@@ -14,9 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.model import PretrainedModel, RandomModel
 from engines.models.checkpoints import materialize
+from engines.train.contract import ColumnsResult, LogprobRequest, TrainSpec, UpdateResult
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model.sequence_parallel import SequenceGroup
-from engines.train.spec import ColumnsResult, LogprobRequest, TrainSpec, UpdateResult
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef, stream
