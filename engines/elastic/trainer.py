@@ -20,8 +20,7 @@ import numpy as np
 from engines.elastic.contract import GradientAggregator, GradientWorker, Offered, UnitDone
 from engines.elastic.leases import Round, Unit, UnitLeases
 from engines.train.batching.balancing import contiguous_cuts
-from engines.train.opening import Opening
-from engines.train.trainer import Trainer, TrainerSettings
+from engines.train.trainer import Opening, Trainer, TrainerSettings
 from engines.workers.cluster import raise_if_set
 from engines.workers.engine import Call, CallId, EngineSpec
 from engines.workers.gang import Gang

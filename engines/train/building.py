@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from engines.models.adapters import is_factor
 from engines.models.checkpoints import build_empty
 from engines.train.activations import checkpoint_layers
+from engines.train.batching.packed_batch import why_together
 from engines.train.contract import TrainSpec
 from engines.train.kernels import use
 from engines.train.kernels.placing import place_kernels
@@ -30,7 +31,6 @@ from engines.train.model.lora import base_weights, inject
 from engines.train.model.master_weights import MasterWeights, sum_gradients_in_float32
 from engines.train.model.rendezvous import Meeting
 from engines.train.model.routers import compute_in_float32
-from engines.train.model.row_needs import why_together
 from engines.train.model.sequence_parallel import check_heads
 from engines.train.policy import HeadedModel, Policy
 from storage.objects.store import Store

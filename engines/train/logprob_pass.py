@@ -16,11 +16,9 @@ from torch import Tensor
 from engines.models.vla.openvla import OpenVLA
 from engines.train.batching.image_turns import SeenRow, pack_turns
 from engines.train.batching.mfu import CostModel
-from engines.train.batching.micro_batch import MicroBatch
-from engines.train.batching.packed_batch import pack
+from engines.train.batching.micro_batch import MicroBatch, read_ahead
+from engines.train.batching.packed_batch import PLAIN, RowNeeds, pack
 from engines.train.batching.packing import plan_logprobs, read_lengths
-from engines.train.batching.read_ahead import read_ahead
-from engines.train.model.row_needs import PLAIN, RowNeeds
 from engines.train.model.sequence_parallel import SequenceGroup
 from engines.train.policy_update import Forward
 from storage.batches.refs import BatchRef

@@ -12,13 +12,12 @@ from engines.models.attention import rotate_by_sequence
 from engines.models.routers import ChosenExperts, Router, chosen_experts, find_routers
 from engines.models.tensor_files import CheckpointNames
 from engines.models.vla.openvla import OpenVLA
-from engines.train.batching.packed_batch import PackedBatch
+from engines.train.batching.packed_batch import PackedBatch, RowNeeds, row_needs
 from engines.train.logprobs import Support, token_statistics, top_words
 from engines.train.model.attention import PACKED, collapse
 from engines.train.model.head import Head, head_form
 from engines.train.model.loading import Checkpoint
 from engines.train.model.recurrent import sequences_apart
-from engines.train.model.row_needs import RowNeeds, row_needs
 from engines.train.model.sequence_parallel import SequenceGroup
 
 OWN = "eager"  # attention of models that have code of their own for it, and for no other maybe

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from engines.failures import WeightMismatch
 from engines.train.contract import TensorDifference, WeightsComparison
-from engines.train.model.fsdp import own_part, share, spread
-from engines.train.model.gathering import on_first, on_owners, together
+from engines.train.model.fsdp import on_first, on_owners, own_part, share, spread, together
 from engines.workers.device_memory import Lane, by_lanes, on_lanes
 from storage.batches.tensors import bytes_of, dtype_of
 from storage.objects.node_cache import Behind

@@ -29,11 +29,10 @@ from configs.lora import LoraConfig
 from engines.models.checkpoints import build_without_values
 from engines.models.traced_shape import Amount, Kept, TracedLayer, TracedShape
 from engines.train.activations import is_product
-from engines.train.batching.packed_batch import PackedBatch, pack
+from engines.train.batching.packed_batch import PackedBatch, RowNeeds, pack, why_together
 from engines.train.model.expert_parallel import find_experts
 from engines.train.model.fsdp import layers
 from engines.train.model.lora import expert_weights, inject, linear_layers
-from engines.train.model.row_needs import RowNeeds, why_together
 from engines.train.model.sequence_parallel import SequenceGroup
 from engines.train.policy import decoder_states, packed_attention
 

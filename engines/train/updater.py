@@ -22,13 +22,12 @@ from engines.algorithms.aggregation import MetricSums, Normaliser
 from engines.algorithms.rollout_correction import sample_sizes
 from engines.train.activations import kept_on_host
 from engines.train.batching.mfu import CostModel, utilisation
-from engines.train.batching.micro_batch import MicroBatch
+from engines.train.batching.micro_batch import MicroBatch, read_ahead
+from engines.train.batching.packed_batch import RowNeeds
 from engines.train.batching.packing import MiniBatch, plan_update, read_lengths, read_mask_counts
-from engines.train.batching.read_ahead import read_ahead
 from engines.train.batching.stored_plan import read_plan
 from engines.train.contract import UpdateRequest, UpdateResult
 from engines.train.model.rendezvous import Meeting
-from engines.train.model.row_needs import RowNeeds
 from engines.train.model.sequence_parallel import SequenceGroup
 from engines.train.optimizer import Optimizer, StepReport
 from engines.train.order_of_sums import in_fixed_order, made_on

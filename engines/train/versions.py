@@ -22,7 +22,7 @@ from engines.models.checkpoints import companion_files
 from engines.models.tensor_files import CheckpointNames
 from engines.train.contract import TrainSpec, WeightsComparison
 from engines.train.model.expert_parallel import find_experts
-from engines.train.model.gathering import on_first
+from engines.train.model.fsdp import on_first
 from engines.train.model.lora import (
     adapted_experts,
     adapted_layers,

@@ -26,6 +26,7 @@ from engines.models.traced_shape import Shape, TracedShape
 from engines.rollout.memory_plan import GIB, UNPLANNED, VllmShare, engine_bytes, vllm_share
 from engines.train.cached_child import BrokeOff
 from engines.train.memory_plan import (
+    LIBRARIES,
     Batch,
     MemoryPlan,
     largest_batch,
@@ -34,7 +35,6 @@ from engines.train.memory_plan import (
     plan_rank,
     plan_worker,
 )
-from engines.train.resident_memory import LIBRARIES
 from engines.train.traced import traced_shape
 
 CGROUPS = (

@@ -1,6 +1,9 @@
 """Rows laid end to end as tensors: a shared prompt is there once, with tree training more than that.
 
-Attention over the packed tokens is in engines/train/model/attention.py.
+Of a row that is a forest of requests each path is a sequence. What paths share is found by their
+tokens, as with tree training, and computed once; what comes out of a forward pass is one number for
+each response token again, in the order of the row. Attention over the packed tokens is in
+engines/train/model/attention.py.
 """
 
 from __future__ import annotations
@@ -14,15 +17,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from engines.algorithms.aggregation import Rows
-from engines.models.attention import LONG
+from engines.models.attention import LONG, hands_on, mixers, rope_limit
 from engines.models.routed_experts import RoutedExperts, as_ids, extended
-from engines.train.batching.forest_sequences import Sequences
 from engines.train.batching.tree_training import in_order
 from engines.train.logprobs import Support
 from engines.train.model.attention import AttentionLayout, Bucket
-from engines.train.model.row_needs import PLAIN, RowNeeds
 from storage.batches.forest import Forest
 from storage.batches.sampling_mask import SamplingMask
 
@@ -82,6 +84,101 @@ class PackedBatch:
     def predicted(self) -> int:
         """Response tokens whose logits are computed."""
         return self.labels.numel() if self.distinct is None else self.distinct.first.numel()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowNeeds:
+    """How rows are laid out for a model; a plain one needs nothing of this."""
+
+    # On any device dense batches of sequences of about one length: for recurrent layers, and for
+    # attention with a cap or sinks.
+    dense: bool = False
+    # One dense batch of whole sequences, none shared: the model's own code computes attention.
+    whole: bool = False
+    rope_limit: int | None = None  # tokens from which on sequences have other rotary positions
+    routed_experts: bool = False  # the experts that each token was sampled with
+    sampling_mask: bool = False  # the words that it was drawn from, where samples have them
+
+
+PLAIN = RowNeeds()
+
+
+def row_needs(model: PreTrainedModel) -> RowNeeds:
+    """Of a language model, by its code and its config."""
+    mixing, limit = mixers(model), rope_limit(model.config)
+    if mixing.own or not mixing.attention or not hands_on(model):
+        return RowNeeds(dense=True, whole=True, rope_limit=limit)
+    text = model.config.get_text_config()
+    capped = getattr(text, "attn_logit_softcapping", None) is not None
+    sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
+    return RowNeeds(dense=bool(mixing.recurrent) or capped or sinks, rope_limit=limit)
+
+
+def why_together(model: PreTrainedModel) -> str | None:
+    """Why a model's layers are not compiled and its sequences not divided over ranks, as a clause.
+
+    None: they may be.
+    """
+    mixing, needs = mixers(model), row_needs(model)
+    if needs.whole:
+        names = f" ({', '.join(mixing.names)})" if mixing.names else ""
+        return f"its attention is computed by its own code{names}"
+    if mixing.recurrent:
+        return f"its layers ({', '.join(mixing.names)}) carry a state from token to token"
+    if needs.dense:
+        return "its attention has a cap on scores, or sinks"
+    if needs.rope_limit is not None:
+        return f"its positions depend on whether a sample has more than {needs.rope_limit} tokens"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sequences:
+    """The paths of some rows, each of two tokens or more: of one token nothing is predicted.
+
+    Example: the row of Forest's example, with the tokens 5 6 | 7 8 9 | 4 | 3 2
+        Sequences(
+            tokens=[[5, 6, 7, 8, 9], [5, 6, 7, 8, 4], [3, 2]],
+            paths=[[[0, 1, 2, 3, 4], [0, 1, 2, 3, 5], [6, 7]]],
+            forests=[...],
+        )
+    """
+
+    tokens: list[Ints]  # of each path, row after row
+    paths: list[list[Ints]]  # of each row: numbers of the tokens of each of its paths
+    forests: Sequence[Forest]
+
+    @classmethod
+    def of(
+        cls, prompts: Sequence[Ints], responses: Sequence[Ints], forests: Sequence[Forest]
+    ) -> Sequences:
+        """Those of rows with prompts [P_i] and responses [R_i]."""
+        paths = [[path for path in forest.paths() if len(path) > 1] for forest in forests]
+        laid = [np.concatenate(pair) for pair in zip(prompts, responses, strict=True)]
+        tokens = [row[path] for row, own in zip(laid, paths, strict=True) for path in own]
+        return cls(tokens=tokens, paths=paths, forests=forests)
+
+    def predictors(self, members: Sequence[Ints]) -> list[Ints]:
+        """Of each row [R_i]: where the token is computed that each response token goes on after.
+
+        0, of which nothing is trained, where it begins a conversation of its own. Where two paths
+        compute it apart (LongRoPE: positions of long sequences differ) the first one counts.
+
+        members: of each path, where its tokens but for the last are computed.
+        """
+        found, each = [], iter(members)
+        for forest, paths in zip(self.forests, self.paths, strict=True):
+            before = np.zeros(forest.tokens, np.int64)
+            for path, member in reversed(list(zip(paths, each, strict=False))):
+                before[path[1:]] = member
+            found.append(before[forest.prompt :])
+        return found
+
+    def experts(self, rows: Sequence[RoutedExperts]) -> list[RoutedExperts]:
+        """Of each path [tokens - 1, L, k], from each row's: those of the token before each other."""
+        return [
+            own[path[1:] - 1] for own, paths in zip(rows, self.paths, strict=True) for path in paths
+        ]
 
 
 def pack(

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.models.checkpoints import materialize
-from engines.train.batching.forest_sequences import Sequences
 from engines.train.batching.mfu import CostModel
-from engines.train.batching.packed_batch import pack
+from engines.train.batching.packed_batch import Sequences, pack
 from engines.train.batching.packing import (
     WHOLE,
     plan_logprobs,

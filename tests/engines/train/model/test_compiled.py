@@ -17,7 +17,7 @@ from engines.train.contract import LogprobRequest
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model import compiled
 from engines.train.model.compiled import lacking
-from engines.train.model.gathering import gather
+from engines.train.model.fsdp import gather
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from storage.runs.weights import open_manifest

@@ -34,8 +34,7 @@ from engines.train.model.expert_parallel import (
     find_experts,
     spread_experts,
 )
-from engines.train.model.fsdp import layers
-from engines.train.model.gathering import gather
+from engines.train.model.fsdp import gather, layers
 from storage.batches.refs import BatchRef
 from tests.engines.critic.test_critic import update, with_targets
 from tests.engines.train.conftest import Join
