@@ -247,10 +247,10 @@ def kept_by(model: PreTrainedModel) -> tuple[int, PackedBatch]:
 
     from benchmarks.memory import counted
     from engines.train.batching.packed_batch import pack
-    from engines.train.policy import decoder_states, packed_attention
+    from engines.train.policy import decoder_states, use_packed_attention
     from engines.train.self_test.comparison import ALONE
 
-    model, needs = packed_attention(model)
+    model, needs = use_packed_attention(model)
     prompts = [np.full(LONGEST // 2, 40 + row // 4) for row in range(8)]
     responses = [np.full(LONGEST + 1 - len(prompt), 50 + n) for n, prompt in enumerate(prompts)]
     packed, kept = pack(prompts, responses, needs=needs), dict[int, int]()

@@ -54,9 +54,9 @@ def measure(
     options: argparse.Namespace, store: Store, folder: Path
 ) -> tuple[list[dict[str, Any]], list[WeightsRef]]:
     """A row of figures for each step; and the last version, whole and as a difference."""
-    from engines.train.model.lora import base_weights
+    from engines.train.fsdp_engine import DTYPES
+    from engines.train.model.master_weights import base_weights
     from engines.train.publication import publish_together
-    from engines.train.sharded_model import DTYPES
     from storage.objects.node_cache import NodeCache, WriteBehind
     from storage.runs.weights import BaseVersion
     from storage.runs.weights_writing import publish

@@ -17,7 +17,7 @@ from engines.critic.model import Critic
 from engines.train.batching.micro_batch import MicroBatch
 from engines.train.contract import ColumnsResult, UpdateRequest
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.policy_update import Forward
+from engines.train.policy import Forward
 from engines.train.updater import TrainRank, Updater
 from storage.batches.refs import BatchRef
 from storage.runs.weights import WeightsRef

@@ -11,7 +11,7 @@ from engines.train.batching.packed_batch import PackedBatch
 from engines.train.model.head import Head, HeadForm
 from engines.train.model.loading import Checkpoint
 from engines.train.model.sequence_parallel import SequenceGroup
-from engines.train.policy import HeadedModel, decoder_states, packed_attention
+from engines.train.policy import HeadedModel, decoder_states, use_packed_attention
 
 
 class Critic(HeadedModel):
@@ -20,7 +20,7 @@ class Critic(HeadedModel):
     def __init__(self, model: PreTrainedModel) -> None:
         """`model`: a causal language model, of which only the decoder is kept."""
         super().__init__()
-        whole, self.needs = packed_attention(model)
+        whole, self.needs = use_packed_attention(model)
         decoder = whole.get_decoder()
         assert isinstance(decoder, PreTrainedModel)
         self.model = decoder

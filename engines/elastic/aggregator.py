@@ -15,8 +15,7 @@ from engines.elastic.contract import Applied, GradientAggregator, LossCounts, Of
 from engines.elastic.gradients import Damaged, Summed, metric_sums
 from engines.train.batching.packing import MiniBatch
 from engines.train.contract import MadeOn, UpdateRequest, UpdateResult
-from engines.train.fsdp_engine import FSDPEngine
-from engines.train.sharded_model import DTYPES
+from engines.train.fsdp_engine import DTYPES, FSDPEngine
 from engines.train.updater import Updater
 from storage.objects.documents import key_of
 from storage.objects.errors import ObjectDamaged

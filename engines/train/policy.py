@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engines.models.attention import rotate_by_sequence
+from engines.models.attention import mixers, rotate_by_sequence
 from engines.models.routers import ChosenExperts, Router, chosen_experts, find_routers
 from engines.models.tensor_files import CheckpointNames
 from engines.models.vla.openvla import OpenVLA
@@ -66,7 +66,7 @@ class Policy(HeadedModel):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.model, self.needs = packed_attention(model)
+        self.model, self.needs = use_packed_attention(model)
         self.routers = () if isinstance(model, OpenVLA) else find_routers(model)
         self.replay: ChosenExperts | None = None  # of routers that take the sampler's choice
         self._head_form = head_form(model.language_model if isinstance(model, OpenVLA) else model)
@@ -235,14 +235,15 @@ def _by_rows(decoder: nn.Module, packed: PackedBatch) -> Tensor:
     return collapse(hidden.flatten(0, 1), layout)
 
 
-def packed_attention(model: PreTrainedModel) -> tuple[PreTrainedModel, RowNeeds]:
+def use_packed_attention(model: PreTrainedModel) -> tuple[PreTrainedModel, RowNeeds]:
     """Make a model take packed batches, in place, without dropout; and what it needs of them."""
     language = model.language_model if isinstance(model, OpenVLA) else model
     needs = row_needs(language)
     if needs.whole:
         language.set_attn_implementation(OWN)
     else:
-        sequences_apart(language)
+        if recurrent := mixers(language).recurrent:
+            sequences_apart(language, recurrent)
         rotate_by_sequence(language)
         language.set_attn_implementation(PACKED)
     drop_nothing(model)
@@ -261,3 +262,39 @@ def drop_nothing(model: nn.Module) -> None:
         for name, value in vars(module).items():
             if ("drop" in name or name in JITTER) and isinstance(value, float):
                 setattr(module, name, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forward:
+    """A policy's forward pass with its settings."""
+
+    policy: Policy
+    sequence: SequenceGroup
+    temperature: float
+    chunk: int  # rows of logits held at once
+    dtype: torch.dtype  # of the output head's product
+
+    def __call__(
+        self,
+        packed: PackedBatch,
+        *,
+        entropy_gradient: bool = False,
+        squared: bool = False,
+        words: Tensor | None = None,
+        top: int = 0,
+        among: int | None = None,
+    ) -> tuple[Tensor, ...]:
+        """As `Policy.forward`: log-probs [R], entropy [R], … of the response tokens."""
+        outputs: tuple[Tensor, ...] = self.policy(
+            packed,
+            self.sequence,
+            temperature=self.temperature,
+            chunk=self.chunk,
+            dtype=self.dtype,
+            entropy_gradient=entropy_gradient,
+            squared=squared,
+            words=words,
+            top=top,
+            among=among,
+        )
+        return outputs

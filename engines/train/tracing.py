@@ -27,14 +27,14 @@ from transformers import PreTrainedModel
 
 from configs.lora import LoraConfig
 from engines.models.checkpoints import build_without_values
+from engines.models.routers import find_experts
 from engines.models.traced_shape import Amount, Kept, TracedLayer, TracedShape
 from engines.train.activations import is_product
 from engines.train.batching.packed_batch import PackedBatch, RowNeeds, pack, why_together
-from engines.train.model.expert_parallel import find_experts
 from engines.train.model.fsdp import layers
 from engines.train.model.lora import expert_weights, inject, linear_layers
 from engines.train.model.sequence_parallel import SequenceGroup
-from engines.train.policy import decoder_states, packed_attention
+from engines.train.policy import decoder_states, use_packed_attention
 
 PROMPTS = 2  # a lone sequence has views where others have copies
 PROBED = (8, 16)  # tokens of sequences whose operations are counted
@@ -91,7 +91,7 @@ def trace(
             inject(model, lora)
         for weight in model.parameters():  # as FSDP gathers them; what else is in float32 stays
             weight.data = weight.data.to(products)
-    model, needs = packed_attention(model)
+    model, needs = use_packed_attention(model)
 
     def seen(tokens: int, of_each: int = 1) -> _Seen:
         return _seen(mode, model, products, needs, _packed(tokens, of_each, needs))

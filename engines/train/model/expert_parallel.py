@@ -20,24 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.func import functional_call
 from torch.nn.functional import pad
 
-
-def find_experts(model: nn.Module) -> tuple[nn.Module, ...]:
-    """The experts of each layer that transformers holds in one stack, each weight [E, …].
-
-    Its `use_experts_implementation` marks them: called with states [T, H], the k chosen experts
-    [T, k] of each token and their gates [T, k], they give [T, H].
-    """
-    return tuple(part for part in model.modules() if are_experts(part))
-
-
-def are_experts(module: nn.Module) -> bool:
-    """Whether transformers holds experts in it as stacks, of which it has grouped products."""
-    return {"has_gate", "is_transposed"} <= vars(module).keys()
-
-
-def count_experts(experts: nn.Module) -> int:
-    """E."""
-    return len(next(experts.parameters()))
+from engines.models.routers import count_experts
 
 
 def check_experts(experts: tuple[nn.Module, ...], size: int, shards: int, role: str) -> None:

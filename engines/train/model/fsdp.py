@@ -28,10 +28,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from engines.failures import WeightMismatch
 from engines.models.adapters import stream_whole, whole_entries
+from engines.models.routers import find_experts
 from engines.models.tensor_files import CheckpointNames
 from engines.models.vla.openvla import VisionBackbone
 from engines.start_progress import report
-from engines.train.model.expert_parallel import find_experts, spread_experts
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef
 
@@ -72,6 +72,8 @@ def shard(
     if compute != torch.float32:
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     again = group.size() > replicas if reshard == "auto" else reshard
+    if experts:
+        from engines.train.model.expert_parallel import spread_experts
     for module_of_experts in experts:
         spread_experts(module_of_experts, mesh, compute)
     wrap = partial(

@@ -24,10 +24,9 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from configs.lora import LoraConfig
-from engines.models.adapters import PARAMETERS, factor_names, factor_shapes, is_factor
-from engines.train.model.expert_parallel import are_experts
+from engines.models.adapters import PARAMETERS, factor_names, factor_shapes
+from engines.models.routers import are_experts
 from engines.train.model.fsdp import own_part
-from engines.train.model.master_weights import MasterWeights
 from storage.runs.weights import StackedWeight
 
 FACTORS = "lora"  # the child of a module of experts that has their factors
@@ -274,19 +273,6 @@ def _sharded_factors(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
         name: (state[f"{name}.{a}"].detach(), state[f"{name}.{b}"].detach())
         for name in [*(name for name, _ in adapted_layers(model)), *adapted_experts(model)]
     }
-
-
-def base_weights(
-    model: nn.Module, masters: MasterWeights | None = None, to_set: bool = False
-) -> dict[str, Tensor]:
-    """Every (sharded) weight of a module by its name, or its master, adapters left out.
-
-    to_set: They are changed in place, and `masters.round` called then.
-    """
-    masters = masters or MasterWeights()
-    of = masters.to_set if to_set else masters.of
-    state = model.state_dict(keep_vars=True)
-    return {name: of(each).detach() for name, each in state.items() if not is_factor(name)}
 
 
 @contextmanager

@@ -8,7 +8,7 @@ as in attention (attention.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,15 +17,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from engines.models.attention import mixers
 from engines.train.model.attention import AttentionLayout, Bucket, collapse, expand
 
 LAYOUT = "packed_layout"  # the argument that the decoder hands to its layers
 
 
-def sequences_apart(model: PreTrainedModel) -> None:
+def sequences_apart(model: PreTrainedModel, recurrent: Collection[nn.Module]) -> None:
     """Have a model's recurrent layers compute each packed sequence by itself, in place."""
-    recurrent = mixers(model).recurrent
     for layer in model.get_decoder().modules():
         if not isinstance(layer, GradientCheckpointingLayer):
             continue

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from engines.train.cached_child import BrokeOff, CachedChild
+from engines.train.model_probes import BrokeOff, CachedChild
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

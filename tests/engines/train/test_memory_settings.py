@@ -22,7 +22,7 @@ from engines.train.fsdp_engine import FSDPEngine
 from engines.train.memory import OTHERS, PASS, setting_for_less
 from engines.train.memory_plan import checkpointed
 from engines.train.model.fsdp import gather, layers
-from engines.train.model.lora import base_weights
+from engines.train.model.master_weights import base_weights
 from engines.train.optimizer import stochastically_rounded
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store

@@ -1,11 +1,13 @@
-"""What a child process says of a model's config.json, in a line of JSON, and keeps for next time.
+"""What child processes say of a model's config.json, in a line of JSON that is kept for next time.
 
-Imports neither torch nor transformers, as the child does.
+Such as the sizes of a model of any kind, as its code makes them (engines/train/tracing.py). Imports
+neither torch nor transformers, as the child does.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -14,15 +16,21 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from configs.environment import cache_folder
+from configs.lora import LoraConfig
 from configs.process import private_folder
 from engines import models
+from engines.models.traced_shape import TracedShape
 
 LIMIT = 300.0  # seconds; most take less than ten
+LEAST = 8  # tokens of a sequence that is gone through
+MOST = 1024  # tokens of a sequence that is gone through; memory of longer ones follows
+TRACING_LIMIT = 120.0  # seconds
 T = TypeVar("T")
 
 
@@ -113,3 +121,37 @@ class CachedChild(Generic[T]):
         of = (*self.arguments, version("torch"), version("transformers"))
         digest.update(" ".join(of).encode())
         return f"{digest.hexdigest()[:32]}.json"
+
+
+def traced_shape(
+    directory: Path, longest: int, products: str, lora: LoraConfig | None = None
+) -> TracedShape:
+    """Of the model of a directory, by a child that takes about ten seconds; then by what it said.
+
+    longest: tokens of the longest sequence that is read. products: their format, as
+    train.compute_dtype has it. lora: an adapter that is trained alone.
+    Raises BrokeOff where the code cannot be gone through without the weights, or not in time.
+    """
+    settings = () if lora is None else (lora.model_dump_json(exclude={"alpha"}),)
+    answer = _asked(directory, min(max(longest, LEAST), MOST), products, *settings)
+    if isinstance(answer, str):
+        raise BrokeOff(answer)
+    return answer
+
+
+@cache
+def _asked(directory: Path, longest: int, products: str, *lora: str) -> TracedShape | str:
+    """Once in a process, for a plan asks many times; why not, where the child broke off."""
+    child = CachedChild(
+        module="engines.train.tracing",
+        read=lambda line: TracedShape.from_json(json.loads(line)),
+        directory=directory,
+        arguments=(str(longest), products, *lora),
+        folder="shapes",
+        limit=TRACING_LIMIT,
+    )
+    with child.begun() as results:
+        try:
+            return results()
+        except BrokeOff as error:
+            return str(error)
