@@ -247,8 +247,8 @@ def kept_by(model: PreTrainedModel) -> tuple[int, PackedBatch]:
 
     from benchmarks.memory import counted
     from engines.train.batching.packed_batch import pack
+    from engines.train.model.sequence_parallel import ALONE
     from engines.train.policy import decoder_states, use_packed_attention
-    from engines.train.self_test.comparison import ALONE
 
     model, needs = use_packed_attention(model)
     prompts = [np.full(LONGEST // 2, 40 + row // 4) for row in range(8)]

@@ -79,9 +79,11 @@ def write_token_columns(
     plan = plan_logprobs(known, world=sequence.replicas, budget=budget, cost=cost)
     rows_of: dict[str, dict[int, np.ndarray]] = {}  # by column and row
     sums = {"tokens": 0.0}
-    mine = plan.ranks[sequence.replica]
-    with read_ahead(store, batch, mine, (), device, tree_training, cost.patches, needs) as micros:
-        for rows, micro in zip(mine, micros, strict=True):
+    own_micro_batches = plan.ranks[sequence.replica]
+    with read_ahead(
+        store, batch, own_micro_batches, (), device, tree_training, cost.patches, needs
+    ) as micros:
+        for rows, micro in zip(own_micro_batches, micros, strict=True):
             with torch.no_grad():
                 numbers = forward_pass(micro)
             if not sequence.counts:

@@ -128,26 +128,26 @@ def largest_batch(
     """
     budget *= sequence
     longest = (path or prompt + response) - 1
-    mine = math.ceil(samples * sequence / ranks)
-    shared = min(group, mine)  # samples that share a prompt on a rank
-    one = response - 1 + prompt / shared  # tokens of a sample
-    fitting = max(1, min(mine, int(budget / one)))
-    tokens = min(budget, math.ceil(fitting * one))
+    own_samples = math.ceil(samples * sequence / ranks)
+    shared = min(group, own_samples)  # samples that share a prompt on a rank
+    sample = response - 1 + prompt / shared  # its tokens
+    fitting = max(1, min(own_samples, int(budget / sample)))
+    tokens = min(budget, math.ceil(fitting * sample))
     together, responses = fitting, fitting * response
     if tree_training:
-        together = max(fitting, min(mine, WHOLE * budget // (prompt + response - 1)))
-        tokens = min(budget, math.ceil(together * one))
+        together = max(fitting, min(own_samples, WHOLE * budget // (prompt + response - 1)))
+        tokens = min(budget, math.ceil(together * sample))
         # What is predicted, shared tokens once: each token that is read, and each sample's last.
         responses = min(tokens + together, together * response)
     slots = together * longest
     if paths > 1:
-        slots = min(mine * paths * longest, WHOLE * budget)
+        slots = min(own_samples * paths * longest, WHOLE * budget)
     return Batch(
         tokens=max(math.ceil(tokens / sequence), 1),
         slots=math.ceil((slots + 1) / sequence),
         responses=math.ceil(responses / sequence),
         longest=longest,
-        several=fitting < mine,
+        several=fitting < own_samples,
     )
 
 
@@ -163,15 +163,15 @@ def largest_turns(
         patches: Tokens that an image becomes.
     """
     longest = prompt + patches + turn - 1
-    mine = math.ceil(samples / ranks)
-    fitting = max(1, min(mine, budget // (turns * longest)))
+    own_samples = math.ceil(samples / ranks)
+    fitting = max(1, min(own_samples, budget // (turns * longest)))
     tokens = fitting * turns * longest
     return Batch(
         tokens=tokens,
         slots=tokens + 1,
         responses=fitting * turns * turn,
         longest=longest,
-        several=fitting < mine,
+        several=fitting < own_samples,
         images=fitting * turns,
     )
 
@@ -330,14 +330,16 @@ def gathered_bytes(shape: Shape, train: TrainConfig, shards: int, c: int, adapte
     again = shards > 1 if train.reshard_after_forward == "auto" else train.reshard_after_forward
     towers = () if shape.vision is None else shape.vision.towers
     outside = shape.parameters - shape.inside
-    outside -= sum(one.layers * one.layer_parameters for one in towers)
+    outside -= sum(tower.layers * tower.layer_parameters for tower in towers)
     each, experts = layer_weights(shape, train), gathered_experts(shape, train)
     inside = sum(each) + adapter
     if again:
-        beside = max(one - apart for one, apart in zip(each, experts, strict=True))
+        beside = max(layer - apart for layer, apart in zip(each, experts, strict=True))
         inside = min(inside, 3 * (beside + adapter // shape.layers) + 2 * max(experts))
     # Towers are gone through before the layers, whose weights are gathered where they are let go.
-    seeing = [min(one.layers, 3 if again else one.layers) * one.layer_parameters for one in towers]
+    seeing = [
+        min(tower.layers, 3 if again else tower.layers) * tower.layer_parameters for tower in towers
+    ]
     return c * (outside + (max(inside, *seeing, 0) if again else inside + sum(seeing)))
 
 

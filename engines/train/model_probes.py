@@ -40,7 +40,7 @@ class BrokeOff(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CachedChild(Generic[T]):
-    """A module that is run with a model's directory and more arguments, and prints what it found."""
+    """A module that is run with a model's directory and more arguments, and prints what it finds."""
 
     module: str
     read: Callable[[str], T]  # of the line; ValueError, TypeError or KeyError for any other
@@ -52,7 +52,7 @@ class CachedChild(Generic[T]):
     @contextmanager
     def begun(self) -> Iterator[Callable[[], T]]:
         """Begin it; what is given waits for what it says, or raises BrokeOff. Ends with the body."""
-        stored = self._kept()
+        stored = self._stored()
         if stored is not None:
             yield lambda: stored
             return
@@ -74,7 +74,7 @@ class CachedChild(Generic[T]):
             except (ValueError, TypeError, KeyError, IndexError) as error:
                 last = (err.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
                 raise BrokeOff(f"broke off ({last[:200]})") from error
-            self._keep(line)
+            self._store(line)
             return result
 
         try:
@@ -87,7 +87,7 @@ class CachedChild(Generic[T]):
                 assert pipe is not None
                 pipe.close()
 
-    def _keep(self, line: str) -> None:
+    def _store(self, line: str) -> None:
         folder = self._folder()
         if folder is None:
             return
@@ -98,7 +98,7 @@ class CachedChild(Generic[T]):
         except OSError:  # no room: it is asked again
             pass
 
-    def _kept(self) -> T | None:
+    def _stored(self) -> T | None:
         folder = self._folder()
         try:
             return None if folder is None else self.read((folder / self._name()).read_text())
@@ -133,14 +133,14 @@ def traced_shape(
     Raises BrokeOff where the code cannot be gone through without the weights, or not in time.
     """
     settings = () if lora is None else (lora.model_dump_json(exclude={"alpha"}),)
-    answer = _asked(directory, min(max(longest, LEAST), MOST), products, *settings)
+    answer = _ask_once(directory, min(max(longest, LEAST), MOST), products, *settings)
     if isinstance(answer, str):
         raise BrokeOff(answer)
     return answer
 
 
 @cache
-def _asked(directory: Path, longest: int, products: str, *lora: str) -> TracedShape | str:
+def _ask_once(directory: Path, longest: int, products: str, *lora: str) -> TracedShape | str:
     """Once in a process, for a plan asks many times; why not, where the child broke off."""
     child = CachedChild(
         module="engines.train.tracing",

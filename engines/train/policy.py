@@ -214,7 +214,7 @@ def decoder_states(
     assert isinstance(hidden, Tensor)
     if sequence.size == 1:
         return hidden.index_select(0, predictors), None
-    places, rows = sequence.held(predictors)
+    places, rows = sequence.places_held(predictors)
     return hidden.index_select(0, rows), places
 
 

@@ -93,7 +93,7 @@ def publish_together(
     *,
     key: str | None = None,
     adapter: tuple[Adapter, BaseVersion] | None = None,
-    kept: Collection[str] = (),
+    unrounded: Collection[str] = (),
 ) -> Publication:
     """Write a (sharded) module's weights as a policy version, each rank some shards; a collective.
 
@@ -107,10 +107,10 @@ def publish_together(
     and on which base.
     """
     key = key or RunStore(store, run).weights_key(version)
-    outlines = _outlines(state, dtype, kept)
+    outlines = _outlines(state, dtype, unrounded)
     there, token = on_first(group, lambda: (find_manifest(store, key), new_token()))
     if there is not None:
-        digest = digest_together(state, dtype, group, kept)
+        digest = digest_together(state, dtype, group, unrounded)
         if adapter is not None:
             digest = adapter_digest(digest, adapter[0], adapter[1].digest)
         return Publication(on_first(group, lambda: same(there, key, digest)))
@@ -150,9 +150,11 @@ class Publication:
         return self.ref if self.rest is None else self.rest()
 
 
-def _settle(store: Store, behind: Behind, made: Contents, group: dist.ProcessGroup) -> WeightsRef:
+def _settle(
+    store: Store, behind: Behind, contents_written: Contents, group: dist.ProcessGroup
+) -> WeightsRef:
     together(group, behind.settle)
-    return on_first(group, lambda: finish(store, made))
+    return on_first(group, lambda: finish(store, contents_written))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,7 +261,7 @@ class _Writer:
         sizes = [sum(tensor.nbytes for tensor in shard.values()) for shard in self._shards.values()]
         # Bytes held. While others take their turn a whole shard waits; a lone rank writes as it goes.
         self._limit = max(sizes, default=0) if ranks > 1 else LONE_BYTES
-        self._held = 0
+        self._bytes_held = 0
         self._waiting: deque[tuple[str, Tensor]] = deque()
         self._changed = threading.Condition()
         self._over = False
@@ -282,14 +284,14 @@ class _Writer:
             self._changed.wait_for(
                 lambda: (
                     self._written.done()
-                    or not self._held
-                    or self._held + tensor.nbytes <= self._limit
+                    or not self._bytes_held
+                    or self._bytes_held + tensor.nbytes <= self._limit
                 )
             )
             if self._written.done():
                 self._written.result()  # raises why
             self._waiting.append((name, tensor))
-            self._held += tensor.nbytes
+            self._bytes_held += tensor.nbytes
             self._changed.notify_all()
 
     def parts(self) -> dict[int, WeightFile]:
@@ -302,7 +304,7 @@ class _Writer:
         finally:
             with self._changed:
                 self._waiting.clear()
-                self._held = 0
+                self._bytes_held = 0
                 self._changed.notify_all()
 
     def _next(self, count: int) -> Iterator[tuple[str, Tensor]]:
@@ -314,16 +316,17 @@ class _Writer:
                 name, tensor = self._waiting.popleft()
             yield name, tensor
             with self._changed:
-                self._held -= tensor.nbytes
+                self._bytes_held -= tensor.nbytes
                 self._changed.notify_all()
 
 
 def _outlines(
-    state: Mapping[str, Tensor], dtype: torch.dtype | None, kept: Collection[str]
+    state: Mapping[str, Tensor], dtype: torch.dtype | None, unrounded: Collection[str]
 ) -> dict[str, TensorOutline]:
     """Of tensors that are cast to `dtype`, but for those of these names."""
     return {
-        name: outline_of(tensor, None if name in kept else dtype) for name, tensor in state.items()
+        name: outline_of(tensor, None if name in unrounded else dtype)
+        for name, tensor in state.items()
     }
 
 
@@ -335,13 +338,13 @@ def digest_together(
     state: Mapping[str, Tensor],
     dtype: torch.dtype | None,
     group: dist.ProcessGroup,
-    kept: Collection[str] = (),
+    unrounded: Collection[str] = (),
 ) -> str:
     """The digest that a version of these weights, cast to `dtype`, has; a collective.
 
-    kept: see `publish_together`.
+    unrounded: see `publish_together`.
     """
-    outlines = _outlines(state, dtype, kept)
+    outlines = _outlines(state, dtype, unrounded)
     owners = share(outlines, group.size())
     digests = on_owners(
         state, _formats(outlines), owners, group, lambda _, whole: tensor_digest(whole)
@@ -357,11 +360,11 @@ def compare_together(
     state: Mapping[str, Tensor],
     dtype: torch.dtype | None,
     group: dist.ProcessGroup,
-    kept: Collection[str] = (),
+    unrounded: Collection[str] = (),
 ) -> WeightsComparison:
     """A (sharded) module's weights, cast to `dtype`, beside a version's own bytes; a collective.
 
-    Each tensor is read by the rank that has it whole. kept: see `publish_together`.
+    Each tensor is read by the rank that has it whole. unrounded: see `publish_together`.
     """
     entries = on_first(group, lambda: open_manifest(store, weights).tensors)
     for (name, weight), (stored_name, stored) in zip(state.items(), entries.items(), strict=True):
@@ -391,7 +394,7 @@ def compare_together(
         )
         return digest, difference
 
-    outlines = _outlines(state, dtype, kept)
+    outlines = _outlines(state, dtype, unrounded)
     pairs = on_owners(state, _formats(outlines), owners, group, beside)
     return WeightsComparison(
         digest=weights_digest(
@@ -443,18 +446,18 @@ class Versions:
         masters: MasterWeights,
         names: CheckpointNames,
         file_names: FileNames,
-        kept: frozenset[str] = frozenset(),
+        unrounded: frozenset[str] = frozenset(),
     ) -> None:
         """`directory`: of the model's files; `names`: under which its weights are published.
 
-        file_names: what the files call them that are published by other names. kept: names of tensors
-        that are published in the number format in which they are held, whatever the others' is.
+        file_names: what the files call them that are published by other names. unrounded: names of
+        tensors that are published in the number format in which they are held, whatever the others'.
         """
         self._module = module
         self._masters = masters
         self._names = names
         self._file_names = file_names
-        self._kept = kept
+        self._unrounded = unrounded
         self._spec = spec
         self._files = files
         self._directory = directory
@@ -486,9 +489,9 @@ class Versions:
         For who computes with them and publishes nothing: tokenizer and settings are not beside them.
         """
         store, run = self._files.store, self._files.run
-        weights_held, group = self._held(dtype), self._group
+        weights_held, group = self._weights_held(dtype), self._group
         return publish_together(
-            store, run, version, weights_held, {}, dtype, group, key=key, kept=self._kept
+            store, run, version, weights_held, {}, dtype, group, key=key, unrounded=self._unrounded
         ).settle()
 
     def close(self) -> None:
@@ -503,12 +506,14 @@ class Versions:
 
     def digest(self, dtype: torch.dtype | None) -> str:
         """What `publish` would give the version's digest; None: of the weights as they are."""
-        return digest_together(self._weights(dtype), dtype, self._group, self._kept)
+        return digest_together(self._weights(dtype), dtype, self._group, self._unrounded)
 
     def compare(self, weights: WeightsRef, dtype: torch.dtype) -> WeightsComparison:
         """The weights held, cast to `dtype`, beside a published version's."""
         weights_held, group = self._weights(dtype), self._group
-        return compare_together(self._files.store, weights, weights_held, dtype, group, self._kept)
+        return compare_together(
+            self._files.store, weights, weights_held, dtype, group, self._unrounded
+        )
 
     def agree(self, weights: WeightsRef) -> int:
         """Take a version's weights where those held are others; how many tensors differed."""
@@ -517,9 +522,9 @@ class Versions:
 
     def _weights(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
         """What a version is made of: what is held, and what the checkpoint holds besides."""
-        return self._names.to_files(self._held(dtype))
+        return self._names.to_files(self._weights_held(dtype))
 
-    def _held(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    def _weights_held(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
         """What is held, to be cast to `dtype`: masters, unless the device has their rounding."""
         rounded = dtype == torch.bfloat16
         return base_weights(self._module, None if rounded else self._masters)
@@ -545,7 +550,7 @@ class Versions:
             every=every,
             behind=self._behind,
             key=key,
-            kept=self._kept,
+            unrounded=self._unrounded,
         )
 
 

@@ -140,24 +140,24 @@ class _LoadPlanner(DefaultLoadPlanner):
     def __init__(self, tensors: Mapping[str, Tensor | DeferredTensor]) -> None:
         super().__init__()
         self._tensors = tensors
-        self._made: dict[str, Tensor] = {}  # the one whose pieces are read now
+        self._filled: dict[str, Tensor] = {}  # the one whose pieces are read now
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """What is filled; of computed ones one at a time, as a tensor's pieces come together."""
         tensor = self._tensors[index.fqn]
-        if isinstance(tensor, DeferredTensor) and index.fqn not in self._made:
+        if isinstance(tensor, DeferredTensor) and index.fqn not in self._filled:
             self.end()
-            self._made = {index.fqn: tensor.place()}
-        value = self._made[index.fqn] if isinstance(tensor, DeferredTensor) else tensor
+            self._filled = {index.fqn: tensor.place()}
+        value = self._filled[index.fqn] if isinstance(tensor, DeferredTensor) else tensor
         return cast("Tensor", find_state_dict_object({index.fqn: value}, index))
 
     def end(self) -> None:
         """All of the last one has been filled."""
-        for name in self._made:
+        for name in self._filled:
             tensor = self._tensors[name]
             assert isinstance(tensor, DeferredTensor)
             tensor.take()
-        self._made = {}
+        self._filled = {}
 
 
 class _Writer(StorageWriter):

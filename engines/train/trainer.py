@@ -104,9 +104,9 @@ class Trainer:
             committed = head(self._files) or start_of(self._files)
             base = base_of(self._files, min(version, committed))
             nearest = 0 if base is None else base.version
-            if self._held > version or self._held < nearest:
+            if self._version_held > version or self._version_held < nearest:
                 self._go_to(base)
-            for step in range(self._held + 1, version + 1):
+            for step in range(self._version_held + 1, version + 1):
                 self._settings.on_replay(step, version)
                 self._update(self._stored(step) if step <= committed else self._uncommitted[step])
                 if step == committed:
@@ -294,7 +294,7 @@ class Trainer:
         )
 
     @property
-    def _held(self) -> int:
+    def _version_held(self) -> int:
         assert self._version is not None
         return self._version
 
@@ -309,7 +309,7 @@ class Trainer:
             self._base = 0
             return
         if base.weights is not None:
-            if self._held != UNTRAINED:
+            if self._version_held != UNTRAINED:
                 self._form()  # with a fresh optimizer
             self._version = None
             self._call(

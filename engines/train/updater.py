@@ -134,8 +134,8 @@ class Tally:
         self.whole += micro.packed.whole
         self.responses += micro.packed.labels.numel()
         images = micro.packed.images
-        seen = 0 if images is None else len(images)
-        work = (micro.tokens, micro.packed.predicted, micro.packed.squares, seen)
+        images_seen = 0 if images is None else len(images)
+        work = (micro.tokens, micro.packed.predicted, micro.packed.squares, images_seen)
         self.flops += cost.forward(*work) + cost.backward(*work)
 
 
@@ -253,11 +253,11 @@ class Updater(ABC):
         columns: list[str],
         micros: Iterator[MicroBatch],
     ) -> None:
-        tally, mine = self._tally, mini.ranks[self._sequence.replica]
+        tally, own_micro_batches = self._tally, mini.ranks[self._sequence.replica]
         with tally.phase("plan"):
             normaliser = self.normaliser(request, mini)
         selected = self._select(request.batch, mini, columns)
-        finite = self._accumulate(len(mine), normaliser, selected, micros)
+        finite = self._accumulate(len(own_micro_batches), normaliser, selected, micros)
         with tally.phase("optimizer"):
             assert self._optimizer is not None
             tally.reports.append(self._optimizer.step(self._agreed(finite)))
@@ -292,9 +292,9 @@ class Updater(ABC):
 
     def normaliser(self, request: UpdateRequest, mini: MiniBatch) -> Normaliser:
         """Counts over the mini-batch of all ranks, by which the loss is divided."""
-        mine = [row for micro in mini.ranks[self._sequence.replica] for row in micro]
+        own_rows = [row for micro in mini.ranks[self._sequence.replica] for row in micro]
         counts = torch.tensor(
-            read_mask_counts(self._store, request.batch, mine), dtype=torch.float64
+            read_mask_counts(self._store, request.batch, own_rows), dtype=torch.float64
         )
         tokens, sequences, rows = self._added(counts).tolist()
         return Normaliser(
@@ -347,8 +347,8 @@ class Updater(ABC):
     def _rates(self, seconds: float) -> dict[str, float]:
         """Tokens and FLOPs of all ranks, in all and by the second; MFU where it is known."""
         tally, device = self._tally, self._meeting.device
-        mine = [tally.tokens, tally.whole, tally.responses, tally.flops]
-        added = self._added(torch.tensor(mine, dtype=torch.float64))
+        amounts = [tally.tokens, tally.whole, tally.responses, tally.flops]
+        added = self._added(torch.tensor(amounts, dtype=torch.float64))
         tokens, whole, responses, flops = added.tolist()
         rates = {
             "tokens": tokens,
@@ -376,8 +376,8 @@ class PolicyUpdater(Updater):
         self._forward = forward
         self._objective = objective
         # Ranks that share samples have a part of each, and compiled layers are not looked into.
-        seen = self._sequence.size == 1 and not self._config.compile
-        self._routers = forward.policy.routers if seen else ()
+        routers_seen = self._sequence.size == 1 and not self._config.compile
+        self._routers = forward.policy.routers if routers_seen else ()
         self._replay = forward.policy.replay
         self._compared = False  # with what the routers would have chosen
         # Of their experts: choices [layers, E] of the update, and of the optimizer step.
@@ -466,8 +466,8 @@ class PolicyUpdater(Updater):
         if rate and load is not None and not report.skipped:
             assert self._optimizer is not None
             masters = self._optimizer.masters
-            held = [(masters.of(bias), bias) for bias in policy.router_biases().values()]
-            move_biases(held, self._added(load), rate)
+            bias_formats = [(masters.of(bias), bias) for bias in policy.router_biases().values()]
+            move_biases(bias_formats, self._added(load), rate)
 
     def _metrics(self, seconds: float, phases: Mapping[str, float]) -> dict[str, float]:
         metrics = super()._metrics(seconds, phases)
@@ -486,12 +486,12 @@ class PolicyUpdater(Updater):
         """Needs a forward pass of its own, whose log-probs and entropies are exchanged."""
         if not self._objective.selects:
             return None
-        rows, mine = mini.rows(), mini.ranks[self._sequence.replica]
+        rows, own_micro_batches = mini.rows(), mini.ranks[self._sequence.replica]
         device, tree = self._meeting.device, self._config.tree_training
         whole = read_micro_batch(self._store, batch, rows, columns, torch.device("cpu"))
-        places = _places(rows, whole, mine)
+        places = _places(rows, whole, own_micro_batches)
         statistics = torch.zeros(2, whole.mask.numel())
-        for place, micro_rows in zip(places, mine, strict=True):
+        for place, micro_rows in zip(places, own_micro_batches, strict=True):
             micro = read_micro_batch(
                 self._store, batch, micro_rows, (), device, tree, self._cost.patches, self._needs
             )
@@ -546,21 +546,21 @@ def prepare_fixed_order(train: TrainConfig) -> None:
 
 
 @contextmanager
-def in_fixed_order(wanted: bool) -> Iterator[None]:
+def in_fixed_order(fixed: bool) -> Iterator[None]:
     """Within it torch uses kernels with a fixed order of sums, and raises where it has none."""
-    if not wanted:
+    if not fixed:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled()
     switches: Any = torch.utils.deterministic  # a module whose switch is a property
-    filled = switches.fill_uninitialized_memory
+    filling = switches.fill_uninitialized_memory
     switches.fill_uninitialized_memory = False  # nothing here reads such memory
     torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
-        switches.fill_uninitialized_memory = filled
+        switches.fill_uninitialized_memory = filling
 
 
 def made_on(train: TrainConfig, device: torch.device) -> MadeOn:

@@ -86,18 +86,18 @@ def read_micro_batch(
     Raises:
         ObjectMissing, ObjectDamaged: By the store.
     """
-    wanted = list(columns)
+    column_names = list(columns)
     if not rows:
-        nothing = {name: _nothing(batch, name) for name in wanted}
+        nothing = {name: _nothing(batch, name) for name in column_names}
         return MicroBatch(
-            packed=_seen(None, [], patches, device)
+            packed=_pack_turns_read(None, [], patches, device)
             if patches
             else pack([], [], device, needs=needs),
             mask=torch.zeros(0, dtype=torch.bool, device=device),
             columns={name: put(values, device) for name, values in nothing.items()},
         )
     masked = "response_mask" in batch.names
-    names = ["prompt_ids", "response_ids", *wanted, *(["response_mask"] if masked else [])]
+    names = ["prompt_ids", "response_ids", *column_names, *(["response_mask"] if masked else [])]
     names += SEEN if patches else []
     cut = needs.sampling_mask and COUNTS in batch.names
     names += [COUNTS, WORDS] if cut else []
@@ -114,7 +114,7 @@ def read_micro_batch(
     mask = data["response_mask"].values().bool() if masked else None
     total = sum(map(len, responses))
     if patches:
-        packed = _seen(data, responses, patches, device)
+        packed = _pack_turns_read(data, responses, patches, device)
     else:
         experts = None
         if needs.routed_experts:
@@ -136,26 +136,26 @@ def read_micro_batch(
     return MicroBatch(
         packed=packed,
         mask=put(torch.ones(total, dtype=torch.bool) if mask is None else mask, device),
-        columns={name: put(_as_read(name, data[name].values()), device) for name in wanted},
+        columns={name: put(_as_read(name, data[name].values()), device) for name in column_names},
     )
 
 
 def _forests(data: TensorDict, prompts: list[Ints], responses: list[Ints]) -> list[Forest]:
     """Which tokens go on after which. ValueError where one is trained that nothing predicts."""
     nodes = (_rows_of(data[name]) for name in (LENGTHS, PARENTS))
-    found = [
+    forests = [
         forest_of(len(prompt), len(response), lengths, parents)
         for prompt, response, lengths, parents in zip(prompts, responses, *nodes, strict=True)
     ]
     if "response_mask" in data.keys():  # noqa: SIM118
         for forest, response, mask in zip(
-            found, responses, _rows_of(data["response_mask"]), strict=True
+            forests, responses, _rows_of(data["response_mask"]), strict=True
         ):
             forest.check_row(len(response), mask)
-    return found
+    return forests
 
 
-def _seen(
+def _pack_turns_read(
     data: TensorDict | None, responses: list[Ints], patches: int, device: torch.device
 ) -> PackedBatch:
     """Rows of a policy that looks at images, packed turn by turn; None: no rows."""
@@ -220,34 +220,34 @@ def read_ahead(
     """
     copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def made(rows: Sequence[int]) -> MicroBatch:
+    def read_rows(rows: Sequence[int]) -> MicroBatch:
         return read_micro_batch(store, batch, rows, columns, device, tree_training, patches, needs)
 
     def read(
         rows: Sequence[int], free: torch.cuda.Event | None
     ) -> tuple[MicroBatch, torch.cuda.Event | None]:
         if copies is None:
-            return made(rows), None
+            return read_rows(rows), None
         with torch.cuda.stream(copies):
             assert free is not None
             # Memory that is let go of may be used again here, but by then not be read any more.
             copies.wait_event(free)
-            return made(rows), copies.record_event()
+            return read_rows(rows), copies.record_event()
 
     def done_so_far() -> torch.cuda.Event | None:
         return None if copies is None else torch.cuda.current_stream(device).record_event()
 
-    def taken(thread: ThreadPoolExecutor) -> Iterator[MicroBatch]:
-        coming = thread.submit(read, parts[0], done_so_far()) if parts else None
+    def micro_batches(thread: ThreadPoolExecutor) -> Iterator[MicroBatch]:
+        next_micro = thread.submit(read, parts[0], done_so_far()) if parts else None
         for number, later in enumerate([*parts[1:], None], 1):
-            if coming is None:
+            if next_micro is None:
                 return
-            micro, copied = coming.result()
+            micro, copied = next_micro.result()
             if copied is not None:
                 torch.cuda.current_stream(device).wait_event(copied)
-            coming = None if later is None else thread.submit(read, later, done_so_far())
+            next_micro = None if later is None else thread.submit(read, later, done_so_far())
             report(f"micro-batch {number} of {len(parts)}")
             yield micro
 
     with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as thread:
-        yield taken(thread)
+        yield micro_batches(thread)

@@ -89,11 +89,11 @@ class _Spread:
         rows = _Exchange.apply(states[order // top_k], there, here, self.group)
         experts = torch.arange(coming.shape[1], device=ids.device).repeat(shards)
         experts = experts.repeat_interleave(coming.flatten(), output_size=sum(here))
-        back = _Exchange.apply(self._made(rows, experts), here, there, self.group)
+        back = _Exchange.apply(self._compute(rows, experts), here, there, self.group)
         outputs = back[order.argsort()].view(*chosen.shape, states.shape[1])
         return (outputs * gates[..., None]).sum(1).to(states.dtype)
 
-    def _made(self, rows: Tensor, experts: Tensor) -> Tensor:
+    def _compute(self, rows: Tensor, experts: Tensor) -> Tensor:
         """What this rank's experts make of rows [R, H], by the expert [R] of each."""
         # Without a row weights would have no gradient, and the optimizer would pass over them.
         lack = int(not len(rows))

@@ -124,14 +124,14 @@ class FactorsOfExperts(nn.ModuleDict):
     adapted = True  # False: the base alone
 
     def forward(
-        self, base: Callable[..., Tensor], experts: nn.Module, *given: Tensor, **named: Tensor
+        self, base: Callable[..., Tensor], experts: nn.Module, *inputs: Tensor, **named: Tensor
     ) -> Tensor:
         """What experts that are adapted compute; base: their own forward pass."""
         if not self.adapted:
-            return base(*given, **named)
+            return base(*inputs, **named)
         factors = {name: each for name, each in self.items() if isinstance(each, ExpertFactors)}
         with AdaptedExperts(factors, vars(experts)["has_gate"]):
-            return grouped_mm_experts_forward(experts, *given, **named)
+            return grouped_mm_experts_forward(experts, *inputs, **named)
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
@@ -185,12 +185,12 @@ def inject(model: PreTrainedModel, lora: LoraConfig) -> None:
 
 
 @torch.no_grad()
-def take_factors(model: nn.Module, given: Mapping[str, Tensor]) -> None:
+def take_factors(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Set the factors of a (sharded) language model to such as `factors` says; a collective."""
     experts = adapted_experts(model)
     for name, places in _sharded_factors(model).items():
         for place, value in zip(
-            places, (given[each] for each in _names(name, experts)), strict=True
+            places, (values[each] for each in _names(name, experts)), strict=True
         ):
             local_value = _as_held(value, len(place)) if value.dim() < place.dim() else value
             own_part(place)[0].copy_(own_part(local_value)[0])

@@ -162,7 +162,7 @@ class GradientSums:
 
     def __init__(self) -> None:
         self._sums: dict[nn.Parameter, Tensor] = {}
-        self._given: list[nn.Parameter] = []
+        self._summed: list[nn.Parameter] = []
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -191,14 +191,14 @@ class GradientSums:
                 _average(total)
             parameter.grad_dtype = total.dtype
             parameter.grad = total
-        self._given = list(self._sums)
+        self._summed = list(self._sums)
         self._sums.clear()
 
     def take(self) -> None:
         """Be ready for backward passes, after the weights' gradients have been forgotten."""
-        for parameter in self._given:
+        for parameter in self._summed:
             parameter.grad_dtype = parameter.dtype
-        self._given = []
+        self._summed = []
 
 
 @torch.no_grad()

@@ -180,12 +180,12 @@ def test_a_layer_with_a_state_keeps_it_of_a_sequence(tmp_path: Path) -> None:
 def test_what_a_child_traced_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = make("GPT-2", tmp_path / "model")
-    model_probes._asked.cache_clear()
+    model_probes._ask_once.cache_clear()
     seen = traced_shape(folder, LONGEST, "float32")
     assert seen == trace(folder, LONGEST, torch.float32)
     (file,) = (tmp_path / "cache" / "refrain" / "shapes").iterdir()
     assert TracedShape.from_json(json.loads(file.read_text())) == seen
-    model_probes._asked.cache_clear()
+    model_probes._ask_once.cache_clear()
     monkeypatch.setattr("sys.executable", "/bin/false")  # no child is asked again
     assert traced_shape(folder, LONGEST, "float32") == seen
 

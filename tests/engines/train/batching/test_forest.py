@@ -26,8 +26,9 @@ from engines.train.batching.packing import (
 from engines.train.batching.stored_plan import PlanRequest, read_plan, write_plan
 from engines.train.contract import ColumnsResult, LogprobRequest, TeachRequest, TrainSpec
 from engines.train.fsdp_engine import FSDPEngine
+from engines.train.model.sequence_parallel import ALONE
 from engines.train.policy import Policy
-from engines.train.self_test.comparison import ALONE, own_logprobs
+from engines.train.self_test.comparison import own_logprobs
 from engines.train.self_test.twin import build
 from storage.batches.forest import Forest
 from storage.batches.refs import BatchRef

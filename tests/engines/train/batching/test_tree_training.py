@@ -37,7 +37,7 @@ from engines.train.contract import (
 )
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.memory_plan import Batch, largest_batch
-from engines.train.model.sequence_parallel import SequenceGroup
+from engines.train.model.sequence_parallel import ALONE
 from engines.train.policy import Policy
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
@@ -56,7 +56,6 @@ from tests.engines.train.train_ranks import (
 )
 
 EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True)
-ALONE = SequenceGroup(group=None, rank=0, size=1, replica=0, replicas=1)
 WORDS = 12  # few, so that drawn rows begin alike
 KL = AlgorithmConfig.model_validate({"kl": {"coefficient": 0.2}, "entropy": {"coefficient": 0.1}})
 

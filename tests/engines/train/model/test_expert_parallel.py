@@ -25,14 +25,10 @@ from configs.model import PretrainedModel
 from configs.train import TrainConfig
 from engines.critic.engine import CriticRank
 from engines.models.checkpoints import load_for_training
+from engines.models.routers import count_experts, find_experts
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model import expert_parallel
-from engines.train.model.expert_parallel import (
-    check_experts,
-    count_experts,
-    find_experts,
-    spread_experts,
-)
+from engines.train.model.expert_parallel import check_experts, spread_experts
 from engines.train.model.fsdp import gather, layers
 from engines.train.snapshots import DeferredTensor
 from storage.batches.refs import BatchRef
