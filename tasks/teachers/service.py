@@ -165,8 +165,7 @@ def _listen(config: TeacherServiceConfig, service: TeacherService, key: str) -> 
     """Answer requests until a signal ends it."""
     import uvicorn
 
-    from engines.teachers.api import app
-    from engines.teachers.connections import settings_of
+    from engines.teachers.api import app, settings_of
 
     settings = settings_of(app(service, key), config.host, config.port)
     server = uvicorn.Server(settings)
