@@ -49,8 +49,7 @@ from engines.train.contract import (
     UpdateResult,
     WeightsComparison,
 )
-from engines.train.kernels import use
-from engines.train.logprob_pass import (
+from engines.train.forward_passes import (
     TEACHER_COLUMNS,
     TOLERANCE,
     ForwardPass,
@@ -60,6 +59,7 @@ from engines.train.logprob_pass import (
     score,
     write_token_columns,
 )
+from engines.train.kernels import use
 from engines.train.memory import PUT_AWAY, held_by_rank, on_device, setting_for_less
 from engines.train.memory_plan import without_fsdp
 from engines.train.model.fsdp import fill, shard

@@ -13,7 +13,7 @@ from engines.models.routers import ChosenExperts, Router, chosen_experts, find_r
 from engines.models.tensor_files import CheckpointNames
 from engines.models.vla.openvla import OpenVLA
 from engines.train.batching.packed_batch import PackedBatch, RowNeeds, row_needs
-from engines.train.logprobs import Support, token_statistics, top_words
+from engines.train.logprobs import token_statistics, top_words
 from engines.train.model.attention import PACKED, collapse
 from engines.train.model.head import Head, head_form
 from engines.train.model.loading import Checkpoint
@@ -123,7 +123,8 @@ class Policy(HeadedModel):
         """
         # Words that are handed in, or were drawn from, are each row's own: no two rows' numbers are
         # the same then.
-        distinct = packed.distinct if words is None and packed.support is None else None
+        support = packed.support
+        distinct = packed.distinct if words is None and support is None else None
         labels, predictors = packed.labels, packed.predictors
         if distinct is not None:
             labels, predictors = labels[distinct.first], predictors[distinct.first]
@@ -158,7 +159,7 @@ class Policy(HeadedModel):
             bias=head.bias,
             scale=head.scale,
             cap=head.cap,
-            support=_own_support(packed.support, places),
+            support=support if support is None or places is None else support.at(places),
         )
         outputs: tuple[Tensor, ...] = (stats.logprobs, stats.entropy)
         if stats.sum_pi_squared is not None:
@@ -181,11 +182,6 @@ class Policy(HeadedModel):
         logits = self.model(input_ids=tokens, use_cache=False).logits
         assert isinstance(logits, Tensor)
         return logits
-
-
-def _own_support(support: Support | None, places: Tensor | None) -> Support | None:
-    """Of this rank's tokens among all."""
-    return support if support is None or places is None else support.at(places)
 
 
 def decoder_states(

@@ -1,4 +1,4 @@
-"""The log-prob pass: forward passes over a batch, whose numbers are written as new columns.
+"""Forward passes over a batch, without gradients, whose numbers are written as new columns.
 
 Log-probs of the policy or the reference, values of a critic: whatever a function gives for the
 response tokens of a micro-batch.
