@@ -3,10 +3,11 @@
 `Updater` is the loop. `PolicyUpdater` has the policy's loss, whose objective is in
 engines/algorithms/objective.py, and tokens that are chosen over a whole mini-batch.
 
-On a CPU sums come out the same to the bit when they are made again: each kind of CPU adds in one
-order. On a GPU the backward passes of attention and of lookups add with atomics, in the order in
-which blocks of threads happen to end. torch has slower kernels with a fixed order, for attention too
-(aten's _flash_attention_backward asks the same switch).
+On a CPU sums come out the same to the bit when they are made again: each model of CPU adds in one
+order. MKL and oneDNN choose their kernels by maker and model: of two with AVX-512, an Intel and an
+AMD one, bits differ. On a GPU the backward passes of attention and of lookups add with atomics, in
+the order in which blocks of threads happen to end. torch has slower kernels with a fixed order, for
+attention too (aten's _flash_attention_backward asks the same switch).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from configs.environment import cpu_model
 from configs.train import TrainConfig
 from engines.algorithms.aggregation import MetricSums, Normaliser, largest_of, mean_over
 from engines.algorithms.distillation import with_tail
@@ -566,9 +568,9 @@ def in_fixed_order(fixed: bool) -> Iterator[None]:
 def made_on(train: TrainConfig, device: torch.device) -> MadeOn:
     """What an update is made on."""
     gpu = device.type == "cuda"
-    capability = torch.backends.cpu.get_cpu_capability()
+    cpu = filter(None, (torch.backends.cpu.get_cpu_capability(), cpu_model()))
     return MadeOn(
-        device=torch.cuda.get_device_name(device) if gpu else f"CPU ({capability})",
+        device=torch.cuda.get_device_name(device) if gpu else f"CPU ({', '.join(cpu)})",
         torch=str(torch.__version__),  # its own class would bring torch into the flow process
         fixed=not train.compile and (train.deterministic or not gpu),
     )
