@@ -184,6 +184,42 @@ class Policy(HeadedModel):
         return logits
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forward:
+    """A policy's forward pass with its settings."""
+
+    policy: Policy
+    sequence: SequenceGroup
+    temperature: float
+    chunk: int  # rows of logits held at once
+    dtype: torch.dtype  # of the output head's product
+
+    def __call__(
+        self,
+        packed: PackedBatch,
+        *,
+        entropy_gradient: bool = False,
+        squared: bool = False,
+        words: Tensor | None = None,
+        top: int = 0,
+        among: int | None = None,
+    ) -> tuple[Tensor, ...]:
+        """As `Policy.forward`: log-probs [R], entropy [R], … of the response tokens."""
+        outputs: tuple[Tensor, ...] = self.policy(
+            packed,
+            self.sequence,
+            temperature=self.temperature,
+            chunk=self.chunk,
+            dtype=self.dtype,
+            entropy_gradient=entropy_gradient,
+            squared=squared,
+            words=words,
+            top=top,
+            among=among,
+        )
+        return outputs
+
+
 def decoder_states(
     decoder: nn.Module,
     packed: PackedBatch,
@@ -258,39 +294,3 @@ def drop_nothing(model: nn.Module) -> None:
         for name, value in vars(module).items():
             if ("drop" in name or name in JITTER) and isinstance(value, float):
                 setattr(module, name, 0.0)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Forward:
-    """A policy's forward pass with its settings."""
-
-    policy: Policy
-    sequence: SequenceGroup
-    temperature: float
-    chunk: int  # rows of logits held at once
-    dtype: torch.dtype  # of the output head's product
-
-    def __call__(
-        self,
-        packed: PackedBatch,
-        *,
-        entropy_gradient: bool = False,
-        squared: bool = False,
-        words: Tensor | None = None,
-        top: int = 0,
-        among: int | None = None,
-    ) -> tuple[Tensor, ...]:
-        """As `Policy.forward`: log-probs [R], entropy [R], … of the response tokens."""
-        outputs: tuple[Tensor, ...] = self.policy(
-            packed,
-            self.sequence,
-            temperature=self.temperature,
-            chunk=self.chunk,
-            dtype=self.dtype,
-            entropy_gradient=entropy_gradient,
-            squared=squared,
-            words=words,
-            top=top,
-            among=among,
-        )
-        return outputs
