@@ -372,7 +372,7 @@ def _chat_message(given: Message) -> Message:
     role = {"developer": "system"}.get(given["role"], given["role"])
     content = _text(given.get("content"))
     if role == "assistant":
-        content = thought_and_answer(content)[1]
+        content = _answer_alone(content)
     kept = {k: given[k] for k in ("tool_calls", "tool_call_id", "name") if given.get(k)}
     _dicts(kept.get("tool_calls"), "tool_calls")
     return {"role": role, "content": content, **kept}
@@ -454,6 +454,11 @@ def _read_responses(body: Body) -> TurnRequest:
     )
 
 
+def _answer_alone(text: str) -> str:
+    """A turn that is given back without its thought; JSON may have what ends one within a text."""
+    return text if text.lstrip().startswith(("{", "[")) else thought_and_answer(text)[1]
+
+
 def _response_items(items: Sequence[dict[str, Any]]) -> list[Message]:
     """Items as messages; what stands together of the model's is one of them."""
     messages: list[Message] = []
@@ -467,7 +472,7 @@ def _response_items(items: Sequence[dict[str, Any]]) -> list[Message]:
         kind = item.get("type") or "message"
         if kind == "message" and item.get("role") == "assistant":
             turn = of_model()
-            turn["content"] += thought_and_answer(_text(item.get("content")))[1]
+            turn["content"] += _answer_alone(_text(item.get("content")))
         elif kind == "message":
             messages.append(_chat_message({"content": item.get("content"), "role": _role(item)}))
         elif kind == "function_call":

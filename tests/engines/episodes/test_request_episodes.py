@@ -713,6 +713,8 @@ def test_the_tokenizer_gives_the_ids_that_a_turn_reads(
             rounds.engine = make("counts", **counts)
         rounds.says(text, finish=finish)
     assert rounds.column("episode_error") == [""]
+    assert rounds.column("turn_rewards")[0][-1] == 4.0
+    assert rounds.result.pending is None
     if not lost:
         rounds.check()
 
@@ -722,7 +724,7 @@ def test_the_form_that_is_asked_for_goes_to_the_engine(
     make: Make, tmp_path: Path, lost: bool
 ) -> None:
     """With the prompt; what comes back is read by it, and a turn that was cut is no call."""
-    settings = {"full_turn": "counts", "max_turn_tokens": 60}
+    settings: dict[str, Any] = {"full_turn": "counts", "max_turn_tokens": 60, "most": 4000}
     rounds, kinds = Rounds(make("forms", **settings), tmp_path), []
     call = '<tool_call>{"name": "add", "arguments": {"x": "</think>"}}</tool_call>'
     for text in ('{"x": "</think>"}', call, call, call[:60], "{}"):
@@ -736,8 +738,6 @@ def test_the_form_that_is_asked_for_goes_to_the_engine(
     assert rounds.column("episode_error") == [""]
     assert rounds.column("turn_rewards")[0][-1] == 2.0
     assert kinds == ["tagged", "yes", "tagged", "yes", "no"]
-    assert rounds.column("turn_rewards")[0][-1] == 4.0
-    assert rounds.result.pending is None
     if not lost:
         rounds.check()
 
