@@ -89,7 +89,7 @@ def publish_together(
     and on which base.
     """
     key = key or RunStore(store, run).weights_key(version)
-    outlines = _outlines(state, dtype, kept)
+    outlines = outlines_of(state, dtype, kept)
     there, token = on_first(group, lambda: (find_manifest(store, key), new_token()))
     if there is not None:
         digest = digest_together(state, dtype, group, kept)
@@ -300,7 +300,7 @@ class _Writer:
                 self._changed.notify_all()
 
 
-def _outlines(
+def outlines_of(
     state: Mapping[str, Tensor], dtype: torch.dtype | None, kept: Collection[str]
 ) -> dict[str, TensorOutline]:
     """Of tensors that are cast to `dtype`, but for those of these names."""
@@ -323,7 +323,7 @@ def digest_together(
 
     kept: see `publish_together`.
     """
-    outlines = _outlines(state, dtype, kept)
+    outlines = outlines_of(state, dtype, kept)
     owners = share(outlines, group.size())
     digests = on_owners(
         state, _formats(outlines), owners, group, lambda _, whole: tensor_digest(whole)
@@ -373,7 +373,7 @@ def compare_together(
         )
         return digest, difference
 
-    outlines = _outlines(state, dtype, kept)
+    outlines = outlines_of(state, dtype, kept)
     pairs = on_owners(state, _formats(outlines), owners, group, beside)
     return WeightsComparison(
         digest=weights_digest(

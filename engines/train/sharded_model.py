@@ -36,7 +36,9 @@ from engines.train.optimizer import Optimizer
 from engines.train.order_of_sums import prepare
 from engines.train.policy import HeadedModel, Policy
 from engines.train.spec import JoinReport, TrainSpec, WeightsComparison
+from engines.train.transfer import WeightSending
 from engines.train.versions import AdapterVersions, Versions
+from engines.weight_transfer.offer import Transfer, TransferOffer, TransferReport
 from engines.workers.device_memory import Storages
 from engines.workers.engine import Memory, Moved
 from storage.objects.node_cache import open_node_cache
@@ -72,6 +74,7 @@ class ShardedModel(TrainEngine):
         self._masters = MasterWeights()
         self._optimizer: Optimizer | None = None
         self._published: Versions | None = None
+        self._sending: WeightSending | None = None
         self._meeting: Meeting | None = None
         self._sequence: SequenceGroup | None = None
         self._storages = Storages()
@@ -87,6 +90,7 @@ class ShardedModel(TrainEngine):
         self._meeting = meet(
             rank, world, host, port, self._device, timeout, self._spec.train.deadline
         )
+        self._sending = WeightSending(self._meeting.group, self._device, host)
         began = time.monotonic()
         config = self._spec.train
         self._sequence = sequence_group(self._meeting, config.sequence_parallel, config.deadline)
@@ -126,6 +130,9 @@ class ShardedModel(TrainEngine):
             return
         if self._published is not None:
             self._published.close()
+        if self._sending is not None:
+            self._sending.close()
+        self._sending = None
         self._meeting = self._policy = self._optimizer = self._published = self.version = None
         self._parameters, self._masters = (), MasterWeights()
         self._storages = Storages()
@@ -166,6 +173,18 @@ class ShardedModel(TrainEngine):
     def settle_weights(self, version: int, dtype: str, whole: bool = False) -> WeightsRef:
         self._joined()
         return self._versions().settle(version, DTYPES[dtype], whole)
+
+    def offer_transfer(
+        self, version: int, dtype: str, way: Transfer, receivers: int, timeout: float
+    ) -> TransferOffer:
+        self._joined()
+        _, outlines = self._versions().whole(DTYPES[dtype])
+        return self._transfers().offer(way, version, outlines, receivers, timeout)
+
+    def transfer_weights(self, version: int, dtype: str) -> TransferReport:
+        self._joined()
+        state, _ = self._versions().whole(DTYPES[dtype])
+        return self._transfers().send(version, state)
 
     def digest(self, dtype: str | None = None) -> str:
         self._joined()
@@ -269,6 +288,10 @@ class ShardedModel(TrainEngine):
     def _versions(self) -> Versions:
         assert self._published is not None
         return self._published
+
+    def _transfers(self) -> WeightSending:
+        assert self._sending is not None
+        return self._sending
 
     @property
     def _compute(self) -> torch.dtype:

@@ -35,6 +35,7 @@ from engines.train.publication import (
     agree_together,
     compare_together,
     digest_together,
+    outlines_of,
     publish_together,
 )
 from engines.train.spec import TrainSpec, WeightsComparison
@@ -46,6 +47,7 @@ from storage.runs.weights import (
     Adapter,
     BaseVersion,
     FileNames,
+    TensorOutline,
     WeightsRef,
     adapter_digest,
     open_manifest,
@@ -102,6 +104,11 @@ class Versions:
             self.publish(version, dtype, whole)
         assert self._last is not None
         return self._last.settle()
+
+    def whole(self, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, TensorOutline]]:
+        """What `publish` gives a version, as it is held here, and what it will be cast to `dtype`."""
+        state = self._weights(dtype)
+        return state, outlines_of(state, dtype, self._kept)
 
     def leave(self, version: int, dtype: torch.dtype, key: str) -> WeightsRef:
         """Write the weights held, cast to `dtype`, to the store, into a folder of their own.
@@ -195,6 +202,11 @@ class AdapterVersions(Versions):
             None,
             self._group,
             adapter=(adapter, base),
+        )
+
+    def whole(self, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, TensorOutline]]:
+        raise ValueError(
+            "The factors of an adapter are read from the store. Set rollout.weight_transfer = store."
         )
 
     def digest(self, dtype: torch.dtype | None) -> str:
