@@ -36,13 +36,13 @@ WEIGHT_TRANSFER: tuple[Rule[RunConfig], ...] = where(
     ),
     Rule(
         needs=lambda config: (
-            2 * config.rollout.weight_transfer_timeout
+            3 * config.rollout.weight_transfer_timeout
             < min(config.train.deadline, config.rollout.deadline)
         ),
         says=lambda config: (
             f"rollout.weight_transfer_timeout = {config.rollout.weight_transfer_timeout:g} s may "
-            f"pass twice in a transfer, longer than train.deadline = {config.train.deadline:g} or "
-            f"rollout.deadline = {config.rollout.deadline:g} lets a call take. Set it lower."
+            f"pass three times in a transfer, longer than train.deadline = "
+            f"{config.train.deadline:g} or rollout.deadline = {config.rollout.deadline:g} lets a call take. Set it lower."
         ),
     ),
     Rule(

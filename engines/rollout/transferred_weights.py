@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from engines.rollout.weight_reader import HeldVersion, IncomingWeights
-from engines.weight_transfer.offer import TransferFailed, TransferOffer
+from engines.weight_transfer.offer import UNHASHED, TransferFailed, TransferOffer
 from engines.workers.device_memory import a_lane, by_lanes, told
 from storage.objects.documents import Digester
 from storage.runs.weights import tensor_digest, weights_digest
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from engines.weight_transfer.receiver import Receiver
 
-HASHED_AT_ONCE = 8  # tensors, which are held until they are
+THREADS = 8  # that hash
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -46,15 +46,18 @@ class TransferredWeights(IncomingWeights):
         return sum(self._offer.tensors[name].nbytes for name in self._digests)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        hashed: deque[Future[str]] = deque()
-        threads = min(HASHED_AT_ONCE, os.cpu_count() or 1)
+        waiting: deque[tuple[Future[str], int]] = deque()  # to be hashed, with their bytes
+        unhashed, threads = 0, min(THREADS, os.cpu_count() or 1)
         with ThreadPoolExecutor(threads, thread_name_prefix="hash") as pool:
             for name, tensor in self._receiver.tensors(self._offer):
                 digest = pool.submit(_digest, tensor, told(tensor.device))
                 self._digests[name] = digest
-                hashed.append(digest)
-                if len(hashed) > HASHED_AT_ONCE:
-                    hashed.popleft().result()
+                waiting.append((digest, tensor.nbytes))
+                unhashed += tensor.nbytes
+                while unhashed > UNHASHED and len(waiting) > 1:
+                    first, nbytes = waiting.popleft()
+                    first.result()
+                    unhashed -= nbytes
                 yield name, tensor
 
     def is_copy(self, name: str) -> bool:

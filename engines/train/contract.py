@@ -105,7 +105,8 @@ class TrainEngine(Ranked):
     def transfer_weights(self, version: int, dtype: str) -> TransferReport:
         """Send the weights held to those who have come for what was offered.
 
-        One that fails is left out, and is named in the report. Returns after twice the offer's timeout at the latest.
+        One that fails is left out, and is named in the report. Returns after twice the offer's
+        timeout at the latest.
         """
 
     @abstractmethod

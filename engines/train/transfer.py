@@ -14,9 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.train.model.gathering import gather, on_first, together
-from engines.weight_transfer.offer import PIECE, Transfer, TransferOffer, TransferReport
+from engines.weight_transfer.offer import (
+    BUFFERS,
+    PIECE,
+    Transfer,
+    TransferOffer,
+    TransferReport,
+)
 from engines.weight_transfer.sender import Groups, Sender
-from engines.weight_transfer.shared_buffers import BUFFERS, SharedBuffers, place_of
+from engines.weight_transfer.shared_buffers import SharedBuffers, place_of
 from storage.batches.tensors import dtype_of
 from storage.runs.weights import TensorOutline
 

@@ -17,7 +17,11 @@ from storage.runs.weights import TensorOutline
 # ipc: memory that trainer and engine share, by CUDA IPC or, on a CPU, a file in memory. nccl: a
 # broadcast in a group of the trainer's rank 0 and all engines; on a CPU by Gloo.
 Transfer = Literal["ipc", "nccl"]
-PIECE = 64 * 2**20  # bytes; each side has two of them in memory
+PIECE = 64 * 2**20  # bytes sent at once
+BUFFERS = 2  # of a piece on each side: one is filled while the other is read
+UNHASHED = (
+    256 * 2**20
+)  # bytes of tensors that an engine holds until they are hashed, but for the last
 
 
 class TransferFailed(InfrastructureError):

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from engines.weight_transfer.broadcast_group import BroadcastGroup, Seat
 from engines.weight_transfer.line import Line, connect
-from engines.weight_transfer.offer import TransferFailed, TransferOffer
-from engines.weight_transfer.shared_buffers import BUFFERS, open_shared, place_of
+from engines.weight_transfer.offer import BUFFERS, TransferFailed, TransferOffer
+from engines.weight_transfer.shared_buffers import open_shared, place_of
 from storage.batches.tensors import dtype_of
 from storage.runs.weights import TensorOutline
 
-PATIENCE = 10.0  # seconds that a receiver waits longer than its sender does
-REACH = 10.0  # seconds in which a trainer is reached
+PATIENCE = 1.25  # times the offer's timeout: a receiver waits longer than its sender does
+REACH = 0.25  # times the timeout, in which a trainer is reached
 
 
 class Receiver:
@@ -35,11 +35,11 @@ class Receiver:
     def tensors(self, offer: TransferOffer) -> Iterator[tuple[str, Tensor]]:
         """All tensors in the order of the offer, each in memory of its own.
 
-        Raises TransferFailed where they do not come, which takes twice the offer's timeout and a few
-        seconds at most.
+        Raises TransferFailed where they do not come, which takes three times the offer's timeout at
+        most.
         """
         trainer = f"the trainer of version {offer.version}"
-        line = connect(offer.host, offer.port, trainer, min(REACH, offer.timeout))
+        line = connect(offer.host, offer.port, trainer, REACH * offer.timeout)
         why = "it was not taken to the end"
         try:
             hello = {
@@ -48,12 +48,12 @@ class Receiver:
                 "group": "" if self._group is None else self._group.name,
                 "place": place_of(self._device),
             }
-            line.send(hello, time.monotonic() + offer.timeout)
+            line.send(hello, time.monotonic() + REACH * offer.timeout)
             # It waits for others as long, and may have begun to when this one came.
-            begin = line.receive(time.monotonic() + offer.timeout + PATIENCE)
+            begin = line.receive(time.monotonic() + PATIENCE * offer.timeout)
             if "refused" in begin:
                 raise TransferFailed(str(begin["refused"]))
-            until = time.monotonic() + offer.timeout + PATIENCE
+            until = time.monotonic() + PATIENCE * offer.timeout
             sizes = _sizes(offer)
             pieces = (self._shared if offer.way == "ipc" else self._broadcast)(
                 *(line, begin, sizes, until, offer)

@@ -16,9 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.weight_transfer.offer import TransferFailed
-
-BUFFERS = 2  # one is filled while the other is read
+from engines.weight_transfer.offer import BUFFERS, TransferFailed
 
 _of_this_process: dict[str, list[Tensor]] = {}  # CUDA lets nobody open a handle of its own
 

@@ -24,7 +24,7 @@ ON_ONE = "cluster.roles.rollout=train"
             ("cluster.share_devices=true", ON_ONE),
             "cluster.share_devices = true gives these to one at a time",
         ),
-        (("rollout.weight_transfer_timeout=300",), "rollout.deadline = 600 lets a call take"),
+        (("rollout.weight_transfer_timeout=200",), "rollout.deadline = 600 lets a call take"),
         ((TRAIN,), "cluster.pools.train.gpus = 1 where cluster.pools.rollout.gpus = 0"),
     ],
 )
