@@ -31,6 +31,7 @@ class Line:
         """`name`: of the other end, for messages."""
         self._connection = connection
         self._connection.setblocking(False)
+        self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._arrived = bytearray()
         self.name = name
 
@@ -114,5 +115,4 @@ def connect(host: str, port: int, name: str, timeout: float) -> Line:
         connection = socket.create_connection((host, port), timeout)
     except OSError as error:
         raise TransferFailed(f"{name} is not reached at {host}:{port}: {error}") from error
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return Line(connection, name)
