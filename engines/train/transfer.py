@@ -164,7 +164,7 @@ class WeightSending:
             dist.all_reduce(said, dist.ReduceOp.MAX, self._group)
             over = bool(said)
         if self._sender is not None:
-            self._sender.send(buffers[number % BUFFERS][:nbytes])
+            self._sender.send(buffers[number % BUFFERS][:nbytes] if buffers else None)
         return over
 
     def _bytes(

@@ -142,13 +142,17 @@ class Sender:
             for each in list(self._receivers):
                 self._hear(each, {"taken": self._number})
 
-    def send(self, piece: Tensor) -> None:
-        """Begin to send the next piece, which stays as it is until `sent`."""
+    def send(self, piece: Tensor | None) -> None:
+        """Begin to send the next piece, which stays as it is until `sent`.
+
+        None: of way ipc, where buffers are other ranks'.
+        """
         self._number += 1
         if self.offer.way == "ipc":
             for each in list(self._receivers):
                 self._tell(each, {"piece": self._number})
         elif self._groups.group is not None and self._receivers:
+            assert piece is not None, "rank 0 broadcasts"
             try:
                 self._work = self._groups.group.broadcast(piece)
             except TransferFailed as error:

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from configs.algorithm.algorithm import AlgorithmConfig
 from engines.train import transfer
 from engines.train.fsdp_engine import FSDPEngine
 from engines.weight_transfer.offer import Transfer
 from engines.weight_transfer.receiver import Receiver
 from storage.objects.store import Store
 from storage.runs.weights import open_manifest, tensor_digest, weights_digest
-from tests.engines.train.test_fsdp_ranks import KL
 from tests.engines.train.train_ranks import Ranks, samples, spec, stored, update_of
 
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ def scenario(rank: int, world: int, ports: list[int], folder: Path) -> dict[str,
     digests = {}
     for version in (0, 1):
         if version:
-            engine.update(update_of(batch, KL, version))
+            engine.update(update_of(batch, AlgorithmConfig(), version))
         weights = engine.export_weights(version, "bfloat16")
         engine.settle_weights(version, "bfloat16")
         digests[f"stored {version}"] = weights.digest
