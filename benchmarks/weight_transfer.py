@@ -54,13 +54,13 @@ def compared(
     seconds: dict[str, list[float]] = {}
     version = nbytes = 0
     for _ in range(rounds + 1):
-        for way in ("store", *ways):
+        for way in (None, *ways):
             version += 1
             began = time.monotonic()
             weights = trainer.export_weights(version, form)
             seconds.setdefault("publish_seconds", []).append(time.monotonic() - began)
             began, nbytes = time.monotonic(), weights.nbytes
-            if way == "store":
+            if way is None:
                 report = sampler.sync(weights)
             else:
                 offer = trainer.offer_transfer(version, form, way, 1, TIMEOUT)
@@ -70,9 +70,11 @@ def compared(
                     report = syncing.result()
                 if not report.transferred:
                     raise RuntimeError(f"{way}: {report.missed or sent.why}")
-            seconds.setdefault(f"{way}_seconds", []).append(time.monotonic() - began)
+            seconds.setdefault(f"{way or 'store'}_seconds", []).append(time.monotonic() - began)
             if report.digest != weights.digest:
-                raise RuntimeError(f"{way}: it holds {report.digest}, not {weights.digest}")
+                raise RuntimeError(
+                    f"{way or 'store'}: it holds {report.digest}, not {weights.digest}"
+                )
             trainer.settle_weights(version, form)
     medians = {name: statistics.median(each[1:]) for name, each in seconds.items()}
     ratios = {

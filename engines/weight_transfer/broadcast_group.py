@@ -26,6 +26,8 @@ from engines.weight_transfer.offer import TransferFailed
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch._C._distributed_c10d import Backend
+
 SENDER = 0  # rank of the trainer
 LOOK = 0.02  # seconds between looks for whether all others are still there
 PAUSES = (0.0002, 0.005)  # seconds between looks whether a broadcast is done: at first, and at most
@@ -57,12 +59,12 @@ class BroadcastGroup:
         self.name, self.size = seat.group, seat.size
         pin_to_loopback(seat.host)
 
-        def meet() -> dist.Backend:
+        def meet() -> Backend:
             shared = store or dist.TCPStore(
                 *(seat.host, seat.port, None, False), timeout=timedelta(seconds=timeout)
             )
             backend = _backend(shared, seat, device, timeout)
-            work = backend.broadcast(torch.zeros(1, device=device), SENDER)  # connects all
+            work = _broadcast(backend, torch.zeros(1, device=device))  # connects all
             self._wait(work, time.monotonic() + timeout, lambda: None)
             return backend
 
@@ -76,7 +78,7 @@ class BroadcastGroup:
     def broadcast(self, tensor: Tensor) -> dist.Work:
         """Begin to send a tensor to all, or to receive it."""
         try:
-            return self._backend.broadcast(tensor, SENDER)
+            return _broadcast(self._backend, tensor)
         except RuntimeError as error:
             raise TransferFailed(f"the broadcast failed: {error}") from error
 
@@ -130,11 +132,16 @@ def open_meeting_point(host: str, timeout: float) -> tuple[dist.Store, int]:
     return store, port
 
 
-def _abort(backend: dist.Backend) -> None:
+def _broadcast(backend: Backend, tensor: Tensor) -> dist.Work:
+    work: dist.Work = backend.broadcast(tensor, SENDER)  # type: ignore[attr-defined]  # torch's stub
+    return work
+
+
+def _abort(backend: Backend) -> None:
     backend.abort()
 
 
-def _backend(store: dist.Store, seat: Seat, device: torch.device, timeout: float) -> dist.Backend:
+def _backend(store: dist.Store, seat: Seat, device: torch.device, timeout: float) -> Backend:
     named = dist.PrefixStore(seat.group, store)
     limit = timedelta(seconds=timeout)
     if device.type != "cuda":
