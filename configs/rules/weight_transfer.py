@@ -42,7 +42,8 @@ WEIGHT_TRANSFER: tuple[Rule[RunConfig], ...] = where(
         says=lambda config: (
             f"rollout.weight_transfer_timeout = {config.rollout.weight_transfer_timeout:g} s may "
             f"pass three times in a transfer, longer than train.deadline = "
-            f"{config.train.deadline:g} or rollout.deadline = {config.rollout.deadline:g} lets a call take. Set it lower."
+            f"{config.train.deadline:g} or rollout.deadline = {config.rollout.deadline:g} lets a "
+            "call take. Set it lower."
         ),
     ),
     Rule(
