@@ -57,6 +57,7 @@ class BroadcastGroup:
         Raises TransferFailed where they do not come within `timeout` seconds.
         """
         self.name, self.size = seat.group, seat.size
+        self._device = device
         pin_to_loopback(seat.host)
 
         def meet() -> Backend:
@@ -65,7 +66,7 @@ class BroadcastGroup:
             )
             backend = _backend(shared, seat, device, timeout)
             work = _broadcast(backend, torch.zeros(1, device=device))  # connects all
-            self._wait(work, time.monotonic() + timeout, lambda: None)
+            self._wait(work, device, time.monotonic() + timeout, lambda: None)
             return backend
 
         try:
@@ -88,7 +89,7 @@ class BroadcastGroup:
         check: raises TransferFailed where another member has given up; asked while nothing comes.
         """
         try:
-            self._wait(work, until, check)
+            self._wait(work, self._device, until, check)
         except TransferFailed:
             raise
         except RuntimeError as error:
@@ -103,7 +104,9 @@ class BroadcastGroup:
         threading.Thread(target=_abort, args=(backend,), name=name, daemon=True).start()
 
     @staticmethod
-    def _wait(work: dist.Work, until: float, check: Callable[[], None]) -> None:
+    def _wait(
+        work: dist.Work, device: torch.device, until: float, check: Callable[[], None]
+    ) -> None:
         pause, longest = PAUSES
         looked = time.monotonic()
         while not work.is_completed():
@@ -115,7 +118,9 @@ class BroadcastGroup:
                 looked = now
             time.sleep(pause)
             pause = min(1.5 * pause, longest)
-        work.wait()  # raises what went wrong
+        if device.type == "cuda" and (error := work.exception()) is not None:
+            raise RuntimeError(str(error))  # which NCCL's `wait` does not do
+        work.wait()  # raises what went wrong by Gloo
 
 
 def open_meeting_point(host: str, timeout: float) -> tuple[dist.Store, int]:

@@ -64,6 +64,9 @@ class SharedBuffers:
     def close(self) -> None:
         """Give the memory back; who has opened it keeps it."""
         _of_this_process.pop(self._name, None)
+        if self.buffers and self.buffers[0].device.type == "cuda":
+            self.buffers = []
+            torch.cuda.ipc_collect()  # what receivers have let go of
         self.buffers = []
         if self._file >= 0:
             os.close(self._file)
