@@ -93,8 +93,8 @@ def _on_this_machine(arguments: argparse.Namespace, folder: Path) -> dict[str, A
     from engines.rollout.contract import RolloutSpec
     from engines.rollout.hf_engine import HFEngine
     from engines.rollout.vllm_engine import VllmEngine
+    from engines.train.contract import TrainSpec
     from engines.train.fsdp_engine import FSDPEngine
-    from engines.train.spec import TrainSpec
 
     model = PretrainedModel(
         path=str(checkpoints.materialize(PretrainedModel(path=arguments.model)))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.train.model.gathering import gather, on_first, together
+from engines.train.model.fsdp import gather, on_first, together
 from engines.weight_transfer.offer import (
     BUFFERS,
     PIECE,

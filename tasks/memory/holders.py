@@ -32,8 +32,8 @@ from engines.rollout.memory_plan import (
     transfer_bytes,
     vllm_share,
 )
-from engines.train.cached_child import BrokeOff
 from engines.train.memory_plan import (
+    LIBRARIES,
     Batch,
     MemoryPlan,
     largest_batch,
@@ -43,8 +43,7 @@ from engines.train.memory_plan import (
     plan_worker,
     with_transfer,
 )
-from engines.train.resident_memory import LIBRARIES
-from engines.train.traced import traced_shape
+from engines.train.model_probes import BrokeOff, traced_shape
 
 CGROUPS = (
     Path("/sys/fs/cgroup/memory.max"),
