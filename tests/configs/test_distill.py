@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,10 +16,14 @@ from configs.overrides import ConfigError, change
 from configs.recipe import load_recipe
 from configs.settings_help import fields
 from configs.teachers import TeacherServiceConfig
+from storage.objects.store import Store
+from storage.runs.run_store import RunStore
+from tasks.run.opening import check_unchanged
 from tests.configs.flow_settings import any_flows_recipes
 
 TEACHER = ("teachers.tutor.model.kind=random", "teachers.tutor.model.seed=1")
 IN_VLLM = "teachers.tutor.engine.kind=vllm"
+SERVICE = "teachers.tutor.service=http://127.0.0.1:8200"
 WORDS = "algorithm.distillation.loss.kind=forward_kl_topk"
 
 
@@ -188,3 +193,16 @@ def test_teachers_of_a_student_whose_workers_come_and_go_have_their_own_pool() -
     assert config.cluster.roles.teacher in config.used_pools
     assert config.cluster.roles.teacher != config.cluster.roles.actor
     assert set(config.features) == {"elastic", "teachers"}
+
+
+def test_how_a_teacher_is_asked_may_change_on_resuming(tmp_path: Path) -> None:
+    flow, files = "flows.distill:distill", RunStore(Store(f"file://{tmp_path}"), "mine")
+    config = loaded(SERVICE)
+    files.write_run({"config": config.model_dump(mode="json"), "flow": flow})
+    for word in ("teachers.tutor.key_variable=KEY", "teachers.tutor.patience=7"):
+        check_unchanged(files, loaded(SERVICE, word), flow)
+    with pytest.raises(
+        ConfigError,
+        match=r"algorithm\.distillation\.coefficient\. .*may change: .*teachers\.\*\.service",
+    ):
+        check_unchanged(files, loaded(SERVICE, "algorithm.distillation.coefficient=0.5"), flow)
