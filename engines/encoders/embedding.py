@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from configs.encoder import EncoderConfig, FramesSettings, ProjectionEncoder
-from engines.data.frames import FIRST
 from engines.encoders.contract import EpisodeEncoder
 from engines.encoders.encoder import Encoder, Frames, Projection, looked_at
+from engines.episodes.frames import FIRST
 from engines.workers.engine import Memory, StoreSpec
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
@@ -77,7 +77,7 @@ class EncoderEngine(EpisodeEncoder):
         here: Memory = "device" if torch.cuda.is_available() else "host"
         if here != memory or not isinstance(self._encoder, Vision):
             return {}
-        return {"encoder": self._encoder.held}
+        return {"encoder": self._encoder.weight_bytes}
 
     @classmethod
     def memory_setting(
