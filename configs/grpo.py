@@ -54,6 +54,7 @@ from configs.rules.promotion import PROMOTION
 from configs.rules.quarantine import QUARANTINE
 from configs.rules.rule import Rule, check_rules, where
 from configs.rules.tasks import ONE_TASK, TASKS
+from configs.rules.weight_transfer import WEIGHT_TRANSFER
 from configs.run import RunConfig
 
 ESTIMATOR: tuple[Rule[RunConfig], ...] = (
@@ -98,6 +99,7 @@ OF_EVERY_FLOW: tuple[Rule[RunConfig], ...] = (
     *where(lambda config: config.sees_frames, *IMAGES),
     *ELASTIC,
     *SHARING,
+    *WEIGHT_TRANSFER,
     *where(lambda config: config.lora is not None, *LORA),
     *REWARDS,
     *STORAGE,
@@ -115,6 +117,8 @@ class GRPOConfig(RunConfig):
     # What has to hold between the parts, in the order in which it is asked.
     rules: ClassVar[tuple[Rule[Any], ...]] = (*BATCHES, *ESTIMATOR, *OF_EVERY_FLOW)
     deciders: ClassVar[tuple[Decider, ...]] = (number_formats, gpu_sampling, shards, driving, slots)
+    # Settings of a flow's own that a resumed run may have otherwise; * is any name.
+    may_change: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def __get_pydantic_json_schema__(
