@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -59,22 +60,55 @@ class PromptSource(ABC):
 
     @cached_property
     def _all_row_digests(self) -> np.ndarray:
-        found = self._row_digests(range(len(self)))
-        found.setflags(write=False)
-        return found
+        digests = self._row_digests(range(len(self)))
+        digests.setflags(write=False)
+        return digests
 
     def _row_digests(self, rows: range) -> np.ndarray:
         """Made anew, of READ_ROWS rows in memory at once."""
-        found = np.empty(len(rows), np.uint64)
+        digests = np.empty(len(rows), np.uint64)
         for start in range(0, len(rows), READ_ROWS):
             for place, row in enumerate(self.rows(rows[start : start + READ_ROWS]), start):
-                found[place] = xxhash.xxh3_64_intdigest(canonical_row(row))
-        return found
+                digests[place] = xxhash.xxh3_64_intdigest(canonical_row(row))
+        return digests
 
     def _in_range(self, indices: Sequence[int]) -> None:
         for index in indices:
             if not 0 <= index < len(self):
                 raise IndexError(f"There is no row {index} in {self.name}: it has {len(self)}.")
+
+
+class RowsInMemory(PromptSource):
+    """Rows that are made once, such as a function's; which differ in their columns, perhaps."""
+
+    def __init__(self, name: str, rows: list[Row]) -> None:
+        """rows: at least one; the digest is that of their contents, in their order."""
+        self.name = name
+        self._rows = rows
+        self.columns = tuple(rows[0])
+        hasher = hashlib.sha256()
+        for row in rows:
+            hasher.update(canonical_row(row) + b"\n")
+        self.digest = f"sha256:{hasher.hexdigest()}"
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def rows(self, indices: Sequence[int]) -> list[Row]:
+        self._in_range(indices)
+        return [self._rows[index] for index in indices]
+
+    def has_column(self, name: str) -> bool:
+        return any(name in row for row in self._rows)
+
+    def check_columns(self, needed: Iterable[str]) -> None:
+        named = ((row_name(index), row) for index, row in enumerate(self._rows))
+        check_rows(named, self.name, needed)
+
+
+def row_name(index: int) -> str:
+    """What people call a row that lies in no file."""
+    return f"Row {index}"
 
 
 def check_rows(named: Iterable[tuple[str, Row]], source: str, needed: Iterable[str]) -> None:
@@ -107,13 +141,13 @@ def first_null(table: Table, column: str) -> int | None:
 
 
 def plain_row(row: dict[str, Any], row_name: str) -> Row:
-    found: dict[str, JsonValue] = {}
+    columns: dict[str, JsonValue] = {}
     for column, value in row.items():
         try:
-            found[column] = plain(value)
+            columns[column] = plain(value)
         except TypeError as error:
             raise ValueError(
                 f"{row_name} cannot be kept as JSON: {error}, in the column '{column}'. Write it as "
                 "text, or leave the column out."
             ) from None
-    return found
+    return columns

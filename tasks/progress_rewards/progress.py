@@ -13,8 +13,8 @@ from prefect import task
 from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 
-from engines.data.frames import FIRST
 from engines.encoders.contract import EpisodeEncoder, ProgressResult, ProgressScorer
+from engines.episodes.frames import FIRST
 from engines.rewards.runner import LoggedMetric
 from storage.batches.refs import BatchRef
 from storage.objects.documents import key_of
