@@ -12,7 +12,7 @@ from configs.recipe import load_recipe
 from configs.resume import ResumeConfig
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
-from tasks.resume import settings_for
+from tasks.commands.resume import settings_for
 
 
 @pytest.fixture

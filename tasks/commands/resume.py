@@ -1,4 +1,7 @@
-"""Going on with a stored run inside a flow that is not its own: by the flow that made it."""
+"""The flow `resume`, a deployment's form: it goes on with a stored run by the flow that made it.
+
+What any resumed run does is in tasks/run/opening.py.
+"""
 
 from __future__ import annotations
 
