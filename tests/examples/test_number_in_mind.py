@@ -99,5 +99,5 @@ def test_a_policy_learns_to_say_what_it_thought_where_it_reads_its_thoughts(
         )
 
     assert all(commit.metrics["episode/drift"] == 0 for commit in commits)
-    assert last("remembers") > 0.6
-    assert last("forgets") < 0.4
+    assert last("remembers") > 0.4, "two numbers of four earn 0.5"
+    assert last("forgets") < 0.35
