@@ -137,7 +137,7 @@ def commit(
         version_out=synced.weights,
         cursor=prompts.cursor.to_json(),
         rng={"seed": run.config.seed, "rollout_seed": run.config.rollout.seed},
-        ledger=ledger_after(run.clock.ledger, prompts, batch, left_over),
+        ledger=ledger_after(run.clock.position.ledger, prompts, batch, left_over),
         first_group=run.clock.first_group(step),
         group_size=run.config.samples_per_prompt,
         carried=list(left_over.carried.groups),
