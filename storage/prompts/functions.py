@@ -6,16 +6,15 @@ So it has to return the same rows in the same order each time; their digest says
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 
 from configs.data import FunctionSource
 from configs.imports import described, imported
-from storage.objects.documents import Row, canonical_row
-from storage.prompts.source import PromptSource, check_rows, plain_row
+from storage.objects.documents import Row
+from storage.prompts.source import RowsInMemory, plain_row
 
 MOST_ROWS = 2**22  # that are kept in memory; a function that gives more is taken for endless
 _SECOND = 1.0  # beyond the deadline, for one that looks at it between two rows
@@ -27,36 +26,20 @@ class _Endless(Exception):
         self.rows = rows
 
 
-class FunctionRows(PromptSource):
-    """The rows that a user's function returned, in memory.
+class FunctionRows(RowsInMemory):
+    """The rows that a user's function returned.
 
     Raises ValueError where the function cannot be called, or where its rows are no data.
     """
 
     def __init__(self, config: FunctionSource) -> None:
-        self.name = config.path
-        self._rows = [self._row(i, row) for i, row in enumerate(self._returned(config))]
-        if not self._rows:
-            raise ValueError(f"data.source.path is {self.name}: it returned no rows.")
-        self.columns = tuple(self._rows[0])
-        hasher = hashlib.sha256()
-        for row in self._rows:
-            hasher.update(canonical_row(row) + b"\n")
-        self.digest = f"sha256:{hasher.hexdigest()}"
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def rows(self, indices: Sequence[int]) -> list[Row]:
-        self._in_range(indices)
-        return [self._rows[index] for index in indices]
-
-    def has_column(self, name: str) -> bool:
-        return any(name in row for row in self._rows)
-
-    def check_columns(self, needed: Iterable[str]) -> None:
-        rows = ((self._row_name(i), row) for i, row in enumerate(self._rows))
-        check_rows(rows, self.name, needed)
+        rows = [
+            self._row(row, f"Row {index} of {config.path}")
+            for index, row in enumerate(self._returned(config))
+        ]
+        if not rows:
+            raise ValueError(f"data.source.path is {config.path}: it returned no rows.")
+        super().__init__(config.path, rows)
 
     def _returned(self, config: FunctionSource) -> list[object]:
         """What the function returns, or yields, with an error of its own in one sentence."""
@@ -102,13 +85,8 @@ class FunctionRows(PromptSource):
             f"data.source.path is {config.path}, which gave no rows: {described(error)}"
         )
 
-    def _row(self, index: int, row: object) -> Row:
+    @staticmethod
+    def _row(row: object, name: str) -> Row:
         if not isinstance(row, Mapping):
-            raise ValueError(
-                f"{self._row_name(index)} of {self.name} is a {type(row).__name__}, not a dict of "
-                "columns."
-            )
-        return plain_row(dict(row), f"{self._row_name(index)} of {self.name}")
-
-    def _row_name(self, index: int) -> str:
-        return f"Row {index}"
+            raise ValueError(f"{name} is a {type(row).__name__}, not a dict of columns.")
+        return plain_row(dict(row), name)

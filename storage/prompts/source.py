@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -75,6 +76,32 @@ class PromptSource(ABC):
         for index in indices:
             if not 0 <= index < len(self):
                 raise IndexError(f"There is no row {index} in {self.name}: it has {len(self)}.")
+
+
+class RowsInMemory(PromptSource):
+    """Rows that are all in memory, each of which may have columns of its own."""
+
+    def __init__(self, name: str, rows: Sequence[Row]) -> None:
+        """`name`: as PromptSource has it; `rows`: one at least."""
+        self.name, self._rows = name, rows
+        self.columns = tuple(rows[0])
+        hasher = hashlib.sha256()
+        for row in rows:
+            hasher.update(canonical_row(row) + b"\n")
+        self.digest = f"sha256:{hasher.hexdigest()}"
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def rows(self, indices: Sequence[int]) -> list[Row]:
+        self._in_range(indices)
+        return [self._rows[index] for index in indices]
+
+    def has_column(self, name: str) -> bool:
+        return any(name in row for row in self._rows)
+
+    def check_columns(self, needed: Iterable[str]) -> None:
+        check_rows(((f"Row {i}", row) for i, row in enumerate(self._rows)), self.name, needed)
 
 
 def check_rows(named: Iterable[tuple[str, Row]], source: str, needed: Iterable[str]) -> None:

@@ -7,17 +7,16 @@ keeps each once by its digest in this machine's cache (storage/prompts/coding/tr
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from configs.coding import CodingSource
-from storage.objects.documents import Row, canonical_row
+from storage.objects.documents import Row
 from storage.prompts.coding.repositories import repository
 from storage.prompts.coding.task_folders import TaskFolder, task_folders
 from storage.prompts.coding.trees import File, Tree, check_path, checked, keep
-from storage.prompts.source import PromptSource, check_rows
+from storage.prompts.source import PromptSource, RowsInMemory
 
 # Columns, and the names that SWE-bench has for them.
 SWE_BENCH = {
@@ -27,33 +26,16 @@ SWE_BENCH = {
 }
 
 
-class CodingRows(PromptSource):
-    """The rows, in memory; their repositories are not."""
+class CodingRows(RowsInMemory):
+    """The rows; their repositories are not in memory."""
 
     def __init__(self, config: CodingSource, opened: PromptSource | None) -> None:
         """opened: the file of rows; None: the address is a folder of task folders."""
-        self.name = config.path
         self.left_out: dict[str, str] = {}  # task folder -> why it is no row
-        if opened is None:
-            self._rows = self._of_folders(config.path)
-        else:
-            self._rows = _of_file(opened, config.path)
-        self.columns = tuple(self._rows[0])
-        lines = b"".join(canonical_row(row) + b"\n" for row in self._rows)
-        self.digest = f"sha256:{hashlib.sha256(lines).hexdigest()}"
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def rows(self, indices: Sequence[int]) -> list[Row]:
-        self._in_range(indices)
-        return [self._rows[index] for index in indices]
-
-    def has_column(self, name: str) -> bool:
-        return any(name in row for row in self._rows)
-
-    def check_columns(self, needed: Iterable[str]) -> None:
-        check_rows(((f"Row {i}", row) for i, row in enumerate(self._rows)), self.name, needed)
+        address = config.path
+        super().__init__(
+            address, self._of_folders(address) if opened is None else _of_file(opened, address)
+        )
 
     def _of_folders(self, address: str) -> list[Row]:
         rows = []
