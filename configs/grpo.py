@@ -21,7 +21,6 @@ from configs.resolving import (
     shards,
     slots,
 )
-from configs.rules.branches import BRANCHES
 from configs.rules.coding import CODING
 from configs.rules.elastic import ELASTIC
 from configs.rules.episodes import EPISODES
@@ -81,7 +80,6 @@ OF_EVERY_FLOW: tuple[Rule[RunConfig], ...] = (
     *OVER_SAMPLING,
     *SAMPLING,
     *EPISODES,
-    *BRANCHES,
     *CODING,
     *LOGPROBS,
     *SAMPLING_MASK,
