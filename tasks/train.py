@@ -85,7 +85,8 @@ def train(
                 opened = open_run(_this_flow(), config, resume, fork, filled_in=form)
             except NothingNew as nothing:
                 return skipped(nothing)
-            findings += told_kept(config, opened.config)
+            if resume is not None:
+                findings += told_kept(config, opened.config)
             reporting = reporting_on(Terminal())
             run = stack.enter_context(started(opened, reporting, waits=tried > 1))
             if resume is not None:

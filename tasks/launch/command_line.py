@@ -114,7 +114,8 @@ def _begin(flow: str, resolved: Resolved[GRPOConfig], arguments: argparse.Namesp
     except RuntimeError as error:  # of the store
         print_text(f"{type(error).__name__}: {error}", error=True)
         return FAILED
-    findings += told_kept(config, opened.config)
+    if resume is not None:
+        findings += told_kept(config, opened.config)
     if arguments.check:
         from tasks.launch.check_page import print_checks
         from tasks.launch.server import server_sentence
