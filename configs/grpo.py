@@ -10,7 +10,7 @@ from pydantic import GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from configs.base import without
+from configs.form import FORM, without
 from configs.resolving import (
     ANY_MACHINE,
     Decider,
@@ -117,6 +117,8 @@ class GRPOConfig(RunConfig):
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
         schema = super().__get_pydantic_json_schema__(core_schema, handler)
+        if not FORM.get():
+            return schema
         algorithm = handler.resolve_ref_schema(schema["properties"]["algorithm"])
         choices = algorithm["properties"]
         choices["advantage"] = without(choices["advantage"], cls.unfit)
