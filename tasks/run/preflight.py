@@ -239,7 +239,7 @@ def check_settings(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
         *(Finding(check=check, found=text) for check, text in devices.items()),
         *memory,
         *(Finding(check="warning", found=line) for line in warnings_of(config)),
-        *_credentials_stored(config, resumed),
+        *(_credentials_stored(config) if resumed else ()),
     ]
 
 
@@ -261,9 +261,9 @@ def _traced_memory(config: GRPOConfig, resumed: bool) -> list[Finding]:
         return [Finding(check="memory", found=str(error), warning=True)]
 
 
-def _credentials_stored(config: GRPOConfig, resumed: bool) -> list[Finding]:
+def _credentials_stored(config: GRPOConfig) -> list[Finding]:
     """A run that was stored with a credential goes on; whoever started it is told."""
-    sentence = credential_sentence(config) if resumed else ""
+    sentence = credential_sentence(config)
     if not sentence:
         return []
     sentence += " This run's settings hold it already: replace the credential where it is issued."
