@@ -150,8 +150,7 @@ def test_an_experiment_of_an_older_refrain_gets_its_kind(
     old = config.model_copy(update={"experiment": "old"})
     mlflow = TrackingAddress.of(old.uri).connect()
     mlflow.create_experiment("old", artifact_location=(tmp_path / "artifacts").as_uri())
-    with Tracker(old) as tracker:
-        tracker.start(page("kind"))
+    Tracker(old).start(page("kind"))
     kind = mlflow.get_experiment_by_name("old").tags["mlflow.experimentKind"]
     assert kind == "custom_model_development"
 
@@ -233,29 +232,6 @@ def test_versions_are_registered_once(tracker: Tracker, config: TrackingConfig) 
     assert {(one.model_id, one.step) for one in outputs} == {
         (models["0"].model_id, 0), (models["5"].model_id, 5),
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [(None, "FINISHED"), (ValueError, "FAILED"), (KeyboardInterrupt, "KILLED")],
-)
-def test_leaving_the_context_ends_the_run(
-    config: TrackingConfig, error: type[BaseException] | None, status: str
-) -> None:
-    tracker = Tracker(config)
-    try:
-        with tracker:
-            tracker.start(page(f"ends {status}"))
-            if error is not None:
-                raise error
-    except (ValueError, KeyboardInterrupt) as raised:
-        assert type(raised) is error
-    assert client(config).get_run(tracker.run_id).info.status == status
-
-
-def test_an_unstarted_tracker_can_be_left(config: TrackingConfig) -> None:
-    with Tracker(config):
-        pass
 
 
 def test_failures_of_mlflow_are_tracking_errors(tracker: Tracker, config: TrackingConfig) -> None:
