@@ -316,7 +316,6 @@ GONE = "its process ended or its host cannot be reached"
 AFTERMATH = 2.0  # seconds in which the end of a process becomes known once its sockets have closed
 
 Worker = TypeVar("Worker", Member, str)
-T = TypeVar("T")
 
 
 class RemoteWorkers(ABC):
@@ -576,25 +575,25 @@ class Cluster:
             raise self.why_lost(f"the Dask scheduler cannot be reached: {error}") from error
 
     def ask_each(
-        self, question: Callable[[], T], addresses: Iterable[str], patience: float
-    ) -> dict[str, T]:
+        self, question: Callable[..., object], addresses: Iterable[str], patience: float
+    ) -> dict[str, Any]:
         """What workers answer, by address; one that is busy or has gone holds up none of the others.
 
         Without those that have not answered after `patience` seconds. Raises as `ask`.
         """
 
-        async def answer_of(address: str) -> dict[str, T]:
+        async def answer_of(address: str) -> dict[str, Any]:
             answer = self.client.run(question, workers=[address], on_error="ignore")
             try:
                 return dict(await asyncio.wait_for(answer, patience))
             except (TimeoutError, OSError, ValueError):
                 return {}
 
-        async def answers() -> dict[str, T]:
+        async def answers() -> dict[str, Any]:
             each = await asyncio.gather(*map(answer_of, addresses))
             return {address: value for answer in each for address, value in answer.items()}
 
-        by_address: dict[str, T] = self.ask(answers)
+        by_address: dict[str, Any] = self.ask(answers)
         return by_address
 
     def _answers(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -97,7 +97,7 @@ def running_calls(
             for pool in pools
             for member in list(cluster.members(pool, max_age=10.0).values())[: max(1, share)]
         ]
-        answers = cluster.ask_each(host.status, addresses, STATUS_TIMEOUT)
+        answers: Mapping[str, HostStatus] = cluster.ask_each(host.status, addresses, STATUS_TIMEOUT)
     except (ClusterLost, TimeoutError, OSError, ValueError):
         return {}
     return {status.worker: status.running for status in answers.values()}
@@ -112,7 +112,11 @@ def look_at_machines(cluster: Cluster, besides: str = "") -> list[MachineSample]
     try:
         for member in cluster.members(max_age=60.0).values():
             by_host.setdefault(member.host, member.address)
-        samples = cluster.ask_each(machine_sample, by_host.values(), MACHINES_TIMEOUT).values()
+        samples: Mapping[str, MachineSample] = cluster.ask_each(
+            machine_sample, by_host.values(), MACHINES_TIMEOUT
+        )
     except (ClusterLost, TimeoutError, OSError, ValueError):
         return []
-    return sorted((each for each in samples if each.host != besides), key=attrgetter("host"))
+    return sorted(
+        (each for each in samples.values() if each.host != besides), key=attrgetter("host")
+    )
