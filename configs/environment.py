@@ -9,6 +9,7 @@ installed.
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shlex
 import subprocess
@@ -84,6 +85,25 @@ def cpu_multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
         return True
     features = [line.split(":", 1)[1] for line in lines if line.startswith(("flags", "Features"))]
     return not features or {"avx512bw", "bf16"} & set(features[0].split()) != set()
+
+
+@cache
+def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Maker, family and model of this machine's CPU: libraries choose their kernels by them.
+
+    Empty where the machine does not say.
+    """
+    try:
+        lines = cpuinfo.read_text(errors="replace").splitlines()
+    except OSError:
+        return platform.processor()
+    facts: dict[str, str] = {}  # of the first processor
+    for line in lines:
+        name, _, value = line.partition(":")
+        facts.setdefault(name.strip(), value.strip())
+    x86 = ("vendor_id", "cpu family", "model")
+    arm = ("CPU implementer", "CPU architecture", "CPU variant", "CPU part")
+    return " ".join(facts[name] for name in (*x86, *arm) if facts.get(name))
 
 
 def given(names: Iterable[str]) -> dict[str, str]:

@@ -66,6 +66,10 @@ turn and has to continue the one before. [Agents](../episodes.md) says how to wr
 | a message, or its events |
 | `POST {completions}` | `prompt`, a list of token ids; `logprobs`, `stream` | a text completion \
 with `token_ids` and `prompt_token_ids` |
+| `POST {tokenize}` | `messages`, `tools`; or `prompt`; `return_token_strs` | `tokens`, `count` and \
+`max_model_len`, as vLLM's server |
+| `POST {detokenize}` | `tokens` | `prompt` |
+| `POST {count}` | `messages`, `system`, `tools` | `input_tokens` |
 | `POST {generate}` | `token_ids`; no `stream` | `token_ids`, `prompt_token_ids` and `logprobs`, as \
 vLLM's server |
 
@@ -80,7 +84,6 @@ turn is whole. Log-probs are those of sampling, each token as `token_id:NUMBER`.
 | 403 | the episode is over |
 | 404 | there is no such route |
 | 411, 413 | no `Content-Length`, or a body of more than {mebibytes} MiB |
-| 501 | it needs a tokenizer: `/tokenize`, `{messages}/count_tokens` |
 
 A connection that has shown no key has {seconds:g} s for a request, and {strangers} of these are
 served at once.
@@ -161,6 +164,9 @@ def agent_routes() -> str:
         messages=agent_protocols.MESSAGES,
         completions=agent_protocols.COMPLETIONS,
         generate=agent_protocols.GENERATE,
+        tokenize=agent_protocols.TOKENIZE,
+        detokenize=agent_protocols.DETOKENIZE,
+        count=agent_protocols.COUNT,
         mebibytes=agent_api.MOST_BODY // 2**20,
         seconds=agent_api.STRANGER_SECONDS,
         strangers=agent_api.STRANGERS,

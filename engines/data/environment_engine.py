@@ -9,8 +9,9 @@ turn that was answered once is never stepped again.
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from operator import itemgetter
@@ -45,7 +46,7 @@ from engines.data.frames import (
 from engines.data.gathering import gathered
 from engines.data.played import Played
 from engines.data.players import dealt, players_prompts
-from engines.data.request_episodes import RequestEpisode, RequestEpisodes
+from engines.data.request_episodes import RequestEpisode, RequestEpisodes, read_by
 from engines.data.results import (
     DEADLINE,
     DONE,
@@ -89,6 +90,7 @@ if TYPE_CHECKING:
     pass
 
 
+ANY_LENGTH = 2**31  # tokens, more than any prompt has
 _MORE = (
     "the environment is not deterministic: when the episode was played again, the agent asked for "
     "more turns"
@@ -115,6 +117,7 @@ class EnvironmentEngine(EnvironmentHost):
         self._spec = spec
         self._store = spec.open_store()
         self._tokenizer = load_tokenizer(materialize(spec.model, Path(spec.model_cache)))
+        self._tokenizing = threading.Lock()  # held by the thread of an agent that asks for tokens
         self._source = open_source(spec.data.source)
         self._played: dict[str, Played] = {}  # by task; of one task under no name
         opened: dict[str, Environments | OneTurn] = {}  # tasks that are played alike share them
@@ -122,7 +125,7 @@ class EnvironmentEngine(EnvironmentHost):
         for name, settings in spec.data.played(spec.episodes).items():
             key = settings.model_dump_json()
             if key not in opened:
-                opened[key] = open_environments(settings, spec.frames)
+                opened[key] = open_environments(settings, spec.frames, self._tokenized)
             data = spec.data.tasks[name] if name else spec.data
             most = limits.get(name, spec.max_new_tokens)
             self._played[name] = Played.of(self._tokenizer, data, settings, opened[key], most)
@@ -261,6 +264,24 @@ class EnvironmentEngine(EnvironmentHost):
             [one.row for one in episodes],
             lambda played, places: played.environments.finish([turns[place] for place in places]),
         )
+
+    def _tokenized(self, row: Row, asked: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What an agent asks the tokenizer (protocol.TokenizerAnswers), in an episode of the row."""
+        words, played = self._tokenizer, self._of(row)
+        with self._tokenizing:
+            try:
+                if (given := asked.get("of_ids")) is not None:
+                    self._requests.check_known(given)
+                    return {"text": words.decode(given)}
+                if (request := asked.get("request")) is not None:
+                    read = read_by(played, row, request, asked["past"], asked["ended"], ANY_LENGTH)
+                    ids = list(read[0])
+                else:
+                    ids = words(asked["text"], add_special_tokens=asked["special"])["input_ids"]
+            except ValueError as error:
+                return {"refused": str(error)}
+        made = {"ids": ids, "max_model_len": played.data.max_prompt_tokens + played.max_new_tokens}
+        return {**made, "tokens": words.convert_ids_to_tokens(ids)} if asked["texts"] else made
 
     def _first_request(self, outcome: Outcome) -> Outcome:
         """The opening of an agent as its first request, failed where that is of token ids that there

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from engines.data.chat_template import (
     chat_of,
-    ids_of,
     said_by,
     state_number,
     with_variables,
@@ -470,23 +469,16 @@ class RequestEpisodes:
         self, episode: RequestEpisode, request: Mapping[str, Any], before: Node | None
     ) -> tuple[list[int], Sequence[int]]:
         """All that a request is after, and the authors of its end; nothing where it is too long."""
-        text = json.dumps(request)
-        if (ids := ids_of(text)) is not None:
+        if (ids := request.get("ids")) is not None:
             self.check_known(ids)
             return ids, ()
-        chat, played = chat_of(text), episode.played
-        talk = played.conversation.for_row(with_variables(episode.row, chat.variables))
-        rendered = played.settings.past_turns == "as_rendered" and talk.rewrites
-        if before is not None and not rendered:
-            said, role = said_by(chat.messages[-request["new"] :])
-            ended = before.finish != "length"
-            delta = talk.delta(said, ended=ended, last=before.ids[-1], role=role)
+        played, path, ended = episode.played, [], True
+        if before is not None:
             path = episode.forest.path(before, len(before.ids))
-            return [*path, *delta.ids], delta.authors
+            ended = before.finish != "length"
         first = not episode.forest.nodes
         longest = None if first else played.data.max_prompt_tokens + episode.most - 1
-        made = played.agents.made([episode.row], [text], longest)
-        return (made.prompt_ids[0], ()) if made.kept else ([], ())
+        return read_by(played, episode.row, request, path, ended, longest)
 
     def _refuse(self, episode: RequestEpisode, name: str, why: str, alone: bool = True) -> None:
         """A request meets a limit; with `alone` the episode ends where nothing else is waited for."""
@@ -531,6 +523,32 @@ class RequestEpisodes:
         left = min(self._left(episode), self._left_of_paths(episode))
         room = min(left // len(episode.forest.waiting), episode.most - (read - node.begins))
         return min(room, episode.played.settings.max_turn_tokens or room)
+
+
+def read_by(
+    played: Played,
+    row: Row,
+    request: Mapping[str, Any],
+    past: Sequence[int],
+    ended: bool,
+    longest: int | None,
+) -> tuple[list[int], Sequence[int]]:
+    """The ids that a turn reads which an agent asks for by messages, and the authors of its end.
+
+    past: all up to the end of the turn that it goes on from; nothing where it goes on from none.
+    ended: whether the model ended that turn. longest: as in AgentPrompts.made; nothing is read then.
+    ValueError, in a sentence, for messages that cannot be rendered.
+    """
+    text = json.dumps(request)
+    chat = chat_of(text)
+    talk = played.conversation.for_row(with_variables(row, chat.variables))
+    rendered = played.settings.past_turns == "as_rendered" and talk.rewrites
+    if past and not rendered:
+        said, role = said_by(chat.messages[-request["new"] :])
+        delta = talk.delta(said, ended=ended, last=past[-1], role=role)
+        return [*past, *delta.ids], delta.authors
+    made = played.agents.made([row], [text], longest)
+    return (made.prompt_ids[0], ()) if made.kept else ([], ())
 
 
 def _dense(store: Store, ref: BatchRef, name: str) -> list[Any]:

@@ -18,14 +18,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from engines.environments.agent_protocols import (
     MESSAGES,
     MODEL,
     PROTOCOLS,
+    TOKENIZER,
     Event,
     ModelTurn,
+    TokenizerRequest,
     TurnRequest,
     branch_of,
 )
@@ -39,7 +41,6 @@ STRANGER_SECONDS = 10.0  # that such a one has for all of a request
 KNOWN_SECONDS = 3600.0  # that a connection with a key may be silent, or needs for a request
 SEND_SECONDS = 60.0  # in which an answer has to be taken
 
-_WITHOUT_TOKENIZER = ("/tokenize", "/v1/tokenize", "/detokenize", f"{MESSAGES}/count_tokens")
 _MODEL = {
     "id": MODEL,
     "object": "model",
@@ -68,6 +69,7 @@ _ERRORS = {  # of Anthropic's, by status
 
 Refusal: TypeAlias = "tuple[int, dict[str, Any]]"  # HTTP status and body
 Answer: TypeAlias = "ModelTurn | Refusal"
+Read = TypeVar("Read")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,14 @@ class AgentRequest:
     answer: SimpleQueue[Answer] = field(default_factory=SimpleQueue)
     # Whether the client was still there to take the answer.
     taken: Future[bool] = field(default_factory=Future)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentTokenizerRequest:
+    """A request to the tokenizer that waits for its answer: what it made, or a refusal."""
+
+    asked: TokenizerRequest
+    answer: SimpleQueue[Mapping[str, Any] | Refusal] = field(default_factory=SimpleQueue)
 
 
 def refused(text: str, status: int, code: str | None = None) -> Refusal:
@@ -106,6 +116,9 @@ class Session(Protocol):
 
     def ask(self, request: AgentRequest) -> Answer:
         """Wait for the model's turn."""
+
+    def ask_tokenizer(self, request: AgentTokenizerRequest) -> Mapping[str, Any] | Refusal:
+        """Wait for the tokenizer."""
 
 
 class Server:
@@ -192,7 +205,9 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
         def route(self) -> str:
             """The path that is asked; some clients put a `/v1` of their own after the address's."""
             path = self.path.partition("?")[0].rstrip("/")
-            return path.removeprefix("/v1") if path.startswith("/v1/v1/") else path
+            path = path.removeprefix("/v1") if path.startswith("/v1/v1/") else path
+            bare = path.removeprefix("/v1")  # vLLM has its own routes without
+            return bare if bare in TOKENIZER else path
 
         def do_GET(self) -> None:
             if self.route == "/v1/models":
@@ -222,34 +237,49 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
             if len(text) < int(length):  # it has ended before: nobody waits for an answer
                 self.close_connection = True
                 return
-            if self.route in _WITHOUT_TOKENIZER:
-                self._refuse(
-                    *refused(
-                        f"there is no {self.path}: tokens are made where the policy's tokenizer is. "
-                        "Each answer has the number of its tokens",
-                        501,
-                    )
-                )
-            elif self.route not in PROTOCOLS:
-                self._refuse(*refused(f"there is no {self.path}", 404))
-            else:
+            if self.route in TOKENIZER:
+                self._answer_by_tokenizer(session, text)
+            elif self.route in PROTOCOLS:
                 self._answer(session, text)
+            else:
+                self._refuse(*refused(f"there is no {self.path}", 404))
 
-        def _answer(self, session: Session, text: bytes) -> None:
-            """Answer a request of an episode; waits for the model's turn."""
-            protocol = PROTOCOLS[self.route]
+        def _read(
+            self, session: Session, text: bytes, read: Callable[[dict[str, Any]], Read]
+        ) -> Read | None:
+            """What a body asks; None where it was refused."""
             try:
                 body = json.loads(text)
                 if not isinstance(body, dict):
                     raise ValueError("a body has to be a JSON object")
-                turn = protocol.read(body)
-                branch = branch_of(body, self.headers.get("X-Branch"))
+                return read(body)
             except RecursionError:
                 self._refuse(*refused("the body is nested too deeply", 400))
-                return
             except ValueError as error:
                 self._refuse(*(session.over or refused(str(error), 400)))
+            return None
+
+        def _answer_by_tokenizer(self, session: Session, text: bytes) -> None:
+            """Answer a request that needs no turn."""
+            protocol = TOKENIZER[self.route]
+            asked = self._read(session, text, protocol.read)
+            if asked is None:
                 return
+            made = session.over or session.ask_tokenizer(AgentTokenizerRequest(asked=asked))
+            if isinstance(made, tuple):
+                self._refuse(*made)
+            else:
+                self._send(200, protocol.answer(made))
+
+        def _answer(self, session: Session, text: bytes) -> None:
+            """Answer a request of an episode; waits for the model's turn."""
+            protocol, branch = PROTOCOLS[self.route], self.headers.get("X-Branch")
+            asked = self._read(
+                session, text, lambda body: (body, protocol.read(body), branch_of(body, branch))
+            )
+            if asked is None:
+                return
+            body, turn, branch = asked
             # The clients of OpenAI and Anthropic count how often they have sent a request.
             again = self.headers.get("x-stainless-retry-count", "0") != "0"
             key = self.headers.get("Idempotency-Key") or ""

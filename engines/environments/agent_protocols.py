@@ -24,6 +24,9 @@ RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
 COMPLETIONS = "/v1/completions"
 GENERATE = "/inference/v1/generate"
+TOKENIZE = "/tokenize"
+DETOKENIZE = "/detokenize"
+COUNT = f"{MESSAGES}/count_tokens"
 
 Body: TypeAlias = "Mapping[str, Any]"
 Message: TypeAlias = (
@@ -48,6 +51,17 @@ class TurnRequest:
     previous: str = ""  # id of the response after which the messages come
     instructions: list[Message] = field(default_factory=list)  # before all messages
     n: int = 1  # turns that answer it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerRequest:
+    """What an agent asks the tokenizer: the ids of a request or of a text, or the text of ids."""
+
+    turn: TurnRequest | None = None  # a request for a turn, which is not made
+    text: str | None = None
+    special: bool = True  # whether the special tokens are added with which texts begin
+    ids: list[int] | None = None
+    texts: bool = False  # whether the text of each token is wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +172,14 @@ class AgentProtocol:
     read: Callable[[Body], TurnRequest]  # ValueError, in a sentence, for what cannot be answered
     answer: Callable[[Body, ModelTurn], dict[str, Any]]
     stream: Callable[[Body, ModelTurn], Iterator[Event]]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerProtocol:
+    """How the requests of one route are read that the tokenizer answers."""
+
+    read: Callable[[Body], TokenizerRequest]  # ValueError as of AgentProtocol
+    answer: Callable[[Mapping[str, Any]], dict[str, Any]]  # of protocol.TokenizerAnswers
 
 
 # --- what the protocols share
@@ -699,4 +721,46 @@ PROTOCOLS = {
     MESSAGES: AgentProtocol(_read_messages, _answer_messages, _stream_messages),
     COMPLETIONS: AgentProtocol(_read_ids("prompt"), _answer_completions, _stream_completions),
     GENERATE: AgentProtocol(_read_ids("token_ids"), _answer_generate, _stream_completions),
+}
+
+
+# --- the tokenizer, in the forms of vLLM's server and of Anthropic
+
+
+def _read_tokenize(body: Body) -> TokenizerRequest:
+    texts = bool(body.get("return_token_strs"))
+    if "messages" not in body:
+        text = body.get("prompt")
+        if not isinstance(text, str):
+            raise ValueError("prompt has to be a text, or messages a list of messages")
+        special = body.get("add_special_tokens") in (None, True)
+        return TokenizerRequest(text=text, special=special, texts=texts)
+    _refuse(body, "chat_template", "continue_final_message", "add_special_tokens")
+    if body.get("add_generation_prompt") not in (None, True):
+        raise ValueError(
+            "add_generation_prompt has to be true: messages become what a turn is asked for after"
+        )
+    return TokenizerRequest(turn=_read_chat(body), texts=texts)
+
+
+def _answer_tokenize(made: Mapping[str, Any]) -> dict[str, Any]:
+    ids = made["ids"]
+    most, texts = made["max_model_len"], made.get("tokens")
+    return {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": texts}
+
+
+def _read_detokenize(body: Body) -> TokenizerRequest:
+    ids = body.get("tokens")
+    if not isinstance(ids, list) or not all(map(_is_token, ids)):
+        raise ValueError("tokens has to be a list of token ids")
+    return TokenizerRequest(ids=ids)
+
+
+TOKENIZER = {
+    TOKENIZE: TokenizerProtocol(_read_tokenize, _answer_tokenize),
+    DETOKENIZE: TokenizerProtocol(_read_detokenize, lambda made: {"prompt": made["text"]}),
+    COUNT: TokenizerProtocol(
+        lambda body: TokenizerRequest(turn=_read_messages(body)),
+        lambda made: {"input_tokens": len(made["ids"])},
+    ),
 }

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from operator import itemgetter
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeAlias
 
 from configs.imports import described
 from engines.environments.agent_api import (
@@ -31,12 +31,19 @@ from engines.environments.agent_api import (
     SEND_SECONDS,
     TOO_LONG,
     AgentRequest,
+    AgentTokenizerRequest,
     Answer,
     Refusal,
     Server,
     refused,
 )
-from engines.environments.agent_protocols import MODEL, Message, ModelTurn, TurnRequest
+from engines.environments.agent_protocols import (
+    MODEL,
+    Message,
+    ModelTurn,
+    TokenizerRequest,
+    TurnRequest,
+)
 from engines.environments.contract import Given, Loaded, NotAllowed, digest_of
 from engines.environments.protocol import EnvironmentReady, EnvironmentStart, ToolCall
 
@@ -76,11 +83,14 @@ class _End:
     error: BaseException | None
 
 
+_Event: TypeAlias = "AgentRequest | AgentTokenizerRequest | _End"
+
+
 @dataclass(slots=True)
 class _Session:
     """What goes on between an agent, the server's threads and the adapter."""
 
-    events: SimpleQueue[AgentRequest | _End] = field(default_factory=SimpleQueue)
+    events: SimpleQueue[_Event] = field(default_factory=SimpleQueue)
     heard: float = 0.0  # when the last of them came, by time.monotonic
     over: Refusal | None = None  # what every request is answered from now on
     # The conversation up to each response, without instructions, by the response's id.
@@ -95,7 +105,12 @@ class _Session:
         self.put(request)
         return request.answer.get()
 
-    def put(self, event: AgentRequest | _End) -> None:
+    def ask_tokenizer(self, request: AgentTokenizerRequest) -> Mapping[str, Any] | Refusal:
+        """Wait for the tokenizer, which answers once all that waits is looked at."""
+        self.put(request)
+        return request.answer.get()
+
+    def put(self, event: _Event) -> None:
         self.heard = time.monotonic()
         self.events.put(event)
 
@@ -133,8 +148,12 @@ class _Asked:
         about = {"name": name, "branch": self.sent[0].branch}
         if self.turn.ids is not None:
             return {**about, "ids": self.turn.ids}
-        more = {"after": self.after, "new": self.new, "messages": self.read, "tools": self.tools}
-        return {**about, **more, "chat_template_kwargs": self.turn.variables}
+        return {**about, **self.conversation, "chat_template_kwargs": self.turn.variables}
+
+    @property
+    def conversation(self) -> dict[str, Any]:
+        """What it asks the turn after, as it is told."""
+        return {"after": self.after, "new": self.new, "messages": self.read, "tools": self.tools}
 
 
 class AgentAdapter:
@@ -157,6 +176,7 @@ class AgentAdapter:
         self._unasked: set[str] = set()  # of these, those that nothing has asked for
         # Requests that have turns, and these, by the digest of the messages before the turn.
         self._places: dict[bytes, list[tuple[_Asked, str, ModelTurn]]] = {}
+        self._to_tokenizer: list[AgentTokenizerRequest] = []  # that wait for it
         self._refused = False  # whether a request was told of a limit
         self._end: Given | None = None  # once the agent has ended
 
@@ -178,6 +198,14 @@ class AgentAdapter:
                 self._unasked.add(turn["name"])
         for asked in self._all():
             self._give(asked)
+        return self._next()
+
+    def tokenized(self, answers: Sequence[Mapping[str, Any]]) -> Given:
+        """Answer what the tokenizer was asked, and go on as `take` does."""
+        for request, made in zip(self._to_tokenizer, answers, strict=True):
+            said = made.get("refused")
+            request.answer.put(made if said is None else refused(said, 400))
+        self._to_tokenizer.clear()
         return self._next()
 
     def act(self, text: str, calls: Sequence[ToolCall] | None) -> Given:
@@ -204,7 +232,7 @@ class AgentAdapter:
                 self._answer(asked, _LET_GO)
         with contextlib.suppress(Empty):
             while True:
-                if isinstance(event := self._session.events.get_nowait(), AgentRequest):
+                if not isinstance(event := self._session.events.get_nowait(), _End):
                     event.answer.put(_LET_GO)
 
     def _all(self) -> list[_Asked]:
@@ -226,6 +254,10 @@ class AgentAdapter:
                 break
             if isinstance(event, _End):
                 return self._ended(event)
+            if isinstance(event, AgentTokenizerRequest):
+                self._to_tokenizer.append(event)
+                asked = self._asked_of_tokenizer(event.asked)
+                return Given(observation=None, tokenizer=(asked,))
             self._hear(event)
         told = [
             asked.to_json(name)
@@ -236,6 +268,19 @@ class AgentAdapter:
         told.sort(key=itemgetter("name"))
         text = json.dumps({"requests": told}, ensure_ascii=False)
         return Given(observation=text, longest=MOST_BODY)
+
+    def _asked_of_tokenizer(self, request: TokenizerRequest) -> dict[str, Any]:
+        """As it is told of in Outcome.tokenizer."""
+        asks = request.turn
+        if asks is None:
+            asked = {"text": request.text, "special": request.special, "of_ids": request.ids}
+            return {**asked, "texts": request.texts}
+        chat = self._chat(asks)
+        one = _Asked(sent=[], names=[], chat=chat, read=chat, new=len(chat), tools=asks.tools)
+        turn = self._find_turn_before(one)
+        past = [] if turn is None else [*turn.prompt_ids, *turn.ids]
+        about = {"past": past, "ended": turn is None or not turn.cut, "texts": request.texts}
+        return {**about, "request": {**one.conversation, "chat_template_kwargs": asks.variables}}
 
     def _ended(self, end: _End) -> Given:
         if not self._asked and end.error is None:
@@ -257,7 +302,7 @@ class AgentAdapter:
     def _hear(self, request: AgentRequest) -> None:
         """A request becomes one that waits, or is answered, where its turn is known."""
         asks = request.turn
-        chat = self._chat(request)
+        chat = self._chat(asks)
         said = [chat, asks.ids, asks.tools, asks.variables, asks.n, request.branch]
         key = blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=8).hexdigest()
         equal = self._asked.setdefault(key, [])
@@ -277,13 +322,12 @@ class AgentAdapter:
         equal.append(asked)
         self._give(asked)
 
-    def _chat(self, request: AgentRequest) -> list[Message]:
+    def _chat(self, asks: TurnRequest) -> list[Message]:
         """The conversation that a request stands for."""
-        asks = request.turn
         past = self._session.responses[asks.previous] if asks.previous else []
         return [*asks.instructions, *past, *asks.messages]
 
-    def _find_turn_before(self, asked: _Asked) -> None:
+    def _find_turn_before(self, asked: _Asked) -> ModelTurn | None:
         """From which turn a conversation goes on: the last one that it has with all before it."""
         chat = asked.chat
         found: list[tuple[bool, str, _Asked, ModelTurn, list[Message]]] = []
@@ -297,11 +341,12 @@ class AgentAdapter:
             if found:
                 break
         else:
-            return
+            return None
         _, asked.after, before, turn, new = min(found, key=lambda one: one[:2])
         asked.tools = before.tools
         asked.read = [*before.read, {"role": "assistant", "content": turn.text}, *new]
         asked.new = len(new)
+        return turn
 
     def _give(self, asked: _Asked) -> None:
         """Answer a request whose turns are known."""

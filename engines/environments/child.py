@@ -44,6 +44,7 @@ from engines.environments.protocol import (
     OpenSession,
     Outcome,
     Reply,
+    TokenizerAnswers,
     Turns,
     unpacked,
 )
@@ -85,7 +86,7 @@ def main(socket: int, owner: int, dump: int) -> None:
 
         def answered(message: Any) -> object:
             call = unpacked(message)
-            assert isinstance(call, (OpenSession, Act, Turns, Finish, Close))
+            assert isinstance(call, (OpenSession, Act, Turns, TokenizerAnswers, Finish, Close))
             return packed(sessions.answer(call))
 
         answer_calls(connection, answered)
@@ -179,7 +180,7 @@ class Sessions:
             self._open[call.session] = (adapter, randomness)
             return adapter.reset(call.row, call.seed)
 
-    def _go_on(self, call: Act | Turns | Finish) -> Given:
+    def _go_on(self, call: Act | Turns | TokenizerAnswers | Finish) -> Given:
         adapter, randomness = self._open[call.session]
         with randomness.in_place():
             if isinstance(call, Finish):
@@ -187,6 +188,9 @@ class Sessions:
             if isinstance(call, Turns):
                 assert isinstance(adapter, agents.AgentAdapter), "others are given one turn"
                 return adapter.take(call.turns)
+            if isinstance(call, TokenizerAnswers):
+                assert isinstance(adapter, agents.AgentAdapter), "others ask no tokenizer"
+                return adapter.tokenized(call.answers)
             if call.tokens is not None:
                 taker = library_adapters.GymnasiumAdapter
                 assert isinstance(adapter, taker), "others are not told tokens"

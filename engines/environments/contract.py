@@ -43,6 +43,7 @@ class Given:
     frame: Any = None  # an array of numpy, or what makes one; None: none is kept
     used: int | None = None  # as in Outcome
     longest: int = OBSERVATION_BYTES  # that its observation may be
+    tokenizer: Sequence[Mapping[str, Any]] = ()  # as in Outcome
 
 
 class EnvironmentAdapter(Protocol):
@@ -102,6 +103,7 @@ def checked(given: Given) -> Outcome:
         results=results,
         frame=None if given.frame is None else frame_of(given.frame),
         used=given.used,
+        tokenizer=given.tokenizer,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from configs.episodes import EpisodesConfig, NoEnvironment
 from engines.environments.protocol import EnvironmentReady, Outcome
-from engines.environments.sessions import Asked, Environments
+from engines.environments.sessions import Asked, Environments, Tokenizer
 from storage.objects.documents import Row
 
 
@@ -33,8 +33,10 @@ class OneTurn:
         """There is nothing to end."""
 
 
-def open_environments(config: EpisodesConfig, frames: bool = False) -> Environments | OneTurn:
+def open_environments(
+    config: EpisodesConfig, frames: bool = False, tokenizer: Tokenizer | None = None
+) -> Environments | OneTurn:
     """The environments of these settings; see `Environments`."""
     if isinstance(config.environment, NoEnvironment):
         return OneTurn()
-    return Environments(config, frames=frames)
+    return Environments(config, frames=frames, tokenizer=tokenizer)

@@ -89,6 +89,17 @@ class Turns:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerAnswers:
+    """What the tokenizer makes of each of an Outcome's `tokenizer`, in order; answered as Act is.
+
+    Each has what was asked for, of `ids`, `tokens` (their texts) and `text`, or a sentence `refused`.
+    """
+
+    session: str
+    answers: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
     """The episode is over; answered by an Outcome with a last reward, or NoSession."""
 
@@ -141,6 +152,9 @@ class Outcome:
     # Characters of the turn (tokens, where it is told those) up to the action that ended the
     # episode; None: all of them counted.
     used: int | None = None
+    # What an agent asks of the tokenizer, which its owner has: while there is any nothing else is
+    # said. Each is a text, token ids, or a request for a turn with the turn before it.
+    tokenizer: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,10 +180,10 @@ class PlayersTurn:
 
 
 Message: TypeAlias = (
-    "EnvironmentStart | EnvironmentReady | Broken | OpenSession | Act | Turns | Finish | Close | "
-    "Closed | NoSession | Outcome"
+    "EnvironmentStart | EnvironmentReady | Broken | OpenSession | Act | Turns | TokenizerAnswers | "
+    "Finish | Close | Closed | NoSession | Outcome"
 )
-Call: TypeAlias = "OpenSession | Act | Turns | Finish | Close"
+Call: TypeAlias = "OpenSession | Act | Turns | TokenizerAnswers | Finish | Close"
 Reply: TypeAlias = "Outcome | Closed | NoSession"
 
 _MESSAGES = by_name(
@@ -179,6 +193,7 @@ _MESSAGES = by_name(
     OpenSession,
     Act,
     Turns,
+    TokenizerAnswers,
     Finish,
     Close,
     Closed,

@@ -25,12 +25,14 @@ from engines.environments.protocol import (
     SECONDS,
     TURN_SECONDS,
     Act,
+    Call,
     Close,
     EnvironmentReady,
     Finish,
     OpenSession,
     Outcome,
     Reply,
+    TokenizerAnswers,
     Tokens,
     ToolCall,
     Turns,
@@ -48,6 +50,8 @@ _OPENING = (
 FINISHED = ("", "finished")  # in the place of a turn's text and calls
 
 Calls: TypeAlias = "Sequence[ToolCall] | None"
+# What the tokenizer makes of one of Outcome.tokenizer, asked for in an episode of the row.
+Tokenizer: TypeAlias = "Callable[[Row, Mapping[str, Any]], Mapping[str, Any]]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +106,7 @@ _Played: TypeAlias = "tuple[str, str, str]"
 class _Session:
     """An episode as its process knows it; changes with every turn."""
 
+    row: Row = field(default_factory=dict)
     played: list[_Played] = field(default_factory=list)
     outcome: Outcome = field(default_factory=Outcome)  # the last answer
     seconds: float = 0.0  # of the environment since it was opened here
@@ -125,10 +130,17 @@ class Environments:
     context. Safe to share by threads: the turns of one process queue up."""
 
     def __init__(
-        self, config: EpisodesConfig, sessions: int = SESSIONS, frames: bool = False
+        self,
+        config: EpisodesConfig,
+        sessions: int = SESSIONS,
+        frames: bool = False,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
-        """`sessions`: how many each process holds at most. `frames`: whether answers have them."""
-        self._players = [_Player(config, sessions, frames) for _ in range(config.processes)]
+        """`sessions`: how many each process holds at most. `frames`: whether answers have them.
+        `tokenizer`: asked from several threads; None: what an agent asks it is the outcome."""
+        self._players = [
+            _Player(config, sessions, frames, tokenizer) for _ in range(config.processes)
+        ]
 
     def start(self) -> EnvironmentReady:
         """Load the environment in every process now, all at once.
@@ -198,8 +210,15 @@ class _Player:
     The dictionaries of episodes are changed in that thread only.
     """
 
-    def __init__(self, config: EpisodesConfig, sessions: int, frames: bool) -> None:
+    def __init__(
+        self,
+        config: EpisodesConfig,
+        sessions: int,
+        frames: bool,
+        tokenizer: Tokenizer | None,
+    ) -> None:
         self.process = EnvironmentProcess(config, frames)
+        self._tokenizer = tokenizer
         self._queue = ThreadPoolExecutor(max_workers=1, thread_name_prefix="environments")
         self._config = config
         self._sessions = sessions
@@ -319,6 +338,7 @@ class _Player:
             _compare(outcome, one.digest, f"turn {number}", finish and number == len(turn.past))
 
     def _open_one(self, session: _Session, name: str, row: Row, seed: int) -> Outcome:
+        session.row = row
         reply = self._call(session, OpenSession(session=name, row=dict(row), seed=seed))
         assert isinstance(reply, Outcome)
         return reply
@@ -343,7 +363,7 @@ class _Player:
         most, turn = self._config.timeout, self._config.turn_timeout
         began = time.perf_counter()
         try:
-            reply = self.process.call(call, turn)
+            reply = self._answered(session, call, turn)
         except CallTimedOut as error:
             said = f"the environment took longer than episodes.turn_timeout = {turn:g} s"
             raise _failed(f"{said}\n{error.stacks}", limit=TURN_SECONDS) from None
@@ -353,6 +373,17 @@ class _Player:
         if session.seconds < most or not isinstance(reply, Outcome):
             return reply
         return replace(reply, limit=SECONDS)
+
+    def _answered(self, session: _Session, call: Call, seconds: float) -> Reply:
+        """The answer of the process, once what it asks the tokenizer is answered."""
+        reply = self.process.call(call, seconds)
+        while self._tokenizer is not None and isinstance(reply, Outcome) and reply.tokenizer:
+            assert not isinstance(call, Close), "nobody asks at its end"
+            answers = tuple(self._tokenizer(session.row, one) for one in reply.tokenizer)
+            reply = self.process.call(
+                TokenizerAnswers(session=call.session, answers=answers), seconds
+            )
+        return reply
 
     def _keep(
         self, among: OrderedDict[str, _Session], episode: str, session: _Session

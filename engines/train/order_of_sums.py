@@ -1,8 +1,10 @@
 """Whether sums come out the same to the bit when they are made again: what is set for it, and said.
 
-On a CPU they do: each kind of CPU adds in one order. On a GPU the backward passes of attention and of
-lookups add with atomics, in the order in which blocks of threads happen to end. torch has slower
-kernels with a fixed order, for attention too (aten's _flash_attention_backward asks the same switch).
+On a CPU they do: each model of CPU adds in one order. MKL and oneDNN choose their kernels by maker
+and model: of two with AVX-512, an Intel and an AMD one, bits differ. On a GPU the backward passes of
+attention and of lookups add with atomics, in the order in which blocks of threads happen to end.
+torch has slower kernels with a fixed order, for attention too (aten's _flash_attention_backward asks
+the same switch).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 
 import torch
 
+from configs.environment import cpu_model
 from configs.train import TrainConfig
 from engines.train.spec import MadeOn
 
@@ -48,9 +51,9 @@ def in_fixed_order(wanted: bool) -> Iterator[None]:
 def made_on(train: TrainConfig, device: torch.device) -> MadeOn:
     """What an update is made on."""
     gpu = device.type == "cuda"
-    capability = torch.backends.cpu.get_cpu_capability()
+    cpu = filter(None, (torch.backends.cpu.get_cpu_capability(), cpu_model()))
     return MadeOn(
-        device=torch.cuda.get_device_name(device) if gpu else f"CPU ({capability})",
+        device=torch.cuda.get_device_name(device) if gpu else f"CPU ({', '.join(cpu)})",
         torch=str(torch.__version__),  # its own class would bring torch into the flow process
         fixed=not train.compile and (train.deterministic or not gpu),
     )

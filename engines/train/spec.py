@@ -105,7 +105,7 @@ class ColumnsResult:
 class MadeOn:
     """On what an update was made: whether it comes out equal to the bit again, and where."""
 
-    device: str  # rank 0's, as its maker calls it, or the CPU's instructions
+    device: str  # rank 0's, as its maker calls it, or the CPU's instructions and model
     torch: str  # version
     fixed: bool  # whether sums had a fixed order
 

@@ -7,7 +7,7 @@ import yaml
 from pydantic import JsonValue
 
 import configs.recipe
-from configs.environment import cpu_multiplies_bfloat16
+from configs.environment import cpu_model, cpu_multiplies_bfloat16
 from configs.grpo import GRPOConfig
 from configs.model import RandomModel
 from configs.recipe import find_recipe, load_recipe
@@ -150,6 +150,25 @@ def test_what_the_kernel_says_of_the_cpu(tmp_path: Path, line: str, there: bool)
     file = tmp_path / "cpuinfo"
     file.write_text(f"processor\t: 0\n{line}\nbugs\t\t: none\n")
     assert cpu_multiplies_bfloat16(file) is there
+
+
+X86 = "processor : 0\nvendor_id : {}\ncpu family : {}\nmodel : {}\nmodel name : any\n\n"
+ARM = "processor : 0\nCPU implementer : 0x41\nCPU architecture: 8\nCPU variant : 0x1\nCPU part : 0xd40\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "model"),
+    [
+        (X86.format("GenuineIntel", 6, 143) * 2, "GenuineIntel 6 143"),
+        (X86.format("AuthenticAMD", 25, 17), "AuthenticAMD 25 17"),
+        (ARM, "0x41 8 0x1 0xd40"),
+        ("processor : 0\n", ""),
+    ],
+)
+def test_maker_and_model_of_the_cpu(tmp_path: Path, text: str, model: str) -> None:
+    file = tmp_path / "cpuinfo"
+    file.write_text(text)
+    assert cpu_model(file) == model
 
 
 def test_nothing_is_assumed_of_a_machine_without_such_a_file(tmp_path: Path) -> None:

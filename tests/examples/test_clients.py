@@ -95,7 +95,7 @@ def test_all_train(launch: Launch) -> None:
         "episodes.turn_timeout=300",
         "episodes.max_turns=2",
         "rollout.stop=[e,t,a,o,i,n,s,h,r,d,l,u,c,m,w,f,g,y,p,b]",  # some clients raise at a cut turn
-        "rollout.max_new_tokens=512",
+        "rollout.max_new_tokens=768",
         "rollout.deadline=600",
         "rewards.functions=[{kind: environment}]",
         "train.micro_batch_tokens=4096",

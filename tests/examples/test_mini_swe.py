@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import runpy
 from pathlib import Path
@@ -13,7 +12,8 @@ from configs.coding import CodingSource, WorkspaceConfig
 from configs.episodes import AgentEnvironment, EpisodesConfig
 from engines.environments.sessions import Environments
 from storage.prompts.datasets import open_source
-from tests.engines.environments.playing import begin, call
+from tests.engines.environments.playing import begin_agent as begin
+from tests.engines.environments.playing import call, new_messages, requests
 from tests.flows.conftest import ROOT
 
 PYTHON = os.environ.get("REFRAIN_TEST_CLIENTS")
@@ -42,7 +42,7 @@ def test_commands_run_in_the_workspace_and_the_tests_are_the_reward(
         episode = begin(environments, **row)
         outcome = episode.act(environments, "…", [call("bash", command="pwd; ls; false")])
         assert outcome.failed is None, outcome.failed
-        [told] = json.loads(outcome.observation)["messages"]
+        [told] = new_messages(requests(outcome)[0])
         assert "<returncode>1</returncode>" in told["content"]
         assert "/tmp/work/repository\nintervals.py\ntests" in told["content"]
         fix = "sed -i 's/start < found/start <= found/' intervals.py"

@@ -49,6 +49,13 @@ def test_of_a_commit_without_a_record_equal_bits_are_demanded() -> None:
         (replace(CPU, fixed=False), {"compile": True}, CPU, 1, "layers were compiled"),
         (GPU, {}, replace(GPU, fixed=False), 1, "here (NVIDIA H100 80GB HBM3) sums have no fixed"),
         (GPU, {}, CPU, 1, "devices differ, NVIDIA H100 80GB HBM3 and CPU (AVX2)"),
+        (
+            replace(CPU, device="CPU (AVX512, GenuineIntel 6 143)"),
+            {},
+            replace(CPU, device="CPU (AVX512, AuthenticAMD 25 17)"),
+            1,
+            "devices differ, CPU (AVX512, GenuineIntel 6 143) and CPU (AVX512, AuthenticAMD 25 17)",
+        ),
         (CPU, {}, replace(CPU, torch="2.14.0"), 1, "versions of torch differ, 2.13.0+cpu and 2.14"),
         (CPU, {}, CPU, 2, "numbers of ranks differ, 1 and 2"),
     ],

@@ -263,6 +263,47 @@ def thinks(base_url, api_key, log, **row):
     return 1.0
 
 
+def counts(base_url, api_key, log, **row):
+    """Asks for its tokens before each turn, of a conversation and then of another with a tool."""
+    root, asked = base_url.removesuffix("/v1"), {"n": 0}
+    tool = {"name": "add", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": tool}]
+    own = [{"name": "add", "input_schema": tool["parameters"]}]
+
+    def turn(messages, **more):
+        made = ask(f"{root}/tokenize", api_key, {"messages": messages, "return_token_strs": True, **more})
+        same = ask(f"{base_url}/tokenize", api_key, {"messages": messages, **more})
+        theirs = {"messages": messages, **({"tools": own} if more else {})}
+        plain = all(one["role"] != "tool" for one in messages)  # Anthropic has another form of results
+        number = plain and ask(f"{base_url}/messages/count_tokens", api_key, theirs)["input_tokens"]
+        body = {"messages": messages, "return_token_ids": True, **more}
+        got = ask(f"{base_url}/chat/completions", api_key, body)
+        note(log, got["prompt_token_ids"], got["choices"][0]["token_ids"])
+        assert made["tokens"] == same["tokens"] == got["prompt_token_ids"]
+        assert made["count"] == len(made["tokens"]) == len(made["token_strs"])
+        assert number in (made["count"], False)
+        assert made["max_model_len"] == 1600 and same["token_strs"] is None
+        text = ask(f"{root}/detokenize", api_key, {"tokens": made["tokens"]})["prompt"]
+        bare = {"prompt": text, "add_special_tokens": False}
+        assert ask(f"{root}/tokenize", api_key, bare)["tokens"] == made["tokens"]
+        asked["n"] += 1
+        return got["choices"][0]["message"]
+
+    chat = [user("one")]
+    for text in ("two", "three"):
+        chat += [turn(chat), user(text)]
+    other = [system("You add."), user("work")]
+    other.append(turn(other, tools=tools))
+    other += [{"role": "tool", "content": "5", "tool_call_id": one["id"]} for one in other[-1]["tool_calls"]]
+    turn(other, tools=tools)
+    import httpx
+
+    headers = {"Authorization": f"Bearer {api_key}"}
+    got = httpx.post(f"{root}/detokenize", json={"tokens": [10**6]}, headers=headers, timeout=60)
+    assert got.status_code == 400 and "token id 1000000" in got.json()["error"]["message"]
+    return float(asked["n"])
+
+
 async def pays(base_url, api_key, log, pay, **row):
     """Two branches and the rest, each with a reward of its own."""
     first = [user("plan")]
@@ -615,6 +656,31 @@ def test_an_engine_that_is_lost_is_no_difference(make: Make, tmp_path: Path) -> 
         )
         found.append([str(rounds.column(name)) for name in names])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_the_tokenizer_gives_the_ids_that_a_turn_reads(
+    make: Make, tmp_path: Path, lost: bool
+) -> None:
+    """Also of a turn that goes on from one that was cut; it is asked again after a loss."""
+    counts = {"full_turn": "counts", "max_turn_tokens": 60}
+    rounds = Rounds(make("counts", **counts), tmp_path)
+    for text, finish in (
+        ("a", "stop"),
+        ("b" * 60, "length"),
+        ('<tool_call>{"name": "add", "arguments": {}}</tool_call>', "stop"),
+        ("d", "stop"),
+    ):
+        if lost:
+            (tmp_path / "log").unlink(missing_ok=True)
+            rounds.engine.close()
+            rounds.engine = make("counts", **counts)
+        rounds.says(text, finish=finish)
+    assert rounds.column("episode_error") == [""]
+    assert rounds.column("turn_rewards")[0][-1] == 4.0
+    assert rounds.result.pending is None
+    if not lost:
+        rounds.check()
 
 
 def test_a_turn_that_was_cut_off_is_asked_for_again(make: Make, tmp_path: Path) -> None:

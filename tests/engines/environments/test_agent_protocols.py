@@ -476,7 +476,7 @@ def test_a_limit_is_told_in_the_clients_own_form(route: str) -> None:
     adapter.close()
 
 
-def test_models_and_what_needs_a_tokenizer() -> None:
+def test_models() -> None:
     listed = httpx.get(f"{server.url}/models").json()
     one = httpx.get(f"{server.url}/models/policy").json()
     assert listed["data"] == [one]
@@ -484,13 +484,29 @@ def test_models_and_what_needs_a_tokenizer() -> None:
     assert httpx.get(f"{server.url}/models/other").status_code == 404
 
     def agent(asking: Asking) -> float:
-        for route in ("/tokenize", "/messages/count_tokens"):
-            got = asking.send(route, {"prompt": "x"})
-            assert (got.status_code, got.headers["x-should-retry"]) == (501, "false")
-            assert "where the policy's tokenizer is" in got.json()["error"]["message"]
         # Anthropic's clients put a /v1 of their own after the address, and a query.
         got = asking.send("/v1/messages?beta=true", ASKED[MESSAGES])
         return float(got.status_code == 200)
+
+    assert play(agent, "5")[0] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "said"),
+    [
+        ("/tokenize", {}, "prompt has to be a text"),
+        ("/tokenize", {"messages": USER, "add_generation_prompt": False}, "has to be true"),
+        ("/tokenize", {"messages": USER, "chat_template": "x"}, "chat_template is not there"),
+        ("/detokenize", {"tokens": [-1]}, "a list of token ids"),
+        ("/messages/count_tokens", {"messages": []}, "messages has to be a list"),
+    ],
+)
+def test_what_the_tokenizer_is_not_asked(route: str, body: dict[str, Any], said: str) -> None:
+    def agent(asking: Asking) -> float:
+        got = asking.send(route, body)
+        assert got.status_code == 400 and said in got.text
+        asking.ask(CHAT)
+        return 1.0
 
     assert play(agent, "5")[0] == 1.0
 
