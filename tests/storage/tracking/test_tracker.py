@@ -275,12 +275,12 @@ def test_two_processes_can_make_the_database_at_once_and_quietly(tmp_path: Path)
         from configs.storage import TrackingConfig
         from storage.tracking.tracker import Tracker
         tracker = Tracker(TrackingConfig(uri="sqlite:///.refrain/mlflow.db"))
-        with tracker:
-            tracker.start(page(sys.argv[1]))
-            tracker.log_step(1, {"kl": 0.0}, at=1e9)
-            tracker.register_version(
-                0, uri="file:///store/" + sys.argv[1], digest="x", step=0, store_uri="file:///store"
-            )
+        tracker.start(page(sys.argv[1]))
+        tracker.log_step(1, {"kl": 0.0}, at=1e9)
+        tracker.register_version(
+            0, uri="file:///store/" + sys.argv[1], digest="x", step=0, store_uri="file:///store"
+        )
+        tracker.finish()
         logging.getLogger("later").info("heard")
         print([thread.name for thread in threading.enumerate()])
         """
