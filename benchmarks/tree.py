@@ -35,7 +35,7 @@ from engines.rollout.contract import RolloutRequest, Sampling, engine_class
 from engines.rollout.engine import RolloutEngine
 from engines.train.spec import UpdateRequest
 from engines.trees.contract import Growth
-from engines.trees.growing import TreeEngine
+from engines.trees.tree_engine import TreeEngine
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch

@@ -535,12 +535,13 @@ class RolesConfig(Settings):
     )
 
     def pool_of(self, role: Role) -> str:
-        """The pool on which a role lives."""
-        pools: dict[str, str | None] = dict(self)
+        """The pool on which a role lives; one that names none has that of another role."""
+        pool: str | None = dict(self)[role]
+        if pool is not None:
+            return pool
         if role in ("opponent", "evaluation"):
-            return pools[role] or self.rollout
-        beside_rewards = role in ("environment", "reward_model", "encoder")
-        return pools[role] or (self.reward if beside_rewards else self.actor)
+            return self.rollout
+        return self.actor if role in ("aggregator", "critic", "teacher") else self.reward
 
 
 class ClusterConfig(Settings):

@@ -10,6 +10,7 @@ from pydantic import GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from configs.cluster import ClusterConfig
 from configs.form import FORM, without
 from configs.resolving import (
     ANY_MACHINE,
@@ -145,6 +146,12 @@ def warnings_of(config: GRPOConfig) -> list[str]:
             f"{cut} draws from a part of the policy's distribution, and the policy is trained as if "
             "from the whole: the gradient is biased, and more so as the part gets smaller. Set "
             f"{MASK} = true, or {WHOLE}, unless that is wanted."
+        )
+    there_anyway = ClusterConfig().pools.keys()
+    for pool in sorted(config.cluster.pools.keys() - config.used_pools - there_anyway):
+        warnings.append(
+            f"cluster.pools.{pool} has no role, so its workers are not started. Set a role of "
+            f"cluster.roles to {pool}, or leave the pool out."
         )
     agents = any(episodes.environment.kind == "agent" for episodes in config.played.values())
     if agents and config.rewards.on_failure == "drop" and config.group_size > 1:

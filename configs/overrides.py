@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from configs.base import SettingsOrigin
 from configs.cluster import ClusterConfig
-from configs.settings_help import like, place_of
+from configs.settings_help import SettingPlace, like, place_of
 
 Config = TypeVar("Config", bound=BaseModel)
 SUITES = "evaluation.suites"
@@ -271,6 +271,10 @@ def _index(text: str, place: list[Any], word: str) -> int:
     return int(text)
 
 
+# pydantic's types of a mistake: one value in place of a group, a mapping or a list of them.
+NO_GROUP = ("model_type", "model_attributes_type", "dict_type", "list_type", "tuple_type")
+
+
 def _sentence(model: type[BaseModel], item: Any) -> str:
     place = place_of(model, item["loc"])
     path = place.path
@@ -295,10 +299,25 @@ def _sentence(model: type[BaseModel], item: Any) -> str:
         alike = difflib.get_close_matches(str(item["ctx"]["tag"]), kinds, n=1)
         hint = f" Did you mean {alike[0]}?" if alike else ""
         return f"{path}.kind = {item['ctx']['tag']}: it must be {_or(kinds)}.{hint}"
+    if item["type"] in NO_GROUP:
+        return (
+            f"{path} = {item['input']!r}: it is {place.form}. Set {_inside(place, item['input'])}."
+        )
+    if item["type"] == "string_pattern_mismatch" and place.meaning:
+        pattern, meaning = item["ctx"]["pattern"], place.meaning.partition(". ")[0].rstrip(".")
+        return f"{path} = {item['input']!r} is not of the form {pattern}. It is: {meaning}."
     message = item["msg"].removeprefix("Value error, ")
     if not path or item["type"] == "value_error":
         return message
     return f"{path} = {item['input']!r}: {message[0].lower()}{message[1:]}."
+
+
+def _inside(place: SettingPlace, value: object) -> str:
+    """What to set instead of one value for a whole group or list."""
+    inner, kinds = place.inner
+    if not kinds:
+        return f"what is in it, such as {inner}"
+    return f"{inner} = {value}" if value in kinds else f"{inner} to {_or(kinds)}"
 
 
 def _or(names: Sequence[str]) -> str:

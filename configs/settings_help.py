@@ -87,6 +87,8 @@ class SettingPlace:
         type[BaseModel], ...
     ]  # the kinds of the group that it is or, if it is none, is in
     kind: str | None  # of its group, where that has one
+    annotation: Any  # of what it holds; None: it is no setting
+    meaning: str  # its description
 
     def kinds_with(self, name: str) -> list[str]:
         """The other kinds of its group that have a setting of that name."""
@@ -101,6 +103,26 @@ class SettingPlace:
         """All kinds of its group."""
         return [kind_of(choice) for choice in self.choices]
 
+    @property
+    def form(self) -> str:
+        """What holds its settings, for people."""
+        many, _ = _unwrapped(self.annotation)
+        if many is None:
+            return "a group of settings"
+        return "a group of names" if many is dict else "a list"
+
+    @property
+    def inner(self) -> tuple[str, list[str]]:
+        """A setting inside the group, list or mapping that it is, and the kinds that it can be."""
+        many, _ = _unwrapped(self.annotation)
+        path = self.path + ("" if many is None else ".NAME" if many is dict else ".0")
+        groups = list(groups_of(self.annotation))
+        if not groups:
+            return path, []
+        if kinds := list(filter(None, map(kind_of, groups))):
+            return f"{path}.kind", kinds
+        return f"{path}.{next(iter(groups[0].model_fields))}", []
+
 
 def place_of(model: type[BaseModel], location: Sequence[int | str]) -> SettingPlace:
     """The setting at a location of pydantic's, in which the kind of a group is a part of its own.
@@ -108,6 +130,7 @@ def place_of(model: type[BaseModel], location: Sequence[int | str]) -> SettingPl
     A part that is no setting, as the name of a type in a union, is left out.
     """
     parts: list[str] = []
+    meaning = ""
     choices: tuple[type[BaseModel], ...] = ()
     kind: str | None = None
     here: Any = model
@@ -129,11 +152,14 @@ def place_of(model: type[BaseModel], location: Sequence[int | str]) -> SettingPl
             if plain not in choices:
                 choices, kind = (), None
             here = None if field is None else field.annotation
+            meaning = "" if field is None else field.description or ""
         elif here is None:
             parts.append(str(part))
     if _is_union_of_groups(here):
         choices, kind = tuple(groups_of(here)), None
-    return SettingPlace(path=".".join(parts), choices=choices, kind=kind)
+    return SettingPlace(
+        path=".".join(parts), choices=choices, kind=kind, annotation=here, meaning=meaning
+    )
 
 
 def like(model: type[BaseModel], path: str) -> str | None:

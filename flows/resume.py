@@ -9,8 +9,8 @@ from prefect import flow
 from prefect.states import State
 
 from configs.resume import ResumeConfig
+from tasks.commands.resume import go_on
 from tasks.results import RunSummary
-from tasks.resume import go_on
 from tasks.run.flow_options import RUN
 
 

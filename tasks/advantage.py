@@ -9,21 +9,17 @@ from collections.abc import Iterator, Sequence
 from prefect import task
 
 from configs.grpo import GRPOConfig
-from engines.data.contract import AdvantagePartRequest, AdvantagesRequest, Scorer
-from engines.data.results import (
-    DEADLINE,
-    FAILED,
-    PATHS,
-    TOKENS,
-    TURN_TOKENS,
-    TURNS,
+from engines.data.contract import (
+    AdvantagePartRequest,
     AdvantageParts,
+    AdvantagesRequest,
     AdvantagesResult,
     NothingToTrain,
     PartResult,
     RewardsFailed,
+    Scorer,
     TooFewGroups,
-    joined,
+    join_parts,
 )
 from engines.rewards.runner import NO_FUNCTION
 from engines.train.batching.packing import WHOLE
@@ -165,7 +161,7 @@ def in_parts(
     results = spread(run, step, "advantage", calls, PartResult)
     discard(run, measured, statistics)
     run.files.discard({out_key: parts.rows.objects})
-    return joined(parts, results)
+    return join_parts(parts, results)
 
 
 @contextlib.contextmanager
@@ -249,6 +245,9 @@ def episode_causes(config: GRPOConfig, store: Store, samples: BatchRef) -> list[
 
 def limit_of(config: GRPOConfig, end: str, task: str = "") -> str:
     """What ended an episode, with the setting and its value; `task`: of several, its own."""
+    # A run without episodes needs none of these.
+    from engines.episodes.contract import DEADLINE, FAILED, PATHS, TOKENS, TURN_TOKENS, TURNS
+
     episodes = config.played[task]
     longest = config.data.limits(config.rollout.max_new_tokens)
     settings = {

@@ -8,10 +8,9 @@ from __future__ import annotations
 from prefect import task
 from prefect.futures import PrefectFuture
 
-from tasks.episodes import complete
 from tasks.results import Prompts, Sampled, Scored
 from tasks.reward import scored
-from tasks.rollout import shards_of
+from tasks.rollout import complete, shards_of
 from tasks.run.run import Run
 from tasks.run.shard_driver import ShardRange
 from tasks.run.stage import OPTIONS

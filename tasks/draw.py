@@ -8,8 +8,7 @@ import numpy as np
 from prefect import task
 
 from configs.grpo import GRPOConfig
-from engines.data.contract import PromptMaker
-from engines.data.results import PromptsResult
+from engines.data.contract import PromptMaker, PromptsResult
 from storage.batches.columns import TOKENS
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch

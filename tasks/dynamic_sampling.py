@@ -24,8 +24,7 @@ from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 
 from configs.dapo import DAPOConfig
-from engines.data.contract import AdvantagesRequest, Scorer
-from engines.data.results import TooFewGroups
+from engines.data.contract import AdvantagesRequest, Scorer, TooFewGroups
 from storage.batches.refs import BatchRef
 from storage.objects.documents import key_of
 from storage.prompts.cursor import Exhausted

@@ -9,8 +9,7 @@ from prefect import task
 from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 
-from engines.data.contract import Scorer, ScoreRequest
-from engines.data.results import SampleFailure, ScoreResult
+from engines.data.contract import SampleFailure, Scorer, ScoreRequest, ScoreResult
 from engines.rewards.protocol import TrainerState
 from storage.batches.columns import EXTRA
 from storage.batches.refs import BatchRef

@@ -8,14 +8,15 @@ from typing import Any
 from prefect import task
 from prefect.futures import PrefectFuture
 
-from tasks.episodes import complete
+from storage.batches.refs import BatchRef
 from tasks.results import Prompts, Sampled, SampledShards, Unsampled, WholeShards
+from tasks.run.contract import StageView
 from tasks.run.events import ShardSampled
 from tasks.run.features import PromptShard
 from tasks.run.run import Run
 from tasks.run.shard_driver import ShardRange
 from tasks.run.stage import OPTIONS
-from tasks.sampling import SamplingStage
+from tasks.sampling import SamplingStage, sample_or_leave
 
 
 @task(name="rollout", task_run_name="rollout {shards}", **OPTIONS)
@@ -46,6 +47,25 @@ def rollout(run: Run, step: int, prompts: Prompts, shards: ShardRange) -> Sample
         return found
 
     return tuple(run.shards.drive(step, "rollout", shards, one))
+
+
+def complete(
+    run: StageView,
+    step: int,
+    prompts: BatchRef,
+    stage: SamplingStage,
+    shard: int,
+    begun: BatchRef | None = None,
+) -> Sampled | Unsampled:
+    """Complete the prompts of a shard (counted from 1), in one turn or in episodes.
+
+    begun: samples, as an earlier step left them. Only shards that train are Unsampled.
+    """
+    if run.config.episodes is None:
+        return sample_or_leave(run, step, prompts, stage, shard, begun)
+    from tasks.episodes import play  # only a run with episodes needs them
+
+    return play(run, step, prompts, stage, shard, begun)
 
 
 def rollout_shards(

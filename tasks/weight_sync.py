@@ -8,10 +8,12 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 from prefect import task
 
-from engines.failures import WeightMismatch
+from engines.failures import InfrastructureError, WeightMismatch
 from engines.rollout.weight_probe import Probe
+from storage.objects.errors import VersionTaken
 from storage.objects.node_cache import is_kept
 from storage.runs.forks import shared_weights
+from storage.runs.retention import remove_version
 from storage.runs.weights import WeightsRef
 from tasks.results import Synced, Updated
 from tasks.run.events import Note, WeightsPublished
@@ -36,7 +38,8 @@ def publish_and_sync(run: Run, version: int, step: int, whole: bool = True) -> S
     """Publish a version, load it into the rollout engines, and check it on a probe.
 
     Engines on the trainer's machine may load it while it is on its way to the store. Returns once
-    it is there.
+    it is there. Where a trainer was lost and the version is made anew with other bits, as on a GPU,
+    that takes the place of the first, so long as no sample can have been drawn from it.
     """
     start = time.monotonic()
     actor, dtype = run.engines[ACTOR], run.config.rollout.dtype
@@ -44,7 +47,10 @@ def publish_and_sync(run: Run, version: int, step: int, whole: bool = True) -> S
     tokens, lengths = run.probe()
 
     def settle() -> tuple[WeightsRef, float]:
-        return actor.settle(version, dtype, whole), time.monotonic()
+        try:
+            return actor.settle(version, dtype, whole), time.monotonic()
+        except VersionTaken as taken:
+            raise made_otherwise(run, version, str(taken)) from taken
 
     with (
         attempted(run, step, "weight_sync") as attempt,
@@ -52,7 +58,7 @@ def publish_and_sync(run: Run, version: int, step: int, whole: bool = True) -> S
         ThreadPoolExecutor(1) as aside,
     ):
         shared = parents_weights(run) if version == run.start else None
-        weights = shared or actor.export(version, dtype, whole)
+        weights = shared or export(run, version, whole)
         exported = time.monotonic()
         # What the trainer still has to do, one after the other, is done while the engines load.
         here = (
@@ -69,7 +75,7 @@ def publish_and_sync(run: Run, version: int, step: int, whole: bool = True) -> S
         loaded = run.engines[ROLLOUT].sync(weights, probe)
         if settling is not None:
             settled, stored_at = settling.result()
-            check_settled(weights, settled)
+            check_settled(run, weights, settled)
         if shared is None:
             say_made_anew(run, weights)
     reports = [load.report for load in loaded.values()]
@@ -96,13 +102,47 @@ def goes_behind(run: Run) -> bool:
     return not store.backend.remote or is_kept(store, run.config.store.node_cache_bytes)
 
 
-def check_settled(announced: WeightsRef, settled: WeightsRef) -> None:
-    """Raise WeightMismatch where the store got other weights than the engines may have loaded."""
+def export(run: Run, version: int, whole: bool) -> WeightsRef:
+    """Have the trainer publish a version, in place of a lost one's of its name."""
+    actor, dtype = run.engines[ACTOR], run.config.rollout.dtype
+    try:
+        return actor.export(version, dtype, whole)
+    except VersionTaken as taken:
+        if not unused(run, version):
+            raise made_otherwise(run, version, str(taken)) from taken
+        text = f"{taken} A trainer that was lost had published it; no sample is of it, so it goes."
+        run.tell(Note(text=text, warning=True))
+        remove_version(run.files, version)
+        return actor.export(version, dtype, whole)
+
+
+def unused(run: Run, version: int) -> bool:
+    """Whether no commit names a version, and no sample can have been drawn from it."""
+    return version > run.head and run.config.max_staleness == 0
+
+
+def made_otherwise(run: Run, version: int, what: str) -> Exception:
+    """A trainer made a version anew, with other bits than the engines may have loaded already.
+
+    An error that the task is tried again after, or the run's end where samples may be of the first.
+    """
+    if unused(run, version):
+        return InfrastructureError(f"{what} The engines load it again.")
+    return WeightMismatch(
+        f"{what} With max_staleness = {run.config.max_staleness} samples may be of the lost weights "
+        "and would have no origin. Resume the run."
+    )
+
+
+def check_settled(run: Run, announced: WeightsRef, settled: WeightsRef) -> None:
+    """Raise where the store got other weights than the engines may have loaded."""
     if settled.digest != announced.digest:
-        raise WeightMismatch(
+        raise made_otherwise(
+            run,
+            announced.version,
             f"The trainer was lost while version {announced.version} was on its way to the store. "
             f"Made anew it has digest {settled.digest}, not {announced.digest}: its sums are not "
-            "reproducible. Samples of the lost weights would have no origin. Resume the run."
+            "reproducible.",
         )
 
 

@@ -42,19 +42,18 @@ from engines.algorithms.rollout_correction import (
     with_mean_weights,
 )
 from engines.algorithms.token_advantages import among_turns, turns_of
-from engines.data.advantage_columns import (
-    Chosen,
-    Estimated,
-    by_branch,
-    corrected,
+from engines.data.advantages import (
+    Estimate,
+    TrainingSamples,
+    branch_advantages,
+    corrects_before_update,
     estimator_batch,
     mismatch_of,
     task_numbers,
     write_columns,
 )
 from engines.data.column_reading import components, jagged, numbers
-from engines.data.contract import AdvantagePartRequest
-from engines.data.results import AdvantageParts, PartResult
+from engines.data.contract import AdvantagePartRequest, AdvantageParts, PartResult
 from engines.data.training_batch import Choice
 from storage.batches.columns import SCORE
 from storage.batches.refs import BatchRef
@@ -77,33 +76,35 @@ def parts_of(
     correction that is made before the update does. What was decided of each sample is stored under
     `out_key`.
     """
-    chosen = choice.chosen
-    scope = scope_in(chosen.samples, algorithm)
+    training = choice.training
+    scope = scope_in(training.samples, algorithm)
     if scope is Scope.BATCH:
         return None
-    lengths = chosen.samples.lengths(store, "response_mask")
-    groups = numbers(store, chosen.samples, "group_id").numpy()
+    lengths = training.samples.lengths(store, "response_mask")
+    groups = numbers(store, training.samples, "group_id").numpy()
     edges = part_edges(groups, lengths, part_tokens)
     if len(edges) < 3:
         return None
-    columns: dict[str, object] = {SHAPED: chosen.rewards.numpy(), MASKED: chosen.masked.numpy()}
-    if chosen.baselines is not None:
-        columns[BASELINE] = chosen.baselines.float().numpy()
-    for name, part in chosen.components.items():
+    columns: dict[str, object] = {SHAPED: training.rewards.numpy(), MASKED: training.masked.numpy()}
+    if training.baselines is not None:
+        columns[BASELINE] = training.baselines.float().numpy()
+    for name, part in training.components.items():
         columns[f"{SCORE}{name}"] = part.numpy()
     return AdvantageParts(
-        samples=chosen.samples,
+        samples=training.samples,
         rows=write_batch(store, out_key, columns),
         edges=edges,
-        measured=scope is not Scope.GROUP or corrected(chosen.samples, algorithm),
-        result=choice.result(chosen.samples, {}),
+        measured=scope is not Scope.GROUP or corrects_before_update(training.samples, algorithm),
+        result=choice.result(training.samples, {}),
     )
 
 
 def scope_in(samples: BatchRef, algorithm: AlgorithmConfig) -> Scope:
     """What the advantages of a recipe depend on; BATCH also where a correction may look at all."""
-    own = any(isinstance(step, UserFunction) for step in algorithm.correction)
-    return Scope.BATCH if own and corrected(samples, algorithm) else estimator_of(algorithm)[1]
+    users = any(isinstance(step, UserFunction) for step in algorithm.correction)
+    if users and corrects_before_update(samples, algorithm):
+        return Scope.BATCH
+    return estimator_of(algorithm)[1]
 
 
 def part_edges(
@@ -134,9 +135,9 @@ def part_edges(
     return tuple(edges)
 
 
-def read_chosen(store: Store, samples: BatchRef, rows: BatchRef) -> Chosen:
+def read_training(store: Store, samples: BatchRef, rows: BatchRef) -> TrainingSamples:
     """The samples of a part, with what was decided of them."""
-    return Chosen(
+    return TrainingSamples(
         samples=samples,
         rewards=numbers(store, rows, SHAPED),
         masked=numbers(store, rows, MASKED),
@@ -155,15 +156,15 @@ def write_statistics(
     Scope.TURNS: return and state of each of the row's turns.
     Where corrections are made here: their `correction_rows`.
     """
-    chosen, scope = read_chosen(store, samples, rows), scope_in(samples, algorithm)
+    training, scope = read_training(store, samples, rows), scope_in(samples, algorithm)
     steps = corrections_of(algorithm)
-    mismatch = mismatch_of(store, chosen, algorithm)
+    mismatch = mismatch_of(store, training, algorithm)
     columns: dict[str, object] = {}
     if mismatch is not None:
-        found = correction_rows(mismatch, steps)
-        columns |= {f"{CORRECTION}{name}": part.numpy() for name, part in found.items()}
+        sums = correction_rows(mismatch, steps)
+        columns |= {f"{CORRECTION}{name}": values.numpy() for name, values in sums.items()}
     if scope is not Scope.GROUP:
-        batch = estimator_batch(store, chosen, algorithm, mismatch, steps)
+        batch = estimator_batch(store, training, algorithm, mismatch, steps)
         batch, _ = penalised(batch, reward_kl_of(algorithm))
         columns |= _compared(batch, scope, algorithm)
     return write_batch(store, out_key, columns)
@@ -182,8 +183,8 @@ def _compared(batch: AdvantageBatch, scope: Scope, algorithm: AlgorithmConfig) -
     if scope is Scope.SAMPLES:
         return {SUMS: batch.totals().numpy(), COUNTS: batch.tokens().numpy()}
     raw = before_whitening(algorithm.advantage.kind, batch, arguments)
-    kept = batch.rows.kept(batch.mask)
-    moments = RowMoments.of(kept.take(raw.advantages), kept.rows)
+    counting = batch.rows.kept(batch.mask)
+    moments = RowMoments.of(counting.take(raw.advantages), counting.rows)
     return {
         COUNTS: moments.counts.numpy(),
         SUMS: moments.sums.numpy(),
@@ -198,18 +199,18 @@ def write_part(store: Store, request: AdvantagePartRequest, out_key: str) -> Par
     """
     algorithm, statistics = request.algorithm, request.statistics
     samples, rows = request.parts.part(request.number)
-    chosen = read_chosen(store, samples, rows)
-    mismatch = mismatch_of(store, chosen, algorithm)
+    training = read_training(store, samples, rows)
+    mismatch = mismatch_of(store, training, algorithm)
     steps = corrections_of(algorithm)
     if mismatch is not None:
         assert statistics is not None
         steps = _with_mean_weights(store, statistics, steps)
-    batch = estimator_batch(store, chosen, algorithm, mismatch, steps)
+    batch = estimator_batch(store, training, algorithm, mismatch, steps)
     result = _estimated(store, request, batch)
     result = with_teacher(result, batch, algorithm)
-    found = Estimated.of(batch, mismatch, steps, result)
-    written = write_columns(store, chosen, found, algorithm, out_key, request.version)
-    sums, extremes = _metrics(found)
+    estimate = Estimate.of(batch, mismatch, steps, result)
+    written = write_columns(store, training, estimate, algorithm, out_key, request.version)
+    sums, extremes = _metrics(estimate)
     metrics = {}
     if mismatch is not None and request.number == 0:
         assert statistics is not None
@@ -222,7 +223,7 @@ def _estimated(store: Store, request: AdvantagePartRequest, batch: AdvantageBatc
     parts, algorithm, statistics = request.parts, request.algorithm, request.statistics
     scope = scope_in(parts.samples, algorithm)
     if scope is Scope.GROUP:
-        return by_branch(store, parts.part(request.number)[0], batch, algorithm)
+        return branch_advantages(store, parts.part(request.number)[0], batch, algorithm)
     assert statistics is not None
     start, stop = parts.edges[request.number : request.number + 2]
     if scope is Scope.SAMPLES:
@@ -243,20 +244,20 @@ def _with_mean_weights(
 ) -> tuple[Step, ...]:
     """The corrections, those that normalise with the mean weight over all parts."""
     columns = mean_weight_columns(steps)
-    found = {name: numbers(store, statistics, f"{CORRECTION}{name}") for name in columns}
-    return with_mean_weights(steps, found)
+    weights = {name: numbers(store, statistics, f"{CORRECTION}{name}") for name in columns}
+    return with_mean_weights(steps, weights)
 
 
 def _correction_metrics(
     store: Store, statistics: BatchRef, steps: tuple[Step, ...]
 ) -> dict[str, float]:
     """The metrics of the corrections over all parts."""
-    found = {
+    sums = {
         name.removeprefix(CORRECTION): numbers(store, statistics, name)
         for name in statistics.names
         if name.startswith(CORRECTION)
     }
-    metrics = metrics_of_rows(found, steps)
+    metrics = metrics_of_rows(sums, steps)
     return {f"{CORRECTION}{name}": value for name, value in metrics.items()}
 
 
@@ -281,10 +282,10 @@ def _per_sample(
 ) -> Tensor:
     """The advantage of each sample of the step [N], from numbers by row: one token stands for it."""
     rewards = numbers(store, statistics, SUMS)
-    one = torch.ones(len(rewards), dtype=torch.int64)
+    lengths = torch.ones(len(rewards), dtype=torch.int64)
     batch = AdvantageBatch(
-        rows=Rows.of_lengths(one),
-        mask=one.bool(),
+        rows=Rows.of_lengths(lengths),
+        mask=lengths.bool(),
         rewards=rewards,
         groups=torch.from_numpy(parts.samples.own_groups(store)),
         tasks=task_numbers(store, parts.samples),
@@ -304,27 +305,27 @@ def _moments(store: Store, statistics: BatchRef) -> tuple[Tensor, Tensor]:
     ).combined()
 
 
-def _metrics(found: Estimated) -> tuple[dict[str, float], dict[str, float]]:
-    """What `joined` makes the step's metrics of: sums, and extremes."""
-    batch, result = found.batch, found.result
-    own = result.advantages.float()[batch.mask].double()
+def _metrics(estimate: Estimate) -> tuple[dict[str, float], dict[str, float]]:
+    """What `join_parts` makes the step's metrics of: sums, and extremes."""
+    batch, result = estimate.batch, estimate.result
+    advantages = result.advantages.float()[batch.mask].double()
     sums = {
-        "tokens": float(own.numel()),
-        "advantages": float(own.sum()),
-        "advantages_squared": float(own.square().sum()),
+        "tokens": float(advantages.numel()),
+        "advantages": float(advantages.sum()),
+        "advantages_squared": float(advantages.square().sum()),
     }
     extremes = {}
-    if own.numel():
-        extremes = {"max": float(own.max()), "negative_min": float(-own.min())}
+    if advantages.numel():
+        extremes = {"max": float(advantages.max()), "negative_min": float(-advantages.min())}
     if batch.values is not None and result.returns is not None:
         returns = result.returns[batch.mask].double()
         rest = returns - batch.values[batch.mask]
         for name, values in (("returns", returns), ("rest", rest)):
             sums |= {name: float(values.sum()), f"{name}_squared": float(values.square().sum())}
     added = {"advantage": result.metrics}
-    if found.mismatch is not None and found.steps:
-        kept = correct(found.mismatch, found.steps)[1]
-        added["correction"] = kept_sums(found.mismatch, kept)
+    if estimate.mismatch is not None and estimate.steps:
+        accepted = correct(estimate.mismatch, estimate.steps)[1]
+        added["correction"] = kept_sums(estimate.mismatch, accepted)
     for of, metrics in added.items():
         for name, pair in metrics.means.items():
             sums |= {f"mean/{of}/{name}": float(pair[0]), f"count/{of}/{name}": float(pair[1])}

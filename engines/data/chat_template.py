@@ -1,4 +1,4 @@
-"""How a data row, or what an agent asks, becomes a prompt, and what reward functions see of it.
+"""How a data row becomes a prompt.
 
 The tokenizer is the caller's: this module loads none. Which rows are drawn is in
 storage/prompts/cursor.py.
@@ -18,6 +18,7 @@ from storage.objects.documents import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 Message: TypeAlias = dict[str, str]  # role, content
 Prompt: TypeAlias = "str | list[Message]"
@@ -187,8 +188,8 @@ def _tokenized_by_task(
         places = [place for place, row in enumerate(rows) if row[TASK] == name]
         shown = None if observations is None else [observations[place] for place in places]
         own = [rows[place] for place in places]
-        made = tokenize(own, config, tokenizer, tools, shown, longest)
-        parts.append((places, made))
+        prompts = tokenize(own, config, tokenizer, tools, shown, longest)
+        parts.append((places, prompts))
     return put_together(parts)
 
 
@@ -196,9 +197,11 @@ def put_together(parts: Iterable[tuple[Sequence[int], TokenizedPrompts]]) -> Tok
     """The prompts of parts of some rows, each with the positions of its rows, as those of all."""
     ids: dict[int, list[int]] = {}
     dropped: list[tuple[int, str]] = []
-    for places, made in parts:
-        ids |= {places[at]: one for at, one in zip(made.kept, made.prompt_ids, strict=True)}
-        dropped += [(places[at], reason) for at, reason in made.dropped]
+    for places, prompts in parts:
+        ids |= {
+            places[at]: tokens for at, tokens in zip(prompts.kept, prompts.prompt_ids, strict=True)
+        }
+        dropped += [(places[at], reason) for at, reason in prompts.dropped]
     kept = sorted(ids)
     return TokenizedPrompts(
         prompt_ids=[ids[place] for place in kept], kept=kept, dropped=sorted(dropped)
@@ -228,7 +231,7 @@ def takes_tools(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> bo
 
 def tools_in_words(tools: Sequence[Tool]) -> str:
     """What tells the model of its tools where its template does not: a schema a line, and the form
-    of a call, which is the one that engines/data/tool_calls.py reads first."""
+    of a call, which is the one that engines/episodes/tool_calls.py reads first."""
     schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     return (
         f"You can call these tools, each described by a JSON schema:\n{schemas}\n"
@@ -263,7 +266,7 @@ def _encode_chats(
     require_template(tokenizer)
     taken = bool(tools) and takes_tools(tokenizer, tools)
     words = tools_in_words(tools) if tools and not taken else ""
-    given = {"tools": list(tools)} if taken else {}
+    shown = {"tools": list(tools)} if taken else {}
     encoded: list[list[int]] = []
     for prompt, own in zip(prompts, variables, strict=True):
         chat = first_chat(prompt, config, words)
@@ -274,12 +277,12 @@ def _encode_chats(
                 tokenize=False,
                 add_generation_prompt=not answering,
                 continue_final_message=answering,
-                **{**own, **given},
+                **{**own, **shown},
             )
         except (TemplateError, TypeError, ValueError) as error:
-            said = " ".join(str(error).split())
+            cause = " ".join(str(error).split())
             raise ValueError(
-                f"Prompt {len(encoded)} of the batch: the model's chat template refuses it: {said}"
+                f"Prompt {len(encoded)} of the batch: the model's chat template refuses it: {cause}"
             ) from None
         ids = tokenizer(f"{text}{config.prefill}", add_special_tokens=False)["input_ids"]
         encoded.append(cast("list[int]", ids))
@@ -312,68 +315,3 @@ def state_number(value: object) -> int:
     """A number for a row's state, in [0, 2**63): equal for equal values, whatever run or worker."""
     text = json.dumps(value, sort_keys=True, default=str).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
-
-
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """What an agent asks."""
-
-    messages: list[Message]
-    tools: list[Tool]
-    variables: dict[str, Any]  # of the chat template
-
-
-def chat_of(observation: str) -> Chat:
-    """The messages and tools of an agent's request, which is JSON.
-
-    Calls of tools that it gives as said before stand as templates take them, with their arguments as
-    objects.
-    """
-    said = json.loads(observation)
-    messages = []
-    for one in said["messages"]:
-        message = {"role": one["role"], "content": one.get("content") or ""}
-        if calls := one.get("tool_calls"):
-            message["tool_calls"] = [_template_call(call) for call in calls]
-        messages.append(message)
-    return Chat(messages, said.get("tools") or [], said.get(VARIABLES) or {})
-
-
-def _template_call(call: dict[str, Any]) -> dict[str, Any]:
-    function = call.get("function") or {}
-    try:
-        arguments = json.loads(function["arguments"])
-    except (KeyError, TypeError, ValueError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def with_variables(row: Row, variables: Mapping[str, Any]) -> Row:
-    """A row with what its agent asks of the chat template, before the row's own variables."""
-    if not variables:
-        return row
-    own = row.get(VARIABLES)
-    return {**row, VARIABLES: {**(own if isinstance(own, dict) else {}), **variables}}
-
-
-def ids_of(observation: str) -> list[int] | None:
-    """The token ids of an agent's request; None where it gives messages."""
-    found: list[int] | None = json.loads(observation).get("ids")
-    return found
-
-
-def said_by(messages: Sequence[Message]) -> tuple[str, Role]:
-    """New messages of an agent as one, and its role; ValueError, in one sentence, for a mixture.
-
-    What a user says after results of tools is part of these.
-    """
-    roles = [message["role"] for message in messages]
-    results = roles.count("tool")
-    if roles == ["tool"] * results + ["user"] * (len(roles) - results):
-        texts = [message["content"] for message in messages]
-        told = ["\n".join(texts[:results])] if results else []
-        return "\n\n".join([*told, *texts[results:]]), "tool" if results else "user"
-    raise ValueError(
-        f"the agent's new messages are of the roles {', '.join(dict.fromkeys(roles))}; between two "
-        "turns of the model they have to be results of tools, a user's, or both in this order"
-    )

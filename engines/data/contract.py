@@ -1,39 +1,193 @@
-"""What the flow process asks of the engines that have rows, texts and scores, without a device.
+"""What the flow process asks of the engines that have rows, texts and scores, and what it gets.
 
-Kept by engines/data/data_engine.py and environment_engine.py. Free of torch.
+Kept by engines/data/data_engine.py, and what makes prompts also by engines/episodes. No device is
+needed here, and no torch. Each result names its columns by a ref.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from engines.workers.engine import Engine
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from configs.algorithm.algorithm import AlgorithmConfig
+from configs.data import DataConfig, Source
+from configs.model import Model
+from configs.rewards import RewardsConfig
+from engines.rewards.runner import (
+    LoggedMetric,
+    RewardCode,
+)
+from engines.workers.engine import Engine, StoreSpec
+from storage.batches.columns import GROUP_SIZE, LIMIT, TASK
+from storage.batches.refs import BatchRef
+from storage.objects.documents import Row
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from configs.algorithm.algorithm import AlgorithmConfig
-    from configs.data import Source
-    from engines.data.results import (
-        AdvantageParts,
-        AdvantagesResult,
-        AnswerResult,
-        AnswersGiven,
-        InformativeResult,
-        ModelScores,
-        OpponentSeats,
-        PartResult,
-        PromptsResult,
-        ScoreResult,
-    )
     from engines.rewards.protocol import TrainerState
-    from engines.rewards.runner import RewardCode
-    from storage.batches.refs import BatchRef
+
+
+# Most tokens of each probe sequence, whose first half stands for the prompt: of several lengths, for
+# what goes wrong with windows, positions and padding does so with the length.
+PROBE_TOKENS = (8, 96, 16, 48, 24, 32)
+
+
+class RowsSpec(StoreSpec):
+    """What engines that make prompts of rows have in common."""
+
+    model: Model = Field(description="The model, for its tokenizer.")
+    model_cache: str = Field(description="Directory for models that are converted or drawn.")
+    data: DataConfig = Field(description="Rows and their template.")
+    max_new_tokens: int = Field(description="Longest completion, in tokens.")
+    group_size: int = Field(1, description="Completions of a prompt, at most.")
+
+    def task_columns(self, rows: Sequence[Row]) -> dict[str, object]:
+        """Columns of the prompts of rows [N]: their tasks, and what of its own one of these has.
+
+        None where there is one task.
+        """
+        if not self.data.tasks:
+            return {}
+        tasks = [str(row[TASK]) for row in rows]
+        settings = {
+            LIMIT: (self.data.limits(self.max_new_tokens), self.max_new_tokens),
+            GROUP_SIZE: (self.data.group_sizes(self.group_size), self.group_size),
+        }
+        return {TASK: tasks} | {
+            name: np.array([own[task] for task in tasks], np.int64)
+            for name, (own, most) in settings.items()
+            if set(own.values()) != {most}
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptsResult:
+    """Rows that became prompts."""
+
+    ref: BatchRef | None  # prompt_ids, group_id, prompt_row, row; None when all were dropped
+    dropped: tuple[tuple[int, str], ...]  # (row number, reason)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswersGiven:
+    """Answers of the data as samples."""
+
+    ref: BatchRef  # the columns of samples; row i belongs to row i // n of the prompts
+    prompt_tokens: int
+    truncated: int  # samples that were cut
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleFailure:
+    """A sample whose scoring failed."""
+
+    sample: int  # sample_id
+    function: str
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoreResult:
+    """A scored shard."""
+
+    ref: BatchRef  # reward, score/<function>, extra/<function>/<column>, status, reward_code
+    failures: tuple[SampleFailure, ...]
+    tracebacks: dict[str, str]  # of the functions' exceptions, by the failures' error
+    failed: int  # samples
+    metrics: dict[str, LoggedMetric]  # what the functions gave to log_metric, by its name
+    code: tuple[RewardCode, ...]  # what the functions were
+    seconds: float  # in the reward functions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelScores:
+    """A shard scored by reward models."""
+
+    ref: BatchRef  # score/<function>, extra/<function>/error
+    code: tuple[RewardCode, ...]  # what the models were
+    seconds: float
+    metrics: dict[str, LoggedMetric] = field(default_factory=dict)  # by name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdvantagesResult:
+    """The samples of a step that train."""
+
+    ref: BatchRef  # the kept samples with advantages
+    trained: int  # groups of which a sample is kept
+    filtered_by: dict[str, int]  # groups left out by the algorithm's selection, by rule
+    dropped: dict[str, int]  # groups left out for a failure, or beyond those wanted, by reason
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def filtered(self) -> int:
+        """Groups left out by the algorithm's selection."""
+        return sum(self.filtered_by.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InformativeResult:
+    """Which of the groups that a step has sampled so far would train."""
+
+    groups: int  # that would, also beyond those that the step wants
+    kept: BatchRef  # samples of those that train, the first ones; perhaps none
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdvantageParts:
+    """The samples of a step that train, of which parts are estimated one by one.
+
+    Nine samples in groups of three, in two parts: edges (0, 6, 9).
+    """
+
+    samples: BatchRef  # those that train, [N]
+    rows: BatchRef  # what was decided of each, [N]: shaped reward, whether its tokens count, …
+    edges: tuple[int, ...]  # between which rows the parts lie; never within a group
+    measured: bool  # whether estimator or corrections first need a statistic over all parts
+    result: AdvantagesResult  # with the metrics of rows; its ref is `samples`
+
+    def __len__(self) -> int:
+        return len(self.edges) - 1
+
+    def part(self, number: int) -> tuple[BatchRef, BatchRef]:
+        """Samples and rows of a part, counted from 0."""
+        start, stop = self.edges[number : number + 2]
+        return self.samples.rows(start, stop), self.rows.rows(start, stop)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartResult:
+    """A part of a step's samples, with its columns over response tokens."""
+
+    ref: BatchRef  # those columns
+    sums: dict[str, float]  # metrics that add up over parts, by name
+    extremes: dict[str, float]  # metrics of which the largest over parts counts, by name
+    metrics: dict[str, float] = field(default_factory=dict)  # of all parts; one part has them
+
+
+class NothingToTrain(RuntimeError):
+    """Scoring failed for every group of a step."""
+
+
+class RewardsFailed(RuntimeError):
+    """Scoring failed for some sample, and rewards.on_failure = abort."""
+
+
+class TooFewGroups(RuntimeError):
+    """After dynamic_sampling.max_rounds too few groups would train, and on_shortage = stop."""
+
+
+class DataSpec(RowsSpec):
+    """From what the engine is built."""
+
+    rewards: RewardsConfig = Field(description="Reward functions.")
+    run: str = Field(description="The run, below which judges' answers are kept.")
+    scorers: int = Field(1, ge=1, description="Workers that score, this one included.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,60 +300,55 @@ class Scorer(PromptMaker):
         """Write the advantages of a part."""
 
 
-class EnvironmentHost(PromptMaker):
-    """Has the environments of episodes: opens them, and answers what the policy says."""
+def join_columns(samples: BatchRef, written: BatchRef) -> BatchRef:
+    """The batch that trains: the samples, and the columns that were written for them."""
+    return samples.drop(["response_mask"]).with_columns(written)
 
-    @abstractmethod
-    def deal(
-        self, prompts: BatchRef, n: int, out_key: str, opponent: OpponentSeats | None = None
-    ) -> tuple[BatchRef, BatchRef]:
-        """Prompts as rows of their players, and n samples of each before its first turn."""
 
-    @abstractmethod
-    def answer(
-        self,
-        samples: BatchRef,
-        out_key: str,
-        stage: str = "",
-        source: Source | None = None,
-        frames: bool = False,
-        sampled_seconds: float = 0.0,
-    ) -> AnswerResult:
-        """Step the environments of the episodes whose turn is over, and write what they said.
+def join_parts(parts: AdvantageParts, written: Sequence[PartResult]) -> AdvantagesResult:
+    """The batch that trains from its parts, in their order, with the metrics over all of them."""
+    sums: dict[str, float] = {}
+    extremes: dict[str, float] = {}
+    for part in written:
+        for name, value in part.sums.items():
+            sums[name] = sums.get(name, 0.0) + value
+        for name, value in part.extremes.items():
+            extremes[name] = max(extremes.get(name, value), value)
+    metrics = _metrics(sums, extremes)
+    for part in written:
+        metrics |= part.metrics
+    ref = join_columns(parts.samples, BatchRef.concat([part.ref for part in written]))
+    return replace(parts.result, ref=ref, metrics=parts.result.metrics | metrics)
 
-        samples: as the rollout engine wrote them. stage: what they are for; sample numbers are those
-        of a stage. source: of their rows, where it is not the data set. frames: whether those of the
-        answers are written. sampled_seconds: that sampling the episodes' turns took so far, for their
-        deadline. An environment that fails makes its sample FAILED; one that ends, or a
-        limit, ends the episode, for all its players.
-        """
 
-    @abstractmethod
-    def go_on(
-        self,
-        prompts: BatchRef,
-        n: int,
-        out_key: str,
-        begun: BatchRef | None = None,
-        turns: BatchRef | None = None,
-        stage: str = "",
-        source: Source | None = None,
-        sampled_seconds: float = 0.0,
-        group: int = 0,
-        first: int = 0,
-    ) -> AnswerResult:
-        """Give the turns that requests waited for, and write what is asked for next, in `pending`.
-
-        For episodes of requests (EpisodesConfig.of_requests), n of each prompt. begun: as this call
-        wrote them; None: they are opened. turns: as the rollout engine wrote them, one for each row
-        of `pending`; None: it is written again. Others: as in `answer`, and in Sampling.
-        """
-
-    @abstractmethod
-    def gather(
-        self, prompts: BatchRef, n: int, samples: Sequence[BatchRef | None], out_key: str
-    ) -> BatchRef:
-        """Write samples that lie apart as one batch: row i belongs to row i // n of `prompts`.
-
-        samples: one row each, with the same columns; None: nothing of it was sampled yet.
-        """
+def _metrics(sums: dict[str, float], extremes: dict[str, float]) -> dict[str, float]:
+    """The metrics that the parts' sums and extremes (engines/data/advantage_parts.py) stand for."""
+    metrics = {}
+    for name, value in sums.items():
+        kind, _, own = name.partition("/")
+        if kind == "mean":
+            count = sums[f"count/{own}"]
+            metrics[own] = value / count if count else 0.0
+        elif kind == "sum":
+            metrics[own] = value
+    metrics |= {
+        name.removeprefix("max/"): value
+        for name, value in extremes.items()
+        if name.startswith("max/") and value != float("-inf")
+    }
+    if count := sums["tokens"]:
+        mean = sums["advantages"] / count
+        metrics |= {
+            "advantage/mean": mean,
+            "advantage/std": max(0.0, sums["advantages_squared"] / count - mean**2) ** 0.5,
+            "advantage/max": extremes["max"],
+            "advantage/min": -extremes["negative_min"],
+        }
+    if "returns" in sums:
+        spread, rest = (
+            sums[f"{name}_squared"] - sums[name] ** 2 / max(count, 1.0)
+            for name in ("returns", "rest")
+        )
+        explained = 1 - rest / spread if count > 1 and spread > 0 else 0.0
+        metrics["advantage/explained_variance"] = explained
+    return metrics

@@ -7,66 +7,43 @@ hangs or crashes fails its samples and nothing else.
 
 from __future__ import annotations
 
-import itertools
-import math
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.data import Source
-from configs.rewards import RewardsConfig
+from engines.data.advantage_parts import parts_of, write_part, write_statistics
+from engines.data.advantages import write_advantages
 from engines.data.chat_template import state_number, tokenize
 from engines.data.contract import (
+    PROBE_TOKENS,
     AdvantagePartRequest,
-    AdvantagesRequest,
-    Scorer,
-    ScoreRequest,
-)
-from engines.data.given_answers import write_answers
-from engines.data.results import (
     AdvantageParts,
+    AdvantagesRequest,
     AdvantagesResult,
     AnswersGiven,
+    DataSpec,
     InformativeResult,
-    ModelScores,
     PartResult,
     PromptsResult,
-    RowsSpec,
     SampleFailure,
+    Scorer,
+    ScoreRequest,
     ScoreResult,
 )
-from engines.data.sample_texts import read_texts
+from engines.data.dataset_answers import write_answers
+from engines.data.sample_metrics import repeated_ngrams
+from engines.data.scoring import model_columns, read_texts, score_columns, with_episodes
+from engines.data.training_batch import Choice, choose, write_repetition
 from engines.rewards.judge import JudgeAnswers
-from engines.rewards.protocol import EPISODE_COLUMNS
-from engines.rewards.runner import Column, RewardCode, RewardRunner, Scores, code_digest, pooled
-from storage.batches.columns import EXTRA, SCORE, SampleStatus
+from engines.rewards.runner import RewardCode, RewardRunner, code_digest, pooled
+from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
-from storage.objects.documents import Row
-from storage.objects.store import Store
 from storage.prompts.datasets import open_source
-
-if TYPE_CHECKING:
-    from engines.data.training_batch import Choice
-
-PLAYER = "player"  # what reward functions get besides of several players: whose sample it is
-ERROR = "error"  # extra/<reward model>/error: why a sample has no score
-# Most tokens of each probe sequence, whose first half stands for the prompt: of several lengths, for
-# what goes wrong with windows, positions and padding does so with the length.
-PROBE_TOKENS = (8, 96, 16, 48, 24, 32)
-
-
-class DataSpec(RowsSpec):
-    """From what the engine is built."""
-
-    rewards: RewardsConfig = Field(description="Reward functions.")
-    run: str = Field(description="The run, below which judges' answers are kept.")
-    scorers: int = Field(1, ge=1, description="Workers that score, this one included.")
 
 
 class DataEngine(Scorer):
@@ -88,24 +65,24 @@ class DataEngine(Scorer):
     ) -> PromptsResult:
         """Write the prompts of rows, of the data set or of another source with the same columns."""
         opened = self._source if source is None else open_source(source)
-        found = opened.rows(rows)
-        made = tokenize(found, self._spec.data, self._tokenizer)
-        dropped = tuple((rows[position], reason) for position, reason in made.dropped)
-        if not made.kept:
+        contents = opened.rows(rows)
+        tokenized = tokenize(contents, self._spec.data, self._tokenizer)
+        dropped = tuple((rows[position], reason) for position, reason in tokenized.dropped)
+        if not tokenized.kept:
             return PromptsResult(ref=None, dropped=dropped)
-        count = len(made.kept)
+        count = len(tokenized.kept)
         columns: dict[str, object] = {
-            "prompt_ids": made.prompt_ids,
+            "prompt_ids": tokenized.prompt_ids,
             **({} if first_group is None else {"group_id": first_group + np.arange(count)}),
-            "prompt_row": np.asarray([rows[p] for p in made.kept], dtype=np.int64),
-            "row": [found[p] for p in made.kept],
+            "prompt_row": np.asarray([rows[p] for p in tokenized.kept], dtype=np.int64),
+            "row": [contents[p] for p in tokenized.kept],
         }
         if source is None:
-            columns |= self._spec.task_columns([found[p] for p in made.kept])
+            columns |= self._spec.task_columns([contents[p] for p in tokenized.kept])
         state = self._spec.data.state_column
         if state is not None:
             columns["state_id"] = np.asarray(
-                [state_number(found[p][state]) for p in made.kept], dtype=np.int64
+                [state_number(contents[p][state]) for p in tokenized.kept], dtype=np.int64
             )
         return PromptsResult(ref=write_batch(self._store, out_key, columns), dropped=dropped)
 
@@ -116,8 +93,8 @@ class DataEngine(Scorer):
     def probe(self) -> tuple[list[list[int]], list[int]]:
         """Sequences of the dataset of several lengths, and how many tokens of each are the prompt."""
         rows = list(range(min(len(PROBE_TOKENS), len(self._source))))
-        made = tokenize(self._source.rows(rows), self._spec.data, self._tokenizer)
-        prompts = [ids for ids in made.prompt_ids if len(ids) > 1]
+        tokenized = tokenize(self._source.rows(rows), self._spec.data, self._tokenizer)
+        prompts = [ids for ids in tokenized.prompt_ids if len(ids) > 1]
         if not prompts:
             longest = self._spec.data.max_prompt_tokens
             raise ValueError(
@@ -157,7 +134,7 @@ class DataEngine(Scorer):
         sample_ids, _ = samples.fetch_numpy(self._store, "sample_id")
         if "episode" in samples.names:
             rows = with_episodes(self._store, samples, rows)
-        given = {} if models is None else model_columns(self._store, models)
+        model_scores = {} if models is None else model_columns(self._store, models)
         began = time.monotonic()
         scores = self._rewards.score(
             texts.prompts,
@@ -165,14 +142,12 @@ class DataEngine(Scorer):
             rows,
             texts.completion_ids,
             request.trainer_state,
-            given,
+            model_scores,
             lambda: self._source if source is None else open_source(source),
         )
         seconds = time.monotonic() - began
         code = self._rewards.code(() if models is None else models.code)
         failed = scores.failed | (status == SampleStatus.FAILED)  # of episodes, said already
-        from engines.data.repetition import repeated_ngrams
-
         columns = score_columns(scores, status, code_digest(code))
         columns["repeated_ngrams"] = repeated_ngrams(self._store, samples)
         return ScoreResult(
@@ -193,28 +168,23 @@ class DataEngine(Scorer):
         self, request: AdvantagesRequest, out_key: str
     ) -> AdvantagesResult | AdvantageParts:
         """Choose the samples that train, and write their advantages."""
-        from engines.data.advantage_columns import write_advantages
-        from engines.data.advantage_parts import parts_of
-
         algorithm, part_tokens = request.algorithm, request.part_tokens
-        choice = self._chosen(request)
+        choice = self._choose(request)
         choice.check()
         if request.kept is not None:
             choice = choice.with_columns(self._store, request.kept)
         if not choice.trained:
-            return choice.result(choice.chosen.samples, {})
+            return choice.result(choice.training.samples, {})
         if part_tokens is not None:
             parts = parts_of(self._store, choice, algorithm, part_tokens, out_key)
             if parts is not None:
                 return parts
         ref, metrics = write_advantages(
-            self._store, choice.chosen, algorithm, out_key, request.version
+            self._store, choice.training, algorithm, out_key, request.version
         )
         return choice.result(ref, metrics)
 
-    def _chosen(self, request: AdvantagesRequest) -> Choice:
-        from engines.data.training_batch import choose
-
+    def _choose(self, request: AdvantagesRequest) -> Choice:
         spec = self._spec
         return choose(
             *(self._store, request, spec.rewards, spec.max_new_tokens, spec.data.right_from)
@@ -222,91 +192,23 @@ class DataEngine(Scorer):
 
     def informative(self, request: AdvantagesRequest) -> InformativeResult:
         """Which groups of a step's samples so far `advantages` would choose."""
-        choice = self._chosen(request)
-        return InformativeResult(groups=choice.informative, kept=choice.chosen.samples)
+        choice = self._choose(request)
+        return InformativeResult(groups=choice.informative, kept=choice.training.samples)
 
     def repetition(self, samples: BatchRef, algorithm: AlgorithmConfig, out_key: str) -> BatchRef:
         """Write the repetition penalties of some of a step's samples."""
-        from engines.data.training_batch import write_repetition
-
         return write_repetition(self._store, samples, algorithm, out_key)
 
     def advantage_statistics(
         self, samples: BatchRef, rows: BatchRef, algorithm: AlgorithmConfig, out_key: str
     ) -> BatchRef:
         """Write what a part adds to a statistic over the whole batch, by row."""
-        from engines.data.advantage_parts import write_statistics
-
         return write_statistics(self._store, samples, rows, algorithm, out_key)
 
     def advantage_part(self, request: AdvantagePartRequest, out_key: str) -> PartResult:
         """Write the advantages of a part."""
-        from engines.data.advantage_parts import write_part
-
         return write_part(self._store, request, out_key)
 
     def close(self) -> None:
         """End the reward functions' processes."""
         self._rewards.close()
-
-
-def model_columns(store: Store, models: ModelScores) -> dict[str, Column]:
-    """What reward models gave, by function, as a function's view of N samples."""
-    found = {}
-    for one in models.code:
-        values = models.ref.fetch_numpy(store, f"{SCORE}{one.name}")[0].astype(np.float64)
-        said = models.ref.fetch_list(store, f"{EXTRA}{one.name}/{ERROR}")
-        applied = np.isfinite(values)
-        found[one.name] = Column(
-            values=np.where(applied, values, 0.0),
-            applied=applied,
-            errors={int(i): str(said[i]) for i in np.flatnonzero(~applied)},
-        )
-    return found
-
-
-def with_episodes(store: Store, samples: BatchRef, rows: list[Row]) -> list[Row]:
-    """Rows with what their episodes came to, for reward functions; N of each.
-
-    EPISODE_COLUMNS: the sum of the turns' rewards (None where the environment gave none), the rewards
-    of the turns, and why the episode ended. With several players also `player`, its number.
-    """
-    values, offsets = samples.fetch_numpy(store, "turn_rewards")
-    assert offsets is not None
-    ended = samples.fetch_list(store, "episode")
-    found: list[Row] = []
-    for row, why, (start, stop) in zip(rows, ended, itertools.pairwise(offsets), strict=True):
-        turns = [None if math.isnan(one) else one for one in values[start:stop].tolist()]
-        given = [one for one in turns if one is not None]
-        total = sum(given) if given else None
-        columns = dict(zip(EPISODE_COLUMNS, (total, turns, str(why)), strict=True))
-        found.append({**row, **cast("Row", columns)})
-    if PLAYER in samples.names:
-        players = samples.fetch_numpy(store, PLAYER)[0].tolist()
-        found = [{**row, PLAYER: player} for row, player in zip(found, players, strict=True)]
-    return found
-
-
-def score_columns(scores: Scores, status: NDArray[Any], reward_code: str) -> dict[str, object]:
-    """The scores of N samples as columns of a batch.
-
-    Args:
-        scores: of the N samples.
-        status: int64 [N], SampleStatus before they were scored.
-        reward_code: digest of the functions that scored.
-    """
-    failed = scores.failed | (status == SampleStatus.FAILED)
-    columns: dict[str, object] = {
-        # A failed sample's reward is not a number, so that no mistake can make it count as 0.
-        "reward": np.where(failed, np.float32("nan"), scores.rewards),
-        "status": np.where(failed, np.int64(SampleStatus.FAILED), status),
-        "reward_code": [reward_code] * len(status),
-    }
-    for position, name in enumerate(scores.names):
-        given = scores.applied[:, position] & ~failed
-        columns[f"{SCORE}{name}"] = np.where(
-            given, scores.components[:, position], np.float32("nan")
-        )
-    for name, values in scores.extras.items():
-        columns[f"{EXTRA}{name}"] = values
-    return columns

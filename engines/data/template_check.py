@@ -46,7 +46,7 @@ class ChatTemplate:
         if going_on:
             messages[-1]["content"] = last + _CONTINUED
         try:
-            made = self.template.render(
+            text = self.template.render(
                 {
                     "tools": None,
                     "documents": None,
@@ -60,17 +60,17 @@ class ChatTemplate:
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise ValueError(f"the model's chat template refuses it: {_said(error)}") from None
         if not going_on:
-            return made
+            return text
         tag = _CONTINUED.strip()
         # transformers wants the word in the template, too.
-        if tag not in made or last.strip() not in made or "content" not in self.source:
+        if tag not in text or last.strip() not in text or "content" not in self.source:
             raise ValueError(
                 f"the model's chat template takes away from its last message, {last[:80]!r}, with "
                 "which the model is to go on. Let the message begin otherwise. "
                 f"{ELSEWHERE}"
             )
-        end = made.rindex(tag)
-        return made[:end] if made[end:].startswith(_CONTINUED) else made[:end].rstrip()
+        end = text.rindex(tag)
+        return text[:end] if text[end:].startswith(_CONTINUED) else text[:end].rstrip()
 
     @property
     def begins_answers(self) -> bool:
@@ -166,7 +166,7 @@ def _templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     """Name -> template; files go before tokenizer_config.json, as transformers has it."""
     stored = settings.get("chat_template")
     if isinstance(stored, list):
-        stored = {one["name"]: one["template"] for one in stored}
+        stored = {entry["name"]: entry["template"] for entry in stored}
     templates = dict(stored) if isinstance(stored, dict) else {DEFAULT: stored} if stored else {}
     files = {path.stem: path for path in directory.glob(f"{FOLDER}/*.jinja")}
     if (directory / FILE).exists():

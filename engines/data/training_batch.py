@@ -17,20 +17,22 @@ from engines.algorithms.aggregation import Rows
 from engines.algorithms.from_config import selection_of, shaped_rewards
 from engines.algorithms.reward_shaping import repetition_penalty
 from engines.algorithms.sample_selection import Selected, select
-from engines.data.advantage_columns import Chosen
+from engines.data.advantages import TrainingSamples
 from engines.data.column_reading import (
     components,
     dense,
-    drawn_tokens,
     jagged,
     numbers,
     policy_tokens,
 )
-from engines.data.contract import AdvantagesRequest
-from engines.data.results import AdvantagesResult, NothingToTrain, RewardsFailed
-from engines.data.sample_metrics import Measured, episode_metrics, sample_metrics, task_metrics
-from engines.data.staleness import staleness_metrics
-from storage.batches.columns import TASK, Author, SampleStatus
+from engines.data.contract import AdvantagesRequest, AdvantagesResult, NothingToTrain, RewardsFailed
+from engines.data.sample_metrics import (
+    dropped_by_length,
+    metrics_of,
+    selection_metrics,
+    staleness_metrics,
+)
+from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
@@ -45,7 +47,7 @@ IMPOSSIBLE = -1e30  # a log-prob below it is that of a word whose logit is maske
 class Choice:
     """The samples of a step that train, before their advantages."""
 
-    chosen: Chosen
+    training: TrainingSamples
     trained: int  # groups of which a sample is kept
     filtered: dict[str, int]  # groups left out by the algorithm's selection, by rule
     dropped: dict[str, int]  # groups left out for a failure, or beyond those wanted, by reason
@@ -63,11 +65,11 @@ class Choice:
                 "Scoring failed for samples of every group of the step, so none of them may train."
             )
 
-    def with_columns(self, store: Store, kept: BatchRef) -> Choice:
-        """The same choice, its samples with the columns that `kept`, the same samples, have."""
-        ids, theirs = (dense(store, ref, "sample_id") for ref in (self.chosen.samples, kept))
+    def with_columns(self, store: Store, columns: BatchRef) -> Choice:
+        """The same choice, its samples with `columns`, those of the same samples."""
+        ids, theirs = (dense(store, ref, "sample_id") for ref in (self.training.samples, columns))
         assert np.array_equal(ids, theirs), "the columns are of other samples than those that train"
-        return replace(self, chosen=replace(self.chosen, samples=kept))
+        return replace(self, training=replace(self.training, samples=columns))
 
     def result(self, ref: BatchRef, metrics: dict[str, float]) -> AdvantagesResult:
         """With the batch that trains, and the metrics of its advantages."""
@@ -103,7 +105,7 @@ def choose(
     prompts, status = dense(store, samples, "group_id"), dense(store, samples, "status")
     groups = samples.own_groups(store)
     per_sample = None if baselines is None else baseline_rewards(store, baselines, samples)
-    alone = untaught(store, samples)
+    alone = failed_by_teacher(store, samples)
     failed = (status == SampleStatus.FAILED) | alone
     if per_sample is not None:  # a baseline that could not be scored is no baseline of 0
         failed = failed | np.isnan(per_sample)
@@ -119,36 +121,36 @@ def choose(
     if request.repetition is not None:
         samples = samples.with_columns(request.repetition)
     shaped = shaped_samples(store, samples.take(whole), algorithm, max_new_tokens)
-    given = numbers(store, samples.take(whole), "reward")
+    rewards = numbers(store, samples.take(whole), "reward")
     rules = selection_of(algorithm)
-    selected = select(shaped.rewards, torch.from_numpy(groups[whole]), rules, given)
+    selected = select(shaped.rewards, torch.from_numpy(groups[whole]), rules, rewards)
     filtered = filtered_groups(prompts[scored], prompts[whole], selected, [r.name for r in rules])
-    kept = np.flatnonzero(selected.keep.numpy())
-    informative = np.unique(prompts[whole][kept])  # groups are numbered as they are drawn
-    training = informative[: request.most_groups]
-    kept = kept[np.isin(prompts[whole][kept], training)]
-    index = whole[kept]
+    selection = np.flatnonzero(selected.keep.numpy())
+    informative = np.unique(prompts[whole][selection])  # groups are numbered as they are drawn
+    training_groups = informative[: request.most_groups]
+    selection = selection[np.isin(prompts[whole][selection], training_groups)]
+    index = whole[selection]
     left = {
         "teacher_failed": by_teacher,
         FAILED: len(lost) - by_teacher,
-        SURPLUS: len(informative) - len(training),
+        SURPLUS: len(informative) - len(training_groups),
     }
-    chosen = Chosen(
+    training = TrainingSamples(
         samples=samples.take(index).drop([] if request.repetition is None else [REPETITION]),
-        rewards=shaped.rewards[kept],
-        masked=shaped.masked[kept],
-        components={name: part[kept] for name, part in shaped.components.items()},
+        rewards=shaped.rewards[selection],
+        masked=shaped.masked[selection],
+        components={name: part[selection] for name, part in shaped.components.items()},
         baselines=None if per_sample is None else torch.from_numpy(per_sample[index]),
     )
     return Choice(
-        chosen=chosen,
-        trained=len(training),
+        training=training,
+        trained=len(training_groups),
         filtered=filtered,
         dropped={reason: count for reason, count in left.items() if count},
         metrics=metrics
         | shaped.metrics
         | selection_metrics(selected, sum(filtered.values()))
-        | (staleness_metrics(store, chosen.samples, request.version) if len(index) else {})
+        | (staleness_metrics(store, training.samples, request.version) if len(index) else {})
         | dropped_by_length(store, samples, request.left_out),
     )
 
@@ -168,10 +170,10 @@ def filtered_groups(
     last, keeps = np.full(len(groups), -1), np.zeros(len(groups), bool)
     np.maximum.at(last, member, selected.left_out_by.numpy())
     keeps[member[selected.keep.numpy()]] = True
-    found = Counter(rules[rule] for rule in last[~keeps].tolist())
+    by_rule = Counter(rules[rule] for rule in last[~keeps].tolist())
     if unplayed := len(np.setdiff1d(scored, whole)):
-        found[NO_TURN] += unplayed
-    return dict(found)
+        by_rule[NO_TURN] += unplayed
+    return dict(by_rule)
 
 
 def resolve_failures(
@@ -232,11 +234,11 @@ def shaped_samples(
         repetition=repetition_of(store, samples, algorithm),
     )
     parts = components(store, samples)
-    given = rewards
+    before = rewards
     if shaping.truncated == "zero":
         parts = {name: torch.where(truncated, 0.0, part) for name, part in parts.items()}
-        given = torch.where(truncated, 0.0, given)
-    penalties = shaped.rewards - given
+        before = torch.where(truncated, 0.0, before)
+    penalties = shaped.rewards - before
     if penalties.any():  # a component of its own for a method that compares them one by one
         parts["shaping"] = penalties
     return ShapedSamples(
@@ -271,7 +273,7 @@ def write_repetition(
     return write_batch(store, out_key, {REPETITION: penalties.numpy()})
 
 
-def untaught(store: Store, samples: BatchRef) -> NDArray[np.bool_]:
+def failed_by_teacher(store: Store, samples: BatchRef) -> NDArray[np.bool_]:
     """Samples [N] that cannot be learned from, for a log-prob of their teacher's: bool.
 
     It is not finite, or that of a word that the teacher can never say, with which nothing can be
@@ -300,92 +302,3 @@ def baseline_rewards(store: Store, baselines: BatchRef, samples: BatchRef) -> ND
 
     known = dict(zip(seats(baselines), dense(store, baselines, "reward").tolist(), strict=True))
     return np.array([known.get(seat, np.nan) for seat in seats(samples)], dtype=np.float32)
-
-
-def selection_metrics(selected: Selected, filtered: int) -> dict[str, float]:
-    """Samples kept, and left out by each step of the recipe's selection; groups left out."""
-    kept = float(selected.keep.sum())
-    return {
-        "selection/samples_kept": kept,
-        "selection/samples_left_out": float(selected.keep.numel()) - kept,
-        "selection/groups_left_out": float(filtered),
-        **{f"selection/{name}": count for name, count in selected.metrics.items()},
-    }
-
-
-def dropped_by_length(
-    store: Store, samples: BatchRef, left_out: BatchRef | None
-) -> dict[str, float]:
-    """The share that was dropped of each tenth of the step's samples by length, the shortest first.
-
-    Not waiting for answers is biased against long ones; this is by how much. A dropped sample's
-    length is what it had by then. Tenths without a sample are left out.
-    """
-    if left_out is None:
-        return {}
-    kept, lost = (policy_tokens(store, ref) for ref in (samples, left_out))
-    return drop_rates(kept, lost)
-
-
-def drop_rates(kept: NDArray[np.int64], dropped: NDArray[np.int64]) -> dict[str, float]:
-    """[K], [D]: lengths in tokens. drop_rate/length_decile_1 … 10, and drop_rate/all.
-
-    Lengths 1 … 8 kept and 9, 10 dropped: 0 in the first eight deciles, 1 in the last two.
-    """
-    lost = np.concatenate([np.zeros(len(kept), bool), np.ones(len(dropped), bool)])
-    order = np.argsort(np.concatenate([kept, dropped]), kind="stable")
-    decile = np.empty(len(order), np.int64)
-    decile[order] = np.arange(len(order)) * 10 // len(order)
-    rates = {
-        f"drop_rate/length_decile_{number + 1}": float(lost[decile == number].mean())
-        for number in range(10)
-        if (decile == number).any()
-    }
-    return {"drop_rate/all": float(lost.mean()), **rates}
-
-
-def metrics_of(
-    store: Store,
-    samples: BatchRef,
-    groups: NDArray[np.int64],
-    status: NDArray[np.int64],
-    right_from: float,
-) -> dict[str, float]:
-    """Reward and length metrics of all samples, before anything is left out but failures."""
-    measured = Measured(
-        rewards=dense(store, samples, "reward"),
-        components={name: part.numpy() for name, part in components(store, samples).items()},
-        failed=status == SampleStatus.FAILED,
-        truncated=status == SampleStatus.TRUNCATED,
-        lengths=policy_tokens(store, samples),
-        groups=groups,
-        repeated=(
-            dense(store, samples, "repeated_ngrams") if "repeated_ngrams" in samples.names else None
-        ),
-    )
-    found = sample_metrics(measured)
-    if TASK in samples.names:
-        tasks = np.array([str(one) for one in samples.fetch_list(store, TASK)])
-        found |= task_metrics(measured, tasks, right_from)
-    if "author" in samples.names:
-        authors, bounds = jagged(store, samples, "author")
-        ended = (authors == Author.BUDGET).nonzero()[0]
-        if len(ended) or "episode" not in samples.names:
-            cut = len(np.unique(np.searchsorted(bounds, ended, side="right")))
-            found["response/thoughts_ended_by_budget"] = cut / len(samples)
-    if "episode" in samples.names:
-        turns = "turn_order" if "turn_order" in samples.names else "turn_rewards"
-        found |= episode_metrics(
-            turns=samples.lengths(store, turns),
-            tokens=samples.lengths(store, "response_ids"),
-            seconds=dense(store, samples, "env_seconds"),
-            ended=[str(one) for one in samples.fetch_list(store, "episode")],
-            drawn=drawn_tokens(store, samples),
-            mask=jagged(store, samples, "response_mask")[0].astype(bool),
-            rewritten=(
-                dense(store, samples, "past_rewritten")
-                if "past_rewritten" in samples.names
-                else None
-            ),
-        )
-    return found

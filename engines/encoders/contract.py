@@ -10,7 +10,7 @@ from engines.workers.engine import Engine
 
 if TYPE_CHECKING:
     from configs.srpo import ProgressConfig
-    from engines.data.results import SampleFailure
+    from engines.data.contract import SampleFailure
     from storage.batches.refs import BatchRef
 
 

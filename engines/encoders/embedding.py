@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from configs.encoder import EncoderConfig, FramesSettings, ProjectionEncoder
-from engines.data.frames import FIRST
 from engines.encoders.contract import EpisodeEncoder
 from engines.encoders.encoder import Encoder, Frames, Projection, looked_at
+from engines.episodes.frames import FIRST
 from engines.workers.engine import Memory, StoreSpec
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef

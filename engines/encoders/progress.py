@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from configs.srpo import ProgressConfig
 from engines.algorithms.progress_rewards import ProgressRewards, progress_rewards
-from engines.data.results import SampleFailure
+from engines.data.contract import SampleFailure
 from engines.encoders.contract import ProgressResult, ProgressScorer
 from engines.workers.engine import StoreSpec
 from storage.batches.columns import EXTRA, SCORE, SampleStatus

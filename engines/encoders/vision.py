@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.encoder import NEEDS_IMAGES, VisionEncoder
-from engines.data.frames import check_images
 from engines.encoders.encoder import Frames
+from engines.episodes.frames import check_images
 from engines.models import checkpoints
 from engines.models.tensor_files import WEIGHTS, digest_of
 from engines.processes.user_code import installed

@@ -34,7 +34,7 @@ Message: TypeAlias = (
 )
 Event: TypeAlias = "tuple[str, dict[str, Any] | str]"  # of a stream: its name, or "", and its data
 
-# A text beside calls of tools ends where the first one begins (engines/data/tool_calls.py).
+# A text beside calls of tools ends where the first one begins (engines/episodes/tool_calls.py).
 _CALLS = re.compile(r"\s*(?:<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>)")
 
 

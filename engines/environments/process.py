@@ -37,7 +37,10 @@ class EnvironmentProcess(ChildProcess[EnvironmentReady, Call, Reply]):
 
 
 def start_message(config: EpisodesConfig, frames: bool = False) -> EnvironmentStart:
-    """What such a process is told to load; `frames`: whether they go with its answers."""
+    """The first message to a process of environments: what it loads, and how it plays.
+
+    frames: whether what episodes see goes with the answers.
+    """
     environment = config.environment
     path, id = "", ""
     params: dict[str, Any] = {}

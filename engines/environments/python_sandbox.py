@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from configs.rewards import ProcessSandbox
-from engines.sandboxes.opening import open_sandbox, python_of
-from engines.sandboxes.supervised import SupervisedSandbox
+from engines.sandboxes.opening import SupervisedSandbox, open_sandbox, python_of
 
 _CHARACTERS = 2000  # of a program's output that the model is shown
 

@@ -186,6 +186,7 @@ class ChildProcess(Generic[ReadyT, CallT, ReplyT]):
         try:
             return self._start()
         except ProcessDied as error:  # killed from outside, perhaps: one more try tells
+            self.check_open()  # or by the owner, who wants none
             self._lost(str(error).removeprefix("its process "))
         try:
             return self._start()
@@ -199,7 +200,9 @@ class ChildProcess(Generic[ReadyT, CallT, ReplyT]):
         self.losses += 1
         logger.warning(
             "The process of the %s %s; it is started anew (%d so far).",
-            *(self._called, end, self.losses),
+            self._called,
+            end,
+            self.losses,
         )
 
     def _start(self) -> ReadyT:

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from pydantic import Field
 
 from configs.rewards import LocalJudgeReward, RewardModelReward
-from engines.data.results import ModelScores, RowsSpec
+from engines.data.contract import ModelScores, RowsSpec
 from engines.workers.engine import Engine
 from storage.batches.refs import BatchRef
 

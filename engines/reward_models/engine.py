@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from engines.data.data_engine import ERROR
-from engines.data.results import ModelScores
-from engines.data.sample_texts import SampleTexts, read_texts
+from engines.data.contract import ModelScores
+from engines.data.scoring import ERROR, SampleTexts, read_texts
 from engines.reward_models.contract import RewardModels, RewardModelSpec
 from engines.reward_models.model import RewardModel
 from engines.rewards.protocol import Unscored

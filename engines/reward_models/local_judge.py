@@ -19,7 +19,7 @@ import numpy as np
 
 from configs.imports import imported_class
 from configs.rewards import LocalJudgeReward
-from engines.data.sample_texts import SampleTexts
+from engines.data.scoring import SampleTexts
 from engines.models import checkpoints
 from engines.models.tensor_files import WEIGHTS, WORDS, digest_of
 from engines.processes.user_code import installed

@@ -34,7 +34,7 @@ TRL_ARGUMENTS = (
 TRL_HIDDEN_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
-# What the rows of episodes have besides (engines/data/data_engine.py:with_episodes).
+# What the rows of episodes have besides (engines/data/scoring.py:with_episodes).
 EPISODE_COLUMNS = ("episode_reward", "turn_rewards", "episode")
 
 

@@ -258,7 +258,9 @@ def _prefilled(
     outputs = []
     for number, (q, k, v) in enumerate(zip(*parts, strict=True)):
         out = causal_attention(
-            *(q, k, v),
+            q,
+            k,
+            v,
             scale=scores.scale,
             window=scores.window,
             cap=scores.cap,

@@ -284,10 +284,13 @@ class RolloutPool(EnginePool[Sampler]):
     def _load_call(self) -> Call[tuple[SyncReport, list[list[float]]]]:
         """The load of the current weights; what is scored is the probe, if there is one."""
         probe = self._probe
+        digest = self.weights.digest.rpartition(":")[
+            2
+        ]  # a version may be made anew with other bits
         return Call.of(
             self.role,
             Sampler.sync_and_score,
-            self._call_id(self.weights.version, "sync"),
+            self._call_id(self.weights.version, f"sync-{digest[:12]}"),
             weights=self.weights,
             mode=self.mode,
             token_ids=[] if probe is None else probe.tokens,

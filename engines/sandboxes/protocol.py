@@ -4,7 +4,7 @@ A program that misbehaves is a result: it timed out, it was killed. What the mac
 as a sandbox that cannot be started, is SandboxFailed and nobody's score.
 
 Only the standard library is imported: the inner side is loaded in the sandbox too, where there is
-nothing else (engines/sandboxes/supervised.py).
+nothing else (engines/sandboxes/opening.py).
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def received(read: Callable[[int], bytes]) -> dict[str, Any]:
             size -= len(part)
         return b"".join(parts)
 
-    found: dict[str, Any] = json.loads(exactly(int.from_bytes(exactly(NUMBER), "big")))
-    return found
+    message: dict[str, Any] = json.loads(exactly(int.from_bytes(exactly(NUMBER), "big")))
+    return message
 
 
 def send(descriptor: int, message: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 It is process 1 of its process namespace: what programs start and leave behind becomes its child, none
 of them can kill it, and when it ends the kernel ends them all. Its owner is at the other end of its
-standard input and output (engines/sandboxes/supervised.py); when the owner goes, it goes.
+standard input and output (engines/sandboxes/opening.py); when the owner goes, it goes.
 
 Loaded within the sandbox: only the standard library is imported.
 """
@@ -127,13 +127,13 @@ class _Supervisor:
     def _write(self, path: str, data: bytes) -> None:
         place = _inside(path)
         try:
-            made = os.path.dirname(place)
-            while not os.path.lexists(made):
-                made = os.path.dirname(made)
+            existing = os.path.dirname(place)
+            while not os.path.lexists(existing):
+                existing = os.path.dirname(existing)
             os.makedirs(os.path.dirname(place), exist_ok=True)
             with open(place, "wb", opener=_no_link) as file:
                 file.write(data)
-            while self._user is not None and place != made:
+            while self._user is not None and place != existing:
                 os.chown(place, self._user, self._user, follow_symlinks=False)
                 place = os.path.dirname(place)
         except OSError as error:
@@ -154,20 +154,20 @@ class _Supervisor:
         pid = os.fork()
         if pid == 0:
             self._become(argv, inputs[0], outputs[1], errors[1], faults[1])
-        for theirs in (inputs[0], outputs[1], errors[1], faults[1]):
-            os.close(theirs)
+        for descriptor in (inputs[0], outputs[1], errors[1], faults[1]):
+            os.close(descriptor)
         limit = self._limits["output_kib"] * 1024
-        kept = {outputs[0]: _Output(limit), errors[0]: _Output(limit)}
+        streams = {outputs[0]: _Output(limit), errors[0]: _Output(limit)}
         try:
-            cause = self._watch(pid, inputs[1], stdin, kept, started + timeout)
+            cause = self._watch(pid, inputs[1], stdin, streams, started + timeout)
             status = _end_all(pid)
-            for descriptor, output in kept.items():  # what it wrote last
+            for descriptor, output in streams.items():  # what it wrote last
                 while piece := _read_now(descriptor):
                     output.add(piece)
         finally:
             _end_all(pid)
             fault = _read_now(faults[0])
-            for descriptor in (*kept, faults[0]):
+            for descriptor in (*streams, faults[0]):
                 os.close(descriptor)
         if fault:
             raise RuntimeError(f"the program could not be confined: {fault.decode()}")
@@ -180,21 +180,21 @@ class _Supervisor:
             "cause": cause,
             "exit_code": code if cause == "ended" else None,
             "signal": -code if code < 0 else None,
-            "stdout": _text(bytes(kept[outputs[0]].data)),
-            "stderr": _text(bytes(kept[errors[0]].data)),
-            "truncated": any(output.truncated for output in kept.values()),
+            "stdout": _text(bytes(streams[outputs[0]].data)),
+            "stderr": _text(bytes(streams[errors[0]].data)),
+            "truncated": any(output.truncated for output in streams.values()),
             "seconds": time.monotonic() - started,
         }
 
     def _watch(
-        self, pid: int, stdin: int, data: bytes, kept: dict[int, _Output], deadline: float
+        self, pid: int, stdin: int, data: bytes, streams: dict[int, _Output], deadline: float
     ) -> str | None:
         """Feed a program and take its output until it ends: None, or the cause to end it."""
         rest = memoryview(data)
         os.set_blocking(stdin, False)
         ended = _ending_of(pid)
         with selectors.DefaultSelector() as selector:
-            for descriptor in kept:
+            for descriptor in streams:
                 os.set_blocking(descriptor, False)
                 selector.register(descriptor, selectors.EVENT_READ)
             selector.register(stdin, selectors.EVENT_WRITE)
@@ -228,7 +228,7 @@ class _Supervisor:
                                 stdin = -1
                             continue
                         piece = _read_now(descriptor)
-                        kept[descriptor].add(piece)
+                        streams[descriptor].add(piece)
                         if not piece:
                             selector.unregister(descriptor)
             finally:
@@ -380,11 +380,11 @@ def _end_all(pid: int) -> int:
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
         try:
-            ended, found = os.waitpid(-1, 0)
+            ended, exit_status = os.waitpid(-1, 0)
         except ChildProcessError:
             return status
         if ended == pid:
-            status = found
+            status = exit_status
 
 
 def _text(data: bytes) -> str:

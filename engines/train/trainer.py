@@ -12,15 +12,17 @@ snapshot of it is not built upon, for it may be of an attempt that another flow 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.algorithm.distillation import recorded_algorithm
+from engines.failures import GangFailed
 from engines.models.tokens import ModelTokens
 from engines.train.batching.mfu import CostModel
 from engines.train.contract import TrainEngine
@@ -28,6 +30,7 @@ from engines.train.spec import LogprobRequest, TeachRequest, UpdateRequest
 from engines.workers.engine import CallId
 from engines.workers.gang import Gang
 from storage.batches.refs import BatchRef
+from storage.objects.errors import VersionTaken
 from storage.runs.commit_log import head, read_commit
 from storage.runs.run_store import RunStore, origin_of, start_of
 from storage.runs.snapshots import ReplayStart, base_of
@@ -65,6 +68,17 @@ class TrainerSettings:
     # that were published: these are taken then. None: nothing is compared.
     on_rounding: Callable[[int, int], None] | None = None
     caller: str | None = None  # in whose name, if not the run's: of another run that reads it
+
+
+@contextlib.contextmanager
+def taken_by_another() -> Iterator[None]:
+    """Raises VersionTaken as itself, where all that failed is that a version is published already."""
+    try:
+        yield
+    except GangFailed as failed:
+        if isinstance(failed.__cause__, VersionTaken):
+            raise failed.__cause__ from None
+        raise
 
 
 class Trainer:
@@ -204,9 +218,10 @@ class Trainer:
         """Publish the weights of a version; `whole`: not as a difference.
 
         The store has them once `settle`, with the same arguments, has returned; until then only
-        engines on the trainer's machine can read them, where it keeps versions.
+        engines on the trainer's machine can read them, where it keeps versions. Raises VersionTaken
+        where a gang that was lost has published other bits.
         """
-        with self._lock:
+        with self._lock, taken_by_another():
             self.at(version)
             return self._call(
                 TrainEngine.export_weights, version, version=version, dtype=dtype, whole=whole
@@ -214,7 +229,7 @@ class Trainer:
 
     def settle(self, version: int, dtype: str, whole: bool = False) -> WeightsRef:
         """Return once the store has a version. A gang that was lost meanwhile publishes it again."""
-        with self._lock:
+        with self._lock, taken_by_another():
             self.at(version)
             return self._call(
                 TrainEngine.settle_weights, version, version=version, dtype=dtype, whole=whole

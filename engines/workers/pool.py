@@ -223,6 +223,11 @@ class EnginePool(Generic[E]):
         self._locks: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
         self._calls_aside = at_once is not None
+        if pool not in cluster.config.pools:
+            raise LookupError(
+                f"The engines of role {role!r} live on the pool {pool!r}, which is not started: "
+                "used_pools of the run's settings lacks it."
+            )
         slots = at_once or cluster.config.pools[pool].slots
         known = partial(cluster.known_workers, pool)
         self._slots = SlotQueue(slots, self.live, known, self._check)

@@ -40,6 +40,10 @@ class Conflict(StoreError):
     """A compare-and-swap found another value than the one expected."""
 
 
+class VersionTaken(StoreError):
+    """Other weights are published under a policy version's name."""
+
+
 class OutOfAttempts(Exception):
     """Every attempt failed with an error that may pass; `__cause__` is the last one."""
 

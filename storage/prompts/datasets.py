@@ -45,6 +45,7 @@ from storage.prompts.source import (
     first_null,
     missing_column,
     plain_row,
+    row_name,
 )
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ class HubRows(PromptSource):
         self._in_range(indices)
         columns = self._data[list(indices)]  # one by one they take some six times as long
         return [
-            plain_row(dict(zip(columns, row, strict=True)), f"Row {index} of {self.name}")
+            plain_row(dict(zip(columns, row, strict=True)), f"{row_name(index)} of {self.name}")
             for index, row in zip(indices, zip(*columns.values(), strict=True), strict=True)
         ]
 
@@ -196,7 +197,7 @@ class HubRows(PromptSource):
         for column in filled:
             row = first_null(self._data.with_format("arrow")[:], column)
             if row is not None:
-                raise empty_value(f"Row {row}", self.name, column)
+                raise empty_value(row_name(row), self.name, column)
 
 
 class ReasoningGymRows(PromptSource):

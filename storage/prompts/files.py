@@ -27,6 +27,7 @@ from storage.prompts.source import (
     first_null,
     missing_column,
     plain_row,
+    row_name,
 )
 
 if TYPE_CHECKING:
@@ -276,7 +277,7 @@ class ParquetRows(PromptSource):
             else:
                 taken = [table.slice(row, 1).to_pylist()[0] for row in wanted]
             for place, row in zip(members, taken, strict=True):
-                found[place] = plain_row(row, f"Row {indices[place]} of {self.name}")
+                found[place] = plain_row(row, f"{row_name(indices[place])} of {self.name}")
         return [found[place] for place in range(len(indices))]
 
     def check_columns(self, needed: Iterable[str]) -> None:
@@ -291,7 +292,7 @@ class ParquetRows(PromptSource):
                 row = first_null(table, column)
                 if row is not None:
                     number = self._group_start(group) + row
-                    raise empty_value(f"Row {number}", self.name, column)
+                    raise empty_value(row_name(number), self.name, column)
 
     def _group_of(self, index: int) -> int:
         return bisect_right(self._group_stops, index)

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from configs.data import FunctionSource
 from configs.imports import described, imported
 from storage.objects.documents import Row
-from storage.prompts.source import RowsInMemory, plain_row
+from storage.prompts.source import RowsInMemory, plain_row, row_name
 
 MOST_ROWS = 2**22  # that are kept in memory; a function that gives more is taken for endless
 _SECOND = 1.0  # beyond the deadline, for one that looks at it between two rows
@@ -27,16 +27,13 @@ class _Endless(Exception):
 
 
 class FunctionRows(RowsInMemory):
-    """The rows that a user's function returned.
+    """The rows that a user's function returned, in memory.
 
     Raises ValueError where the function cannot be called, or where its rows are no data.
     """
 
     def __init__(self, config: FunctionSource) -> None:
-        rows = [
-            self._row(row, f"Row {index} of {config.path}")
-            for index, row in enumerate(self._returned(config))
-        ]
+        rows = [_row(i, row, config.path) for i, row in enumerate(self._returned(config))]
         if not rows:
             raise ValueError(f"data.source.path is {config.path}: it returned no rows.")
         super().__init__(config.path, rows)
@@ -85,8 +82,10 @@ class FunctionRows(RowsInMemory):
             f"data.source.path is {config.path}, which gave no rows: {described(error)}"
         )
 
-    @staticmethod
-    def _row(row: object, name: str) -> Row:
-        if not isinstance(row, Mapping):
-            raise ValueError(f"{name} is a {type(row).__name__}, not a dict of columns.")
-        return plain_row(dict(row), name)
+
+def _row(index: int, row: object, source: str) -> Row:
+    if not isinstance(row, Mapping):
+        raise ValueError(
+            f"{row_name(index)} of {source} is a {type(row).__name__}, not a dict of columns."
+        )
+    return plain_row(dict(row), f"{row_name(index)} of {source}")

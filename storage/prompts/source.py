@@ -60,17 +60,17 @@ class PromptSource(ABC):
 
     @cached_property
     def _all_row_digests(self) -> np.ndarray:
-        found = self._row_digests(range(len(self)))
-        found.setflags(write=False)
-        return found
+        digests = self._row_digests(range(len(self)))
+        digests.setflags(write=False)
+        return digests
 
     def _row_digests(self, rows: range) -> np.ndarray:
         """Made anew, of READ_ROWS rows in memory at once."""
-        found = np.empty(len(rows), np.uint64)
+        digests = np.empty(len(rows), np.uint64)
         for start in range(0, len(rows), READ_ROWS):
             for place, row in enumerate(self.rows(rows[start : start + READ_ROWS]), start):
-                found[place] = xxhash.xxh3_64_intdigest(canonical_row(row))
-        return found
+                digests[place] = xxhash.xxh3_64_intdigest(canonical_row(row))
+        return digests
 
     def _in_range(self, indices: Sequence[int]) -> None:
         for index in indices:
@@ -79,11 +79,12 @@ class PromptSource(ABC):
 
 
 class RowsInMemory(PromptSource):
-    """Rows that are all in memory, each of which may have columns of its own."""
+    """Rows that are made once, such as a function's; which differ in their columns, perhaps."""
 
-    def __init__(self, name: str, rows: Sequence[Row]) -> None:
-        """`name`: as PromptSource has it; `rows`: one at least."""
-        self.name, self._rows = name, rows
+    def __init__(self, name: str, rows: list[Row]) -> None:
+        """rows: at least one; the digest is that of their contents, in their order."""
+        self.name = name
+        self._rows = rows
         self.columns = tuple(rows[0])
         hasher = hashlib.sha256()
         for row in rows:
@@ -101,7 +102,13 @@ class RowsInMemory(PromptSource):
         return any(name in row for row in self._rows)
 
     def check_columns(self, needed: Iterable[str]) -> None:
-        check_rows(((f"Row {i}", row) for i, row in enumerate(self._rows)), self.name, needed)
+        named = ((row_name(index), row) for index, row in enumerate(self._rows))
+        check_rows(named, self.name, needed)
+
+
+def row_name(index: int) -> str:
+    """What people call a row that lies in no file."""
+    return f"Row {index}"
 
 
 def check_rows(named: Iterable[tuple[str, Row]], source: str, needed: Iterable[str]) -> None:
@@ -134,13 +141,13 @@ def first_null(table: Table, column: str) -> int | None:
 
 
 def plain_row(row: dict[str, Any], row_name: str) -> Row:
-    found: dict[str, JsonValue] = {}
+    columns: dict[str, JsonValue] = {}
     for column, value in row.items():
         try:
-            found[column] = plain(value)
+            columns[column] = plain(value)
         except TypeError as error:
             raise ValueError(
                 f"{row_name} cannot be kept as JSON: {error}, in the column '{column}'. Write it as "
                 "text, or leave the column out."
             ) from None
-    return found
+    return columns

@@ -429,6 +429,11 @@ def pins(run: RunStore) -> list[Pin]:
     return live
 
 
+def remove_version(run: RunStore, version: int) -> list[str]:
+    """Remove a policy version that no commit names, its manifest first; returns the keys."""
+    return _remove(run, run.store.list(run.weights_key(version)), MANIFEST)
+
+
 def clear(run: RunStore, head: int) -> list[str]:
     """Remove what is left of writers that died; returns the keys, in that order.
 
@@ -447,7 +452,7 @@ def clear(run: RunStore, head: int) -> list[str]:
         write_index(run, index)
     for version in run.versions():
         if version > head:
-            removed += _remove(run, run.store.list(run.weights_key(version)), MANIFEST)
+            removed += remove_version(run, version)
     for role in TRAINED_ROLES:
         trained = replace(run, role=role)
         for step in trained.state_steps():

@@ -20,7 +20,7 @@ from storage.batches import tensors as torch_bytes
 from storage.batches.format import DTYPES, head_of
 from storage.objects import documents
 from storage.objects.documents import Digester, digest
-from storage.objects.errors import StoreError
+from storage.objects.errors import VersionTaken
 from storage.objects.node_cache import announced
 from storage.runs.run_store import RunStore
 from storage.runs.tensor_changes import encode
@@ -217,8 +217,8 @@ def contents(
 def finish(store: Store, version: Contents) -> WeightsRef:
     """Write the small files and then the manifest of a version whose shards are there.
 
-    Where another writer was faster the shards are removed, and its version stands; StoreError if that
-    is another one.
+    Where another writer was faster the shards are removed, and its version stands; VersionTaken if
+    that is another one.
     """
     key, manifest = version.key, version.manifest
     if not _create(store, key, manifest, version.others):
@@ -251,7 +251,7 @@ def publish(
 
     `tensors` may be a generator: at most `shard_bytes` of them are held at once. Floating-point
     ones are cast to `dtype`, each as it is written. Publishing a version again with the same
-    tensors is a no-op; with others it raises StoreError, and the first stays as it was.
+    tensors is a no-op; with others it raises VersionTaken, and the first stays as it was.
 
     base: a whole version of the same tensors, from which this one is stored as the difference.
     adapter: the tensors are factors of one on the base instead.
@@ -302,9 +302,9 @@ def copy_whole(
 
 
 def same(existing: Manifest, key: str, content: str) -> WeightsRef:
-    """The ref of a version that is there; StoreError where `found` is not its digest."""
+    """The ref of a version that is there; VersionTaken where `content` is not its digest."""
     if existing.digest != content:
-        raise StoreError(
+        raise VersionTaken(
             f"Policy version {existing.version} is already published at {key} with digest "
             f"{existing.digest}, not {content}. Publish other weights under another version."
         )

@@ -24,7 +24,7 @@ from storage.tracking.connection import TrackerUnusable, TrackingError
 from storage.tracking.tracker import LONGEST_PARAM, shown_name
 
 HEADER, BLOCK = 7, 32768  # bytes
-_PART = struct.Struct("<IHB")
+_PART = struct.Struct("<IHB")  # head of a part: checksum, size, kind
 WHOLE, LAST = 1, 4  # kinds of parts that end a record
 
 MARK = "refrain.last_step"  # file beside TensorBoard's, which would have to be read whole
@@ -46,22 +46,27 @@ def last_logged_step(folder: Path, run: str, project: str) -> int | None:
 
 
 def records_of(file: Path) -> Iterator[Any]:
-    """The whole records of a file, as Weights & Biases' own messages."""
+    """The whole records of a file, as Weights & Biases' own messages.
+
+    The file is LevelDB's log: a header, then blocks of BLOCK bytes, of parts. A part is a checksum, a
+    size, a kind and bytes; a record has one part or more, none of which begins in the last bytes of a
+    block, where its head does not fit.
+    """
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, at, parts = file.read_bytes(), HEADER, b""
-    while at + _PART.size <= len(data):
-        room = BLOCK - at % BLOCK
-        if room < _PART.size:
-            at += room
+    data, offset, record = file.read_bytes(), HEADER, b""
+    while offset + _PART.size <= len(data):
+        left_in_block = BLOCK - offset % BLOCK
+        if left_in_block < _PART.size:
+            offset += left_in_block
             continue
-        _, size, kind = _PART.unpack_from(data, at)
-        at += _PART.size
-        parts += data[at : at + size]
-        at += size
-        if kind in (WHOLE, LAST) and at <= len(data):
-            yield Record.FromString(parts)
-            parts = b""
+        _checksum, size, kind = _PART.unpack_from(data, offset)
+        offset += _PART.size
+        record += data[offset : offset + size]
+        offset += size
+        if kind in (WHOLE, LAST) and offset <= len(data):
+            yield Record.FromString(record)
+            record = b""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

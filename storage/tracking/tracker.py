@@ -712,7 +712,10 @@ class Tracker:
         return experiment.experiment_id
 
     def _find(self, experiment: str, run: str, store_uri: str, record: str | None) -> Run | None:
-        """The run's page: by its record, which goes with a store that is moved, else by the store."""
+        """The run's page: by its record, which goes with a store that is moved, else by the store.
+
+        run: its name. record: as TrackedRun.record; None where it is not known.
+        """
         for name, value in ((RECORD_TAG, record), (STORE_TAG, store_uri)):
             if value is None:
                 continue

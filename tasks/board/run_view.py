@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-OPENING, FRAME = "opening_frame", "frame"  # columns, as engines/data/frames.py writes them
+OPENING, FRAME = "opening_frame", "frame"  # columns, as engines/episodes/frames.py writes them
 
 
 Frame = tuple[BatchRef, int]  # one row of one column, and which frame of that row

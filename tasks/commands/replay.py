@@ -340,7 +340,7 @@ def _differences(
 
 def replayed_episodes(files: RunStore, step: int) -> Answer:
     """Replay the episodes of a step: seed, row and the policy's turns as stored."""
-    from engines.data.environment_engine import EnvironmentEngine
+    from engines.episodes.environment_engine import EnvironmentEngine
 
     config, commit = settings_of(files), read_commit(files, step)
     if config.episodes is None:

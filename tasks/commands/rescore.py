@@ -23,7 +23,7 @@ from configs.rewards import (
     RewardsConfig,
 )
 from engines.data.chat_template import prompts_of
-from engines.data.data_engine import with_episodes
+from engines.data.scoring import with_episodes
 from engines.models.checkpoints import load_tokenizer, materialize
 from engines.rewards.comparison import RewardComparison, compare_rewards
 from engines.rewards.judge import JudgeAnswers

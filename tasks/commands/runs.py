@@ -124,9 +124,15 @@ def _shown(
     if not all_runs:
         return [text(f"There is no run in {store.uri}.")]
     lines = table(
-        *("run", "state", "steps", "reward", "age", "last step"),
+        "run",
+        "state",
+        "steps",
+        "reward",
+        "age",
+        "last step",
         *(["size"] if sizes else []),
-        *("where", "from"),
+        "where",
+        "from",
         right=("steps", "reward", "size"),
     )
     for run in listed:

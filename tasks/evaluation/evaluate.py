@@ -39,10 +39,10 @@ from storage.objects.documents import key_of
 from storage.runs.commit_log import version_weights
 from storage.runs.weights import MANIFEST, WeightsRef
 from storage.tracking.cost import calls_cost
-from tasks.episodes import complete
 from tasks.evaluation.summary import counts_of, evaluation_metrics, metrics_of, scores_of
 from tasks.results import Sampled
 from tasks.reward import score
+from tasks.rollout import complete
 from tasks.run.attempts import EvaluationLog, summed
 from tasks.run.contract import ByRole, Caller, Clients, EngineRole, pool_of
 from tasks.run.episode_driver import EpisodeDriver

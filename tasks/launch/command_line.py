@@ -318,7 +318,8 @@ def _parser(flow: str, model: type[GRPOConfig]) -> argparse.ArgumentParser:
         add_help=False,
     )
     parser.add_argument(
-        *("-h", "--help"),
+        "-h",
+        "--help",
         nargs="?",
         const="",
         metavar="GROUP",

@@ -13,8 +13,8 @@ from prefect import task
 from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 
-from engines.data.frames import FIRST
 from engines.encoders.contract import EpisodeEncoder, ProgressResult, ProgressScorer
+from engines.episodes.frames import FIRST
 from engines.rewards.runner import LoggedMetric
 from storage.batches.refs import BatchRef
 from storage.objects.documents import key_of
@@ -36,16 +36,13 @@ def embedding(run: Run, step: int, sampled: WholeShards, number: int, count: int
     given = [samples.to_json(), None if frames is None else frames.to_json()]
     key = key_of("embedding", srpo(run.config).encoder.model_dump(mode="json"), *given)
     stage = Stage(run=run, step=step, name="embedding", key=key, shard=number)
-    if (done := stage.finished()) is None:
-        made = stage.call(
-            run.engines[ENCODER],
-            EpisodeEncoder.embed,
-            samples=samples,
-            frames=frames,
-            out_key=stage.out_key,
-        )
-        done = stage.finish({"ref": made.to_json()})
-    return BatchRef.from_json(done["ref"])
+    return stage.batch(
+        run.engines[ENCODER],
+        EpisodeEncoder.embed,
+        samples=samples,
+        frames=frames,
+        out_key=stage.out_key,
+    )
 
 
 def embedding_shards(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engines.data.results import ModelScores
+from engines.data.contract import ModelScores
 from engines.reward_models.contract import RewardModels
 from tasks.reward_models.role import REWARD_MODEL
 from tasks.run.contract import StageView

@@ -43,7 +43,6 @@ ENGINE_MODULES = (
     "engines.train.fsdp_engine",
     "engines.rollout.hf_engine",
     "engines.data.data_engine",
-    "engines.data.training_batch",
     "tensordict",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",

@@ -22,8 +22,7 @@ from tasks.memory.holders import HoldersOf, Place
 if TYPE_CHECKING:  # what a refused setting does not wait for
     from prefect.futures import PrefectFuture
 
-    from engines.data.contract import ScoreRequest
-    from engines.data.results import ModelScores
+    from engines.data.contract import ModelScores, ScoreRequest
     from engines.workers.cluster import Cluster
     from storage.batches.refs import BatchRef
     from storage.evaluations.results import EvaluationResult

@@ -21,11 +21,9 @@ from configs.rewards import (
     UnitTestsReward,
 )
 from engines.data.chat_template import Prompt, fits_template, prompt_of, template_variables
-from engines.data.data_engine import PLAYER, PROBE_TOKENS
-from engines.data.episode_rows import seed_of
-from engines.data.frames import alike, check_images
+from engines.data.contract import PROBE_TOKENS
+from engines.data.scoring import PLAYER
 from engines.data.template_check import chat_template, rendered
-from engines.environments.sessions import Environments
 from engines.models.checkpoints import present
 from engines.models.facts import model_facts, token_ids
 from engines.rewards.checks import (
@@ -241,6 +239,11 @@ def check_environment(
             f"episodes.python = {episodes.python} is no program on {os.uname().nodename}. Set it to "
             "an interpreter, such as bin/python of a virtual environment, or to null."
         )
+    # A run without episodes needs none of these.
+    from engines.environments.sessions import Environments
+    from engines.episodes.episode_rows import seed_of
+    from engines.episodes.frames import check_first_frames, check_images
+
     single = episodes.model_copy(update={"processes": 1})
     with Environments(single, frames=frames) as environments:
         try:
@@ -253,7 +256,7 @@ def check_environment(
             ) from error
         (first,) = environments.opening([row], [seed_of(episodes.seed, 0)])
     if frames:
-        (first,) = alike([first])
+        (first,) = check_first_frames([first])
     if first.failed is not None:
         raise ValueError(
             "episodes.environment cannot be reset for the first row: "

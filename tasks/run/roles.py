@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from configs.episodes import EpisodesConfig
 from configs.grpo import GRPOConfig
 from configs.model import Model
-from engines.data.contract import EnvironmentHost, PromptMaker, Scorer
-from engines.data.data_engine import DataSpec
-from engines.data.environment_engine import EnvironmentSpec
+from engines.data.contract import DataSpec, PromptMaker, Scorer
 from engines.rollout.contract import RolloutSpec, Sampler, engine_class, worker_environment
 from engines.rollout.rollout_pool import RolloutPool
 from engines.train.batching.packing import WHOLE
@@ -44,6 +42,7 @@ from tasks.run.features import features_of
 from tasks.run.run_record import decay_steps, parent_config, version_names
 
 if TYPE_CHECKING:
+    from engines.episodes.contract import EnvironmentHost, EnvironmentSpec
     from tasks.run.contract import Caller, RunView
 
 
@@ -103,6 +102,8 @@ PLANNER = EngineRole(name="planner", needed=lambda config: True, client=_planner
 
 def environment_spec(config: GRPOConfig, episodes: EpisodesConfig, store: Store) -> EnvironmentSpec:
     """From what a run's environment engine is built."""
+    from engines.episodes.contract import EnvironmentSpec  # only episodes need it
+
     return EnvironmentSpec(
         data=config.data,
         episodes=episodes,
@@ -116,8 +117,12 @@ def environment_spec(config: GRPOConfig, episodes: EpisodesConfig, store: Store)
 
 def environment_engine(run: Caller, episodes: EpisodesConfig) -> EngineSpec[EnvironmentHost]:
     """From what the environments of the caller's settings are built."""
+    from engines.episodes.contract import EnvironmentHost  # only episodes need it
+
     spec = environment_spec(run.config, episodes, run.store)
-    return EngineSpec.of("engines.data.environment_engine:EnvironmentEngine", spec, EnvironmentHost)
+    return EngineSpec.of(
+        "engines.episodes.environment_engine:EnvironmentEngine", spec, EnvironmentHost
+    )
 
 
 def _environments(run: Caller, cluster: Cluster) -> EnginePool[EnvironmentHost]:

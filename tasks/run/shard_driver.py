@@ -93,22 +93,24 @@ class ShardDriver:
     def drive(
         self, step: int, stage: str, shards: ShardRange, work: Callable[[int], Result]
     ) -> list[Result]:
-        """What `work` returns for each shard, in their order; raises what one of them raised.
+        """Call `work` for all shards at once: what it returns for each, in their order.
 
-        The others go on meanwhile, and a task run that is tried again finds them here.
+        As soon as one raises, its error is raised here; the others go on in their threads, and the
+        task run that is tried again waits for them instead of beginning them anew.
         """
         if len(shards) == 1:
             return [work(shard) for shard in shards]
         keys = [(step, stage, shard) for shard in shards]
         with logged_together():
-            futures = [self._begun(key, work) for key in keys]
+            futures = [self._submit(key, work) for key in keys]
             for future in wait(futures, return_when=FIRST_EXCEPTION).done:
                 future.result()
         for key in keys:
             del self._under_way[key]
         return [future.result() for future in futures]
 
-    def _begun(self, key: tuple[int, str, int], work: Callable[[int], Result]) -> Future[Result]:
+    def _submit(self, key: tuple[int, str, int], work: Callable[[int], Result]) -> Future[Result]:
+        """The call of `work` for a shard: the one that is under way or done, unless that failed."""
         before = self._under_way.get(key)
         if before is not None and not (before.done() and before.exception() is not None):
             return before

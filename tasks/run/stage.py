@@ -157,6 +157,20 @@ class Stage:
         with self.attempted() as attempt:
             return self.ask(attempt, pool, method, *nothing, **arguments)
 
+    def batch(
+        self,
+        pool: EnginePool[E],
+        method: Callable[Concatenate[E, P], BatchRef],
+        /,
+        *nothing: P.args,
+        **arguments: P.kwargs,
+    ) -> BatchRef:
+        """The batch that a call writes: of an attempt that has finished, or of a new one."""
+        if (done := self.finished()) is None:
+            ref = self.call(pool, method, *nothing, **arguments)
+            done = self.finish({"ref": ref.to_json()})
+        return BatchRef.from_json(done["ref"])
+
     def ask(
         self,
         attempt: Attempt,

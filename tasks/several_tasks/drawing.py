@@ -34,7 +34,7 @@ class RowsOfTasks(NextRows):
         assert isinstance(place, TasksCursor)
         self._begun = True
         rows, after = draw_tasks(
-            *(self._source, place, self._wanted, self._fresh, known.kept_out, known.ranks)
+            self._source, place, self._wanted, self._fresh, known.kept_out, known.ranks
         )
         self._wanted = Counter()
         return rows, after

@@ -8,7 +8,7 @@ from configs.distill import DistillConfig
 from configs.grpo import GRPOConfig
 from configs.model import RandomModel
 from configs.teachers import TeacherConfig
-from engines.data.given_answers import answers_of
+from engines.data.dataset_answers import answers_of
 from engines.models.checkpoints import check_model, present
 from engines.models.facts import ModelFacts, model_facts
 from engines.models.tokens import check_same_tokens, model_tokens

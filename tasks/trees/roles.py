@@ -24,7 +24,7 @@ def tree_spec(config: GRPOConfig, store: Store) -> TreeSpec:
 
 def _trees(run: Caller, cluster: Cluster) -> EnginePool[TreeGrower]:
     spec = tree_spec(run.config, run.store)
-    engine = EngineSpec.of("engines.trees.growing:TreeEngine", spec, TreeGrower)
+    engine = EngineSpec.of("engines.trees.tree_engine:TreeEngine", spec, TreeGrower)
     return pool_of(run, cluster, "reward", "trees", engine, run.config.scoring_deadline)
 
 

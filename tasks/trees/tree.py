@@ -1,9 +1,9 @@
 """Tree rollouts: the completions of a prompt grow together, segment by segment.
 
 A level of a shard's trees is sampled as any shard is, on the rollout engine that is free, from the
-tokens that its paths have; then a data worker says which paths go on (engines/trees/growing.py). Each
-level, and what came of it, is finished in the store: a dead engine costs a segment, and a flow that
-goes on after a crash begins with the level that was not finished.
+tokens that its paths have; then a data worker says which paths go on (engines/trees/tree_engine.py).
+Each level, and what came of it, is finished in the store: a dead engine costs a segment, and a flow
+that goes on after a crash begins with the level that was not finished.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from engines.trees.contract import GrownTrees, Growth, TreeGrower
 from storage.batches.refs import BatchRef
 from storage.objects.documents import key_of
 from storage.runs.weights import WeightsRef
-from tasks.episodes import together
 from tasks.results import Prompts, Sampled, WholeShards
 from tasks.rollout import shards_of
 from tasks.run.events import ShardSampled
 from tasks.run.run import Run
 from tasks.run.shard_driver import ShardRange
 from tasks.run.stage import OPTIONS, Stage
-from tasks.sampling import SamplingStage, sample_or_leave
+from tasks.sampling import SamplingStage, sample_or_leave, together
 from tasks.sampling import sampled as sampled_of
 from tasks.trees.roles import TREES
 

@@ -7,6 +7,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+from configs.grpo import GRPOConfig
+from configs.overrides import ConfigError
+from configs.recipe import read_recipe
 from configs.settings_help import fields
 from tests.configs.flow_settings import of_commands
 
@@ -77,3 +82,29 @@ def test_a_name_that_is_no_setting_is_seen() -> None:
         "rollout.shard", "episodes.environment.python",
     ]  # fmt: skip
     assert unknown("Set cluster.pools.*.gpus = 1 and teachers.NAME.model.", known()) == []
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("algorithm.advantage=rloo", "a group of settings. Set algorithm.advantage.kind = rloo."),
+        ("model=qwen", "a group of settings. Set model.kind to pretrained or random."),
+        ("lora=8", "a group of settings. Set what is in it, such as lora.rank."),
+        ("rewards.functions=math", "a list. Set rewards.functions.0.kind = math."),
+        ("guards=reward", "a list. Set what is in it, such as guards.0.name."),
+        (
+            "cluster.pools=3",
+            "a group of names. Set what is in it, such as cluster.pools.NAME.workers.",
+        ),
+    ],
+)
+def test_a_value_for_a_whole_group_is_told_what_to_set(word: str, says: str) -> None:
+    name, _, value = word.partition("=")
+    value = value if value.isdigit() else repr(value)
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'{name} = {value}: it is {says}')}$"):
+        read_recipe(GRPOConfig, "tiny", [word])
+
+
+def test_a_form_that_is_not_kept_is_told_with_what_it_is_for() -> None:
+    with pytest.raises(ConfigError, match=r"^name = 'a b' is not of the form .* Family of the run"):
+        read_recipe(GRPOConfig, "tiny", ["name=a b"])

@@ -110,3 +110,11 @@ def test_what_is_computed_again_needs_layers_that_compute_again() -> None:
     assert said.startswith("train.recompute = selective is about layers")
     words = ["train.recompute=selective", "train.gradient_checkpointing=0.5"]
     assert warnings_of(tiny(words)) == []
+
+
+def test_a_pool_without_a_role_is_told() -> None:
+    (said,) = warnings_of(tiny(["cluster.pools.extra.workers=2"]))
+    assert said.startswith("cluster.pools.extra has no role, so its workers are not started. Set")
+    assert warnings_of(tiny(["cluster.pools.extra.workers=2", "cluster.roles.reward=extra"])) == []
+    both = ["cluster.pools.extra.workers=2", "cluster.roles.evaluation=extra"]
+    assert len(warnings_of(tiny(both))) == 1  # nothing is evaluated

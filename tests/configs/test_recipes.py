@@ -189,6 +189,16 @@ def test_the_flow_process_imports_no_engine_library(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_a_run_without_episodes_imports_none_of_them() -> None:
+    modules = "flows.grpo, tasks.run.preflight, tasks.run.preflight_data, tasks.evaluation.evaluate"
+    code = (
+        f"import {modules}, engines.data.data_engine, sys; print([m for m in sys.modules if "
+        "m.startswith(('engines.episodes', 'engines.environments', 'tasks.episodes'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -12,9 +12,8 @@ import numpy as np
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.grpo import GRPOConfig
 from configs.recipe import load_recipe
-from engines.data.contract import AdvantagesRequest, ScoreRequest
-from engines.data.data_engine import DataEngine, DataSpec
-from engines.data.results import AdvantagesResult
+from engines.data.contract import AdvantagesRequest, AdvantagesResult, DataSpec, ScoreRequest
+from engines.data.data_engine import DataEngine
 from engines.rewards.protocol import TrainerState
 from engines.rollout.contract import RolloutRequest, RolloutSpec, Sampling
 from engines.rollout.hf_engine import HFEngine

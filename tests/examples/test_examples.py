@@ -19,9 +19,9 @@ from configs.data import DataConfig, FunctionSource
 from configs.grpo import GRPOConfig
 from configs.recipe import load_recipe
 from engines.data.chat_template import prompt_of
-from engines.data.tool_calls import tool_calls
 from engines.environments.adapters import ClassAdapter
 from engines.environments.tools import schema
+from engines.episodes.tool_calls import tool_calls
 from engines.rewards.protocol import TrainerState
 from engines.rewards.runner import RewardRunner
 from storage.prompts.datasets import open_source

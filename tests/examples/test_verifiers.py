@@ -13,13 +13,14 @@ import pytest
 from configs.data import DataConfig, FunctionSource
 from configs.episodes import AgentEnvironment, EpisodesConfig
 from configs.model import PretrainedModel, RandomModel
-from engines.data.environment_engine import EnvironmentEngine, EnvironmentSpec
 from engines.environments.sessions import Environments
+from engines.episodes.contract import EnvironmentSpec
+from engines.episodes.environment_engine import EnvironmentEngine
 from engines.models.checkpoints import draw
 from storage.batches.columns import Author
-from tests.engines.data.test_request_episodes import Rounds
 from tests.engines.environments.playing import begin_agent as begin
 from tests.engines.environments.playing import call, new_messages, requests
+from tests.engines.episodes.test_request_episodes import Rounds
 from tests.flows.conftest import ROOT
 
 PYTHON = os.environ.get("REFRAIN_TEST_VERIFIERS")

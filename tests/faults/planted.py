@@ -23,12 +23,13 @@ PLANT = Path(__file__).parent / "plant"
 class Fault:
     """Something that happens once, when a function of the product is called for the nth time.
 
-    A delay happens at each call, for so many `seconds`.
+    A delay happens at each call, for so many `seconds`. A drift happens at each call from the nth on:
+    the function is an optimizer's step, and moves a weight more than it should.
     """
 
     id: str
     target: str  # package.module:function, or :Class.method
-    action: Literal["kill", "stop", "hang", "raise", "delay"]
+    action: Literal["kill", "stop", "hang", "raise", "delay", "drift"]
     nth: int = 1  # call in all processes that match, counted from 1
     when: Literal["before", "after"] = "before"
     seconds: float = 0.02

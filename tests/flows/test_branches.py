@@ -112,10 +112,10 @@ def samples_by_branch(store: object, batch: object) -> list[list[float]]:
 
 
 FAULTS = {
-    "flow": Fault(id="flow", target="tasks.request_rounds:_gone_on", nth=20, action="kill"),
+    "flow": Fault(id="flow", target="tasks.episodes:go_on", nth=20, action="kill"),
     "environment worker": Fault(
         id="environment",
-        target="engines.data.environment_engine:EnvironmentEngine.go_on",
+        target="engines.episodes.environment_engine:EnvironmentEngine.go_on",
         nth=20,
         action="kill",
     ),

@@ -62,7 +62,7 @@ KILLS = {
     "environment": Fault(
         id="environment", target="engines.environments.child:Sessions.answer", nth=9, action="kill"
     ),
-    "flow": Fault(id="flow", target="tasks.request_rounds:_gone_on", nth=5, action="kill"),
+    "flow": Fault(id="flow", target="tasks.episodes:go_on", nth=5, action="kill"),
 }
 
 

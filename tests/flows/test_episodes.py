@@ -14,7 +14,7 @@ import pytest
 from mlflow import MlflowClient
 
 from configs.data import FunctionSource
-from engines.data.episode_rows import seed_of
+from engines.episodes.episode_rows import seed_of
 from examples.guessing import Guessing
 from flows import replay, samples
 from storage.audit.audit import audit

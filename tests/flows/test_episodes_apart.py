@@ -93,10 +93,10 @@ KILLS = {
         id="engine", target="engines.rollout.engine:RolloutEngine.generate", nth=17, action="kill"
     ),
     "flow after some episodes": Fault(
-        id="episodes", target="tasks.episodes_apart:discard", nth=5, action="kill"
+        id="episodes", target="tasks.episodes:discard", nth=5, action="kill"
     ),
     "flow before they are gathered": Fault(
-        id="gather", target="tasks.episodes_apart:together", nth=1, action="kill"
+        id="gather", target="tasks.episodes:join_stats", nth=1, action="kill"
     ),
 }
 

@@ -14,7 +14,7 @@ import yaml
 
 from configs.model import RandomModel
 from engines.models.checkpoints import materialize
-from engines.sandboxes.processes import lacking
+from engines.sandboxes.opening import lacking
 from storage.audit.audit import audit
 from storage.batches.columns import SampleStatus
 from tests.engines.reward_models.drawn import draw_reward_model

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines.data.frames import FRAME
+from engines.episodes.frames import FRAME
 from storage.audit.audit import audit
 from storage.batches.columns import Author
 from storage.objects.store import Store
@@ -116,7 +116,7 @@ def test_what_it_saw_is_on_record(launch: Launch, module: str, words: tuple[str,
     [
         Fault(
             id="environment",
-            target="engines.data.environment_engine:EnvironmentEngine.answer",
+            target="engines.episodes.environment_engine:EnvironmentEngine.answer",
             action="kill",
             nth=9,
         ),

@@ -154,10 +154,10 @@ def test_by_setting_each_turn_is_after_a_rendering(
 @pytest.mark.parametrize(
     "fault",
     [
-        Fault(id="answer", target="tasks.request_rounds:_gone_on", action="kill", nth=7),
+        Fault(id="answer", target="tasks.episodes:go_on", action="kill", nth=7),
         Fault(
             id="engine",
-            target="engines.data.environment_engine:EnvironmentEngine.go_on",
+            target="engines.episodes.environment_engine:EnvironmentEngine.go_on",
             action="kill",
             nth=6,
         ),

@@ -16,7 +16,7 @@ from engines.algorithms.kl import KL_ESTIMATORS
 from engines.algorithms.losses import cispo, clipped, luspo, sapo, vespo
 from engines.algorithms.objective import high_entropy
 from engines.algorithms.rollout_correction import CORRECTIONS, Mismatch, off_policy_sequence
-from engines.data.sample_metrics import Measured, sample_metrics
+from engines.data.sample_metrics import SampleValues, sample_metrics
 from tests.parity.answers import Adapter, Answer, leaf, shaped
 from tests.parity.vectors import Case
 
@@ -278,7 +278,7 @@ def trl_advantages(case: Case) -> tuple[Tensor, dict[str, float]]:
 def trl_reward_metrics(rewards: Tensor, groups: Tensor) -> dict[str, float]:
     """Our metrics of rewards [N]; what has none (NaN) is left out as a sample that failed."""
     return sample_metrics(
-        Measured(
+        SampleValues(
             rewards=rewards.numpy(),
             components={},
             failed=rewards.isnan().numpy(),

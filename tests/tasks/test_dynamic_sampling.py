@@ -12,8 +12,7 @@ import pytest
 
 from configs.dapo import DAPOConfig
 from configs.recipe import load_recipe
-from engines.data.contract import AdvantagesRequest
-from engines.data.results import TooFewGroups
+from engines.data.contract import AdvantagesRequest, TooFewGroups
 from engines.data.training_batch import choose
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
@@ -146,7 +145,7 @@ def test_every_prompt_that_is_drawn_stands_in_the_ledger(tmp_path: Path, seed: i
             assert choice.informative >= groups  # what was found in a round stays
             groups = choice.informative
         whole = Rounds(drawn=tuple(drawn), groups=groups).prompts
-        batch = choice.result(choice.chosen.samples, {})
+        batch = choice.result(choice.training.samples, {})
         before, counted = (
             ledger,
             TrainBatch(

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock, Mock
 
 import pytest
 
-from engines.failures import WeightMismatch, WorkerLost
+from engines.failures import InfrastructureError, WeightMismatch, WorkerLost
 from engines.rollout.weight_probe import Probe
 from storage.runs.weights import WeightsRef
 from tasks import weight_sync
@@ -33,7 +33,8 @@ def a_run(calls: list[str], kept: bool, shared: bool = False, digest: str = "d")
         report = SimpleNamespace(seconds=0.0, waited=0.0)
         return {"rollout-0": SimpleNamespace(report=report, logprob_error=0.0)}
 
-    run = Mock(start=0)
+    run = Mock(start=0, head=2)
+    run.config.max_staleness = 1
     clients = {ACTOR: Mock(), ROLLOUT: Mock()}
     run.engines = MagicMock()
     run.engines.__getitem__.side_effect = clients.__getitem__
@@ -80,8 +81,15 @@ def test_engines_do_not_wait_for_the_disk_of_a_local_store() -> None:
 
 
 def test_other_weights_in_the_store_than_in_the_engines() -> None:
+    run = a_run([], kept=True, digest="other")
+    with pytest.raises(WeightMismatch, match=r"digest other, not d.*max_staleness = 1 samples may"):
+        weight_sync.publish_and_sync(run, 3, 3)
+    run.config.max_staleness = 0  # no sample is of them: the next attempt loads what the store has
+    with pytest.raises(InfrastructureError, match=r"digest other, not d.* load it again"):
+        weight_sync.publish_and_sync(run, 3, 3)
+    run.head = 3
     with pytest.raises(WeightMismatch, match="digest other, not d"):
-        weight_sync.publish_and_sync(a_run([], kept=True, digest="other"), 3, 3)
+        weight_sync.publish_and_sync(run, 3, 3)
 
 
 @pytest.mark.parametrize(

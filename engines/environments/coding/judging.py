@@ -28,9 +28,8 @@ from typing import Any
 from configs.coding import WorkspaceConfig
 from engines.environments.coding.sandbox_files import TooMuch, put
 from engines.environments.contract import NotAllowed
-from engines.sandboxes.opening import open_sandbox, python_of
+from engines.sandboxes.opening import SupervisedSandbox, open_sandbox, python_of
 from engines.sandboxes.protocol import WORK, Executed, Sandbox, SandboxFailed
-from engines.sandboxes.supervised import SupervisedSandbox
 from storage.prompts.coding.trees import File, Missing, Tree, kept, overlaid
 
 FOLDER = "repository"  # below the working folder of a sandbox

@@ -118,7 +118,14 @@ class RowState:
             return
         assert logits.is_contiguous() and labels.is_contiguous()
         _accumulate[(rows,)](
-            *(logits, labels, self._rows, start, words, rows, temperature, self.least),
+            logits,
+            labels,
+            self._rows,
+            start,
+            words,
+            rows,
+            temperature,
+            self.least,
             squared=squared,
             tile=tile_of(words),
             num_warps=WARPS,
@@ -158,8 +165,16 @@ def slopes(
     slope = grad_logprobs if grad_entropy is None else grad_entropy
     least = torch.finfo(torch.float32).min / 4
     _slopes[(rows,)](
-        *(logits, labels, log_sums, entropy, grad_logprobs.contiguous(), slope.contiguous()),
-        *(start, words, temperature, least),
+        logits,
+        labels,
+        log_sums,
+        entropy,
+        grad_logprobs.contiguous(),
+        slope.contiguous(),
+        start,
+        words,
+        temperature,
+        least,
         with_entropy=grad_entropy is not None,
         tile=tile_of(words),
         num_warps=WARPS,

@@ -22,15 +22,15 @@ def _norm_forward(x, weight, y, scales, width, epsilon, block: tl.constexpr):
     row = tl.program_id(0)
     columns = tl.arange(0, block)
     inside = columns < width
-    place = row.to(tl.int64) * width + columns
-    values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    offsets = row.to(tl.int64) * width + columns
+    values = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(values * values, 0) / width + epsilon)
     tl.store(scales + row, scale)
-    kind = y.dtype.element_ty
+    dtype = y.dtype.element_ty
     normed = (values * scale).to(x.dtype.element_ty)
     gain = tl.load(weight + columns, mask=inside, other=0.0)
     result = gain.to(tl.float32) * normed.to(tl.float32)
-    tl.store(y + place, result.to(kind), mask=inside)
+    tl.store(y + offsets, result.to(dtype), mask=inside)
 
 
 @triton.jit
@@ -42,19 +42,19 @@ def _norm_backward(
     inside = columns < width
     gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros((block,), dtype=tl.float32)
-    kind = x.dtype.element_ty
+    dtype = x.dtype.element_ty
     for number in range(each):
         row = program * each + number
         if row < rows:
-            place = row.to(tl.int64) * width + columns
-            slope = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
-            values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+            offsets = row.to(tl.int64) * width + columns
+            grad_y = tl.load(grad + offsets, mask=inside, other=0.0).to(tl.float32)
+            values = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
             scale = tl.load(scales + row)
             normed = values * scale
-            total += slope * normed.to(kind).to(tl.float32)
-            inner = (slope * gain).to(kind).to(tl.float32)
+            total += grad_y * normed.to(dtype).to(tl.float32)
+            inner = (grad_y * gain).to(dtype).to(tl.float32)
             mean = tl.sum(inner * normed, 0) / width
-            tl.store(grad_x + place, (scale * (inner - normed * mean)).to(kind), mask=inside)
+            tl.store(grad_x + offsets, (scale * (inner - normed * mean)).to(dtype), mask=inside)
     tl.store(partial + program.to(tl.int64) * width + columns, total, mask=inside)
 
 
@@ -68,7 +68,7 @@ class _Norm(torch.autograd.Function):
         if len(flat):
             block = triton.next_power_of_2(width)
             _norm_forward[(len(flat),)](
-                *(flat, weight, y, scales, width, epsilon), block=block, num_warps=warps(block)
+                flat, weight, y, scales, width, epsilon, block=block, num_warps=warps(block)
             )
         ctx.save_for_backward(flat, weight, scales)
         return y.view(x.shape)
@@ -84,7 +84,15 @@ class _Norm(torch.autograd.Function):
             block = triton.next_power_of_2(width)
             flat = grad.reshape(rows, width).contiguous()
             _norm_backward[(programs,)](
-                *(flat, x, weight, scales, grad_x, partial, rows, width, ROWS),
+                flat,
+                x,
+                weight,
+                scales,
+                grad_x,
+                partial,
+                rows,
+                width,
+                ROWS,
                 block=block,
                 num_warps=warps(block),
             )
@@ -106,28 +114,30 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 @triton.jit
 def _gated_forward(gate, up, out, count, block: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = place < count
-    g = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
-    kind = out.dtype.element_ty
-    active = (g / (1.0 + tl.exp(-g))).to(kind).to(tl.float32)
-    tl.store(out + place, (active * u).to(kind), mask=inside)
+    offsets = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = offsets < count
+    g = tl.load(gate + offsets, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + offsets, mask=inside, other=0.0).to(tl.float32)
+    dtype = out.dtype.element_ty
+    active = (g / (1.0 + tl.exp(-g))).to(dtype).to(tl.float32)
+    tl.store(out + offsets, (active * u).to(dtype), mask=inside)
 
 
 @triton.jit
 def _gated_backward(grad, gate, up, grad_gate, grad_up, count, block: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = place < count
-    slope = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
-    g = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
-    kind = gate.dtype.element_ty
-    share = 1.0 / (1.0 + tl.exp(-g))
-    active = (g * share).to(kind).to(tl.float32)
-    tl.store(grad_up + place, (slope * active).to(kind), mask=inside)
-    inner = (slope * u).to(kind).to(tl.float32)
-    tl.store(grad_gate + place, (inner * share * (1.0 + g * (1.0 - share))).to(kind), mask=inside)
+    offsets = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = offsets < count
+    grad_y = tl.load(grad + offsets, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gate + offsets, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + offsets, mask=inside, other=0.0).to(tl.float32)
+    dtype = gate.dtype.element_ty
+    sigmoid = 1.0 / (1.0 + tl.exp(-g))
+    active = (g * sigmoid).to(dtype).to(tl.float32)
+    tl.store(grad_up + offsets, (grad_y * active).to(dtype), mask=inside)
+    inner = (grad_y * u).to(dtype).to(tl.float32)
+    tl.store(
+        grad_gate + offsets, (inner * sigmoid * (1.0 + g * (1.0 - sigmoid))).to(dtype), mask=inside
+    )
 
 
 class _Gated(torch.autograd.Function):
@@ -146,7 +156,12 @@ class _Gated(torch.autograd.Function):
         grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
         if gate.numel():
             _gated_backward[grid(gate)](
-                *(grad.contiguous(), gate, up, grad_gate, grad_up, gate.numel()),
+                grad.contiguous(),
+                gate,
+                up,
+                grad_gate,
+                grad_up,
+                gate.numel(),
                 block=BLOCK,
                 num_warps=4,
             )
@@ -177,10 +192,10 @@ def _rotate(
     head = tl.arange(0, block_heads)[:, None]
     column = tl.arange(0, block_half)[None, :]
     inside = (head < heads) & (column < half)
-    place = token * stride_token + head * stride_head + column
-    kind = out.dtype.element_ty
-    first = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x + place + half, mask=inside, other=0.0).to(tl.float32)
+    offsets = token * stride_token + head * stride_head + column
+    dtype = out.dtype.element_ty
+    first = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + offsets + half, mask=inside, other=0.0).to(tl.float32)
     angle = token * (2 * half) + column
     fits = column < half
     cos_1 = tl.load(cos + angle, mask=fits, other=0.0).to(tl.float32)
@@ -192,11 +207,11 @@ def _rotate(
         cross_1, cross_2 = -(second * sin_1), first * sin_2
     else:
         cross_1, cross_2 = second * sin_2, -(first * sin_1)
-    turned = (first * cos_1).to(kind).to(tl.float32) + cross_1.to(kind).to(tl.float32)
-    right = (second * cos_2).to(kind).to(tl.float32) + cross_2.to(kind).to(tl.float32)
+    turned = (first * cos_1).to(dtype).to(tl.float32) + cross_1.to(dtype).to(tl.float32)
+    right = (second * cos_2).to(dtype).to(tl.float32) + cross_2.to(dtype).to(tl.float32)
     target = out + token * heads * 2 * half + head * 2 * half + column
-    tl.store(target, turned.to(kind), mask=inside)
-    tl.store(target + half, right.to(kind), mask=inside)
+    tl.store(target, turned.to(dtype), mask=inside)
+    tl.store(target + half, right.to(dtype), mask=inside)
 
 
 class _Rotated(torch.autograd.Function):
@@ -221,7 +236,13 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
         rows = triton.next_power_of_2(heads)
         columns = triton.next_power_of_2(half)
         _rotate[(tokens,)](
-            *(x, cos, sin, out, heads, x.stride(1), x.stride(2)),
+            x,
+            cos,
+            sin,
+            out,
+            heads,
+            x.stride(1),
+            x.stride(2),
             direction=direction,
             half=half,
             block_heads=rows,

@@ -16,7 +16,7 @@ from storage.objects.documents import Row
 from storage.prompts.coding.repositories import repository
 from storage.prompts.coding.task_folders import TaskFolder, task_folders
 from storage.prompts.coding.trees import File, Tree, check_path, checked, keep
-from storage.prompts.source import PromptSource, RowsInMemory
+from storage.prompts.source import PromptSource, RowsInMemory, row_name
 
 # Columns, and the names that SWE-bench has for them.
 SWE_BENCH = {
@@ -27,23 +27,21 @@ SWE_BENCH = {
 
 
 class CodingRows(RowsInMemory):
-    """The rows; their repositories are not in memory."""
+    """The rows, in memory; their repositories are not."""
 
     def __init__(self, config: CodingSource, opened: PromptSource | None) -> None:
         """opened: the file of rows; None: the address is a folder of task folders."""
         self.left_out: dict[str, str] = {}  # task folder -> why it is no row
-        address = config.path
-        super().__init__(
-            address, self._of_folders(address) if opened is None else _of_file(opened, address)
-        )
+        rows = self._of_folders(config.path) if opened is None else _of_file(opened, config.path)
+        super().__init__(config.path, rows)
 
     def _of_folders(self, address: str) -> list[Row]:
         rows = []
-        for name, found in task_folders(address):
-            if isinstance(found, TaskFolder):
-                rows.append(_of_folder(name, found))
+        for name, task in task_folders(address):
+            if isinstance(task, TaskFolder):
+                rows.append(_of_folder(name, task))
             else:
-                self.left_out[name] = str(found)
+                self.left_out[name] = str(task)
         if not rows:
             shown = "; ".join(f"{name}: {why}" for name, why in self.left_out.items())
             raise ValueError(
@@ -96,33 +94,35 @@ def _of_file(opened: PromptSource, address: str) -> list[Row]:
         try:
             rows.append(_row(row, tree_of))
         except ValueError as error:
-            raise ValueError(f"Row {number} of {address}: {str(error).rstrip('.')}.") from None
+            raise ValueError(
+                f"{row_name(number)} of {address}: {str(error).rstrip('.')}."
+            ) from None
     return rows
 
 
 def _row(row: Row, tree_of: Any) -> Row:
-    found = {SWE_BENCH.get(name, name): value for name, value in row.items()}
+    columns = {SWE_BENCH.get(name, name): value for name, value in row.items()}
     for column in ("problem", "repository"):
-        if found.get(column) is None:
+        if columns.get(column) is None:
             raise ValueError(
                 f"it has no {column}; its columns are {', '.join(sorted(row)) or 'none'}"
             )
-    commit = found.get("commit")
+    commit = columns.get("commit")
     if commit is not None and not isinstance(commit, str):
         raise ValueError(f"commit is {commit!r:.60}, and no text")
-    fail = _tests(found.get("fail_to_pass"), "fail_to_pass")
+    fail = _tests(columns.get("fail_to_pass"), "fail_to_pass")
     if not fail:
         raise ValueError("fail_to_pass names no test, so nothing would be judged")
-    timeout = found.get("test_timeout")
+    timeout = columns.get("test_timeout")
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float)):
         raise ValueError(f"test_timeout is {timeout!r:.60}, and no number of seconds")
     return {
-        **found,
-        "repository": tree_of(found["repository"], commit, "repository"),
-        "tests": tree_of(found.get("tests") or {}, None, "tests"),
+        **columns,
+        "repository": tree_of(columns["repository"], commit, "repository"),
+        "tests": tree_of(columns.get("tests") or {}, None, "tests"),
         "fail_to_pass": list(fail),
-        "pass_to_pass": list(_tests(found.get("pass_to_pass"), "pass_to_pass")),
-        "setup": _text(found.get("setup"), "setup"),
+        "pass_to_pass": list(_tests(columns.get("pass_to_pass"), "pass_to_pass")),
+        "setup": _text(columns.get("setup"), "setup"),
         "test_timeout": timeout,
         "layout": None,
     }
@@ -137,7 +137,7 @@ def _tests(value: object, what: str) -> list[str]:
             raise ValueError(f"{what} is a text that is no JSON list: {value!r:.60}") from None
     if value is None:
         return []
-    if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
+    if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
         raise ValueError(f"{what} is {value!r:.60}, and no list of tests or commands")
     return value
 

@@ -15,10 +15,14 @@ from engines.algorithms.advantages import ADVANTAGES, AdvantageEstimator, Scope
 from engines.algorithms.from_config import estimator_of
 from engines.algorithms.inputs import AdvantageBatch, Advantages
 from engines.algorithms.rollout_correction import Mismatch
-from engines.data.advantage_columns import write_advantages
 from engines.data.advantage_parts import part_edges, parts_of, write_part, write_statistics
-from engines.data.contract import AdvantagePartRequest, AdvantagesRequest
-from engines.data.results import AdvantagesResult, joined
+from engines.data.advantages import write_advantages
+from engines.data.contract import (
+    AdvantagePartRequest,
+    AdvantagesRequest,
+    AdvantagesResult,
+    join_parts,
+)
 from engines.data.training_batch import choose, write_repetition
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
@@ -159,7 +163,9 @@ def chosen(store: Store, ref: BatchRef, algorithm: AlgorithmConfig, **more: Any)
 
 def in_one(store: Store, ref: BatchRef, algorithm: AlgorithmConfig) -> AdvantagesResult:
     choice = chosen(store, ref, algorithm)
-    written, metrics = write_advantages(store, choice.chosen, algorithm, "run/whole.safetensors", 6)
+    written, metrics = write_advantages(
+        store, choice.training, algorithm, "run/whole.safetensors", 6
+    )
     return choice.result(written, metrics)
 
 
@@ -186,7 +192,7 @@ def in_parts(
             for n in range(len(parts))
         ]
         statistics = BatchRef.concat(rows)
-    return joined(
+    return join_parts(
         parts,
         [
             write_part(

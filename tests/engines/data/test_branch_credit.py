@@ -12,7 +12,7 @@ from configs.algorithm.algorithm import AlgorithmConfig
 from engines.algorithms.aggregation import Rows
 from engines.algorithms.from_config import advantages_of
 from engines.algorithms.inputs import AdvantageBatch
-from engines.data.advantage_columns import by_branch
+from engines.data.advantages import branch_advantages
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
 
@@ -38,9 +38,9 @@ def test_each_branch_is_compared_with_itself(tmp_path: Path) -> None:
     )
     algorithm = AlgorithmConfig(advantage=GRPOAdvantage(normalize="none"))
     samples = write_batch(store, "samples.safetensors", columns)
-    found = by_branch(store, samples, batch, algorithm).advantages
+    found = branch_advantages(store, samples, batch, algorithm).advantages
     assert found.tolist() == [-1.0, 1.0, 1.0, -1.0, -1.0, 2.0, 2.0]
     plain = write_batch(store, "plain.safetensors", {"branch_ids": columns["branch_ids"]})
-    without = by_branch(store, plain.drop(["branch_ids"]), batch, algorithm).advantages
+    without = branch_advantages(store, plain.drop(["branch_ids"]), batch, algorithm).advantages
     assert without.tolist() == advantages_of(batch, algorithm).advantages.tolist()
     assert without.tolist() == [1.0, 1.0, 1.0, -1.0, -1.0, 0.0, 0.0]

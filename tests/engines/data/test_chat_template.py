@@ -12,16 +12,15 @@ from configs.data import DataConfig, FileSource
 from engines.data.chat_template import (
     EMPTY,
     TOO_LONG,
-    chat_of,
     first_chat,
     prompt_of,
     prompts_of,
-    said_by,
     state_number,
     takes_tools,
     tokenize,
     tools_in_words,
 )
+from engines.episodes.task_environment import chat_of, said_by
 from storage.objects.documents import JsonValue, Row
 
 CHAT = (

@@ -11,9 +11,8 @@ import pytest
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.rewards import RewardsConfig
-from engines.data.advantage_columns import write_advantages
-from engines.data.contract import AdvantagesRequest
-from engines.data.results import AdvantagesResult, NothingToTrain, RewardsFailed
+from engines.data.advantages import write_advantages
+from engines.data.contract import AdvantagesRequest, AdvantagesResult, NothingToTrain, RewardsFailed
 from engines.data.training_batch import Choice, choose, resolve_failures
 from engines.train.fsdp_engine import FSDPEngine
 from storage.batches.columns import SampleStatus
@@ -68,7 +67,9 @@ def trained(
     algorithm = AlgorithmConfig.model_validate(recipe)
     request = AdvantagesRequest(samples=ref, algorithm=algorithm, version=7, baselines=baselines)
     choice = choose(store, request, DROP, MAX_NEW_TOKENS)
-    batch, metrics = write_advantages(store, choice.chosen, algorithm, f"run/{name}.safetensors", 7)
+    batch, metrics = write_advantages(
+        store, choice.training, algorithm, f"run/{name}.safetensors", 7
+    )
     return choice.result(batch, metrics)
 
 
@@ -169,14 +170,14 @@ def test_groups_beyond_those_wanted_are_surplus(store: Store) -> None:
     assert (one.trained, one.filtered) == (1, {"informative": 1})
     assert one.dropped == {"reward_failed": 1, "surplus": 1}
     assert one.informative == 2
-    assert one.chosen.samples.fetch_numpy(store, "group_id")[0].tolist() == [6, 6]
+    assert one.training.samples.fetch_numpy(store, "group_id")[0].tolist() == [6, 6]
     every = chosen(store, ref, 4, **recipe)
     assert (every.trained, every.dropped) == (2, {"reward_failed": 1})
     assert every.informative == 2
     # Columns that were made for the samples that train alone go with them, and with no others.
     made = write_batch(store, "run/made.safetensors", {"old_logprobs": [[-1.0] * 3, [-2.0] * 4]})
-    kept = one.chosen.samples.with_columns(made)
-    assert one.with_columns(store, kept).chosen.samples.names == kept.names
+    kept = one.training.samples.with_columns(made)
+    assert one.with_columns(store, kept).training.samples.names == kept.names
     with pytest.raises(AssertionError, match="of other samples"):
         every.with_columns(store, ref.rows(0, 4))
 
@@ -203,8 +204,8 @@ def test_where_every_group_is_filtered_none_is_left_and_where_all_failed_it_is_a
     equal = samples(store, reward=np.ones(8, dtype=np.float32))
     none = chosen(store, equal, selection=[{"kind": "informative"}])
     none.check()
-    assert (len(none.chosen.samples), none.trained, none.filtered) == (0, 0, {"informative": 4})
-    assert len(BatchRef.from_json(none.chosen.samples.to_json())) == 0
+    assert (len(none.training.samples), none.trained, none.filtered) == (0, 0, {"informative": 4})
+    assert len(BatchRef.from_json(none.training.samples.to_json())) == 0
     status = np.full(8, SampleStatus.FAILED, dtype=np.int64)
     with pytest.raises(
         NothingToTrain, match="samples of every group of the step, so none of them may train"

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from configs.episodes import ClassEnvironment, EpisodesConfig, GymnasiumEnvironment
-from engines.data.frames import alike, array_of, fitting
 from engines.environments.protocol import Outcome
 from engines.environments.sessions import Environments
+from engines.episodes.frames import array_of, check_first_frames, check_frame
 from tests.engines.environments.playing import begin
 
 WORLD = """
@@ -112,11 +112,12 @@ def test_frames_of_another_form_fail() -> None:
         array = np.zeros(shape, np.uint8)
         return Outcome(frame={"dtype": "uint8", "shape": shape, "data": array.tobytes()})
 
-    good, other, none = alike([seen((2, 2)), seen((2, 3)), Outcome()])
+    good, other, none = check_first_frames([seen((2, 2)), seen((2, 3)), Outcome()])
     assert good.failed is None
     assert other.failed is not None and "of uint8 (2, 3), and before that" in other.failed
     assert none.failed == "the environment gave no frame when it was reset"
-    assert fitting(Outcome(), (np.dtype(np.uint8), (2, 2))).failed is None, "a turn may have none"
+    without = check_frame(Outcome(), (np.dtype(np.uint8), (2, 2)))
+    assert without.failed is None, "a turn may have none"
 
 
 def lake(tmp_path: Path, codec: str, **params: Any) -> Environments:

@@ -76,3 +76,20 @@ def test_a_process_that_somebody_kills_leaves_a_trace(caplog: pytest.LogCaptureF
     first, second = [record.message for record in caplog.records]
     assert "was killed by SIGKILL between two calls; it is started anew (1 so far)" in first
     assert "was killed by SIGKILL; it is started anew (2 so far)" in second
+
+
+def never_ready(socket: int, owner: int, dump: int) -> None:
+    begin(owner, dump)
+    where_it_hangs()
+
+
+def test_one_that_is_closed_while_it_starts_is_not_started_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    process: ChildProcess[Message, Message, Message] = ChildProcess(
+        "code", Program(main=f"{__name__}:never_ready"), None, unpack
+    )
+    Timer(1.0, process.close).start()
+    with pytest.raises(RuntimeError, match="The code has been closed"):
+        process.start()
+    assert process.losses == 0 and not caplog.records

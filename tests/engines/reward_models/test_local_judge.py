@@ -14,7 +14,7 @@ import pytest
 from configs.data import DataConfig, FileSource
 from configs.model import RandomModel
 from configs.rewards import LocalJudgeReward, RewardsConfig
-from engines.data.sample_texts import SampleTexts
+from engines.data.scoring import SampleTexts
 from engines.models.checkpoints import load_tokenizer, materialize
 from engines.reward_models import local_judge
 from engines.reward_models.contract import RewardModelSpec

@@ -120,6 +120,6 @@ def test_without_a_probe_the_digest_alone_is_compared(monkeypatch: pytest.Monkey
     monkeypatch.setattr(pool, "submit_to_all", submit_to_all)
     loaded = pool.sync(weights(5), probe=None)
     assert sorted(loaded) == sorted(WORKERS)
-    assert calls == [("sync_and_score", "opponent-sync")]  # one message for all
+    assert calls == [("sync_and_score", "opponent-sync-5")]  # one message for all
     with pytest.raises(WeightMismatch, match="reports version 5 with digest 6"):
         pool.sync(weights(5), probe=None)

@@ -16,11 +16,8 @@ from typing import Any
 import pytest
 
 from configs.rewards import ContainerSandbox, ProcessSandbox, SandboxConfig
-from engines.sandboxes.containers import open_container
-from engines.sandboxes.opening import open_sandbox
-from engines.sandboxes.processes import interpreter
+from engines.sandboxes.opening import SupervisedSandbox, interpreter, open_container, open_sandbox
 from engines.sandboxes.protocol import SandboxFailed
-from engines.sandboxes.supervised import SupervisedSandbox
 
 LIMITS = {"memory_mib": 192, "processes": 16, "disk_mib": 8, "output_kib": 64, "timeout": 20.0}
 

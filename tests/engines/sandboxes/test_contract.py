@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from engines.sandboxes.opening import SupervisedSandbox
 from engines.sandboxes.protocol import SandboxFailed
-from engines.sandboxes.supervised import SupervisedSandbox
 from tests.engines.sandboxes.conftest import python
 
 

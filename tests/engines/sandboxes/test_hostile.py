@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from engines.sandboxes.opening import SupervisedSandbox
 from engines.sandboxes.protocol import WORK, Executed
-from engines.sandboxes.supervised import SupervisedSandbox
 from tests.engines.sandboxes.conftest import is_container, python
 
 MARK = f"hostile-{uuid.uuid4().hex}"  # on the command line of each program, and so of its forks

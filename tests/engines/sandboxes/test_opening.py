@@ -19,12 +19,9 @@ import psutil
 import pytest
 
 from configs.rewards import ContainerSandbox, ProcessSandbox
-from engines.sandboxes import supervised
-from engines.sandboxes.containers import command_of
-from engines.sandboxes.opening import open_sandbox, prove
-from engines.sandboxes.processes import lacking
+from engines.sandboxes import opening
+from engines.sandboxes.opening import SupervisedSandbox, command_of, lacking, open_sandbox, prove
 from engines.sandboxes.protocol import SandboxFailed
-from engines.sandboxes.supervised import SupervisedSandbox
 
 ROOT = Path(__file__).parents[3]
 NOBODY = 65534
@@ -82,12 +79,12 @@ def test_machines_without(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_namespaces_are_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's own refusal, as of a machine that lets its users make none."""
-    refusing = dict(supervised._sources())
+    refusing = dict(opening._sources())
     name = "engines.sandboxes.system_calls"
     refusing[name] += (
         "\ndef unshare(flags):\n    raise PermissionError(1, 'unshare: not permitted')\n"
     )
-    monkeypatch.setattr(supervised, "_sources", lambda: refusing)
+    monkeypatch.setattr(opening, "_sources", lambda: refusing)
     monkeypatch.setattr(shutil, "which", lambda name: None)  # bubblewrap would say it its own way
     with pytest.raises(ValueError, match=r"not permitted\. Set x\.kind = container, or let users"):
         prove(ProcessSandbox(), "x")
@@ -200,10 +197,10 @@ def test_a_supervisor_that_programs_could_look_into_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As by a runtime that keeps no process from looking into another of its user."""
-    looking = dict(supervised._sources())
+    looking = dict(opening._sources())
     name = "engines.sandboxes.system_calls"
     looking[name] += "\ndef is_hidden(user):\n    return False\n"
-    monkeypatch.setattr(supervised, "_sources", lambda: looking)
+    monkeypatch.setattr(opening, "_sources", lambda: looking)
     if (reason := lacking()) is not None:
         pytest.skip(reason)
     with pytest.raises(SandboxFailed, match="programs could look into their supervisor"):

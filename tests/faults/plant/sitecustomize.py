@@ -110,6 +110,14 @@ def strike(fault: dict[str, Any]) -> None:
     os.kill(os.getpid() if fault["victim"] == "self" else victim(fault["victim"]), sent)
 
 
+def drift(fault: dict[str, Any], optimizer: Any) -> None:
+    """Move a weight a little, as if sums were rounded otherwise from some call on."""
+    if number_of_call(fault) >= fault["nth"]:
+        claim(fault)
+        with sys.modules["torch"].no_grad():
+            next(iter(optimizer.parameters.values())).mul_(1.001)
+
+
 def wrapped(function: Callable[..., Any], target: str) -> Callable[..., Any]:
     """The function with everything that the plan wants at it."""
     faults = [fault for fault in plan() if fault["target"] == target]
@@ -119,11 +127,13 @@ def wrapped(function: Callable[..., Any], target: str) -> Callable[..., Any]:
         if target in BORN:
             register(BORN[target](**kwargs))  # type: ignore[operator]
         for fault in faults:
-            if fault["when"] == "before":
+            if fault["when"] == "before" and fault["action"] != "drift":
                 strike(fault)
         value = function(*args, **kwargs)
         for fault in faults:
-            if fault["when"] == "after":
+            if fault["action"] == "drift":
+                drift(fault, args[0])
+            elif fault["when"] == "after":
                 strike(fault)
         return value
 

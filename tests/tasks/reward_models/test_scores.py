@@ -15,8 +15,8 @@ import pytest
 from configs.grpo import GRPOConfig
 from configs.recipe import load_recipe
 from configs.rewards import Pairwise
-from engines.data.contract import Scorer
-from engines.data.data_engine import DataEngine, DataSpec
+from engines.data.contract import DataSpec, Scorer
+from engines.data.data_engine import DataEngine
 from engines.models.checkpoints import load_tokenizer, materialize
 from engines.reward_models.contract import RewardModelSpec
 from engines.reward_models.engine import RewardModelEngine

@@ -1,7 +1,8 @@
-"""The role, the task and the listener of docs/extending.md, run as they stand there."""
+"""The engine, role, task, feature and listener of docs/extending.md, run as they stand there."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import threading
 from abc import abstractmethod
@@ -25,6 +26,7 @@ from storage.objects.documents import key_of
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
 from tasks.memory.holders import WorkerEngine
+from tasks.results import Scored
 from tasks.run import features, roles
 from tasks.run.attempts import Attempt, AttemptLog
 from tasks.run.contract import EngineRole, pool_of, start_pool
@@ -33,23 +35,10 @@ from tasks.run.events import Listeners, StepCommitted
 from tasks.run.facts import RunFacts
 from tasks.run.features import Feature, Finding, features_of
 from tasks.run.preflight import check_settings
+from tasks.run.roles import store_spec
 from tasks.run.run import Run
 from tasks.run.stage import OPTIONS, Stage
 from tests.examples.pages import blocks_of
-
-
-class Cache(Engine):
-    """The contract of the page's engine."""
-
-    @abstractmethod
-    def look_up(self, samples: BatchRef, out_key: str) -> BatchRef:
-        """Write the lengths of samples."""
-
-
-def engine_of(run: Any) -> EngineSpec[Cache]:
-    return EngineSpec.of(
-        "nobodys:Cache", StoreSpec(store_uri=run.store.uri, store_options={}), Cache
-    )
 
 
 def page(begins: str) -> str:
@@ -75,14 +64,20 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
 
 
+@pytest.fixture
+def names() -> dict[str, Any]:
+    """What the page's engine, and the role of it, make of what they import."""
+    of_ours = (BatchRef, Engine, EnginePool, EngineRole, EngineSpec, StoreSpec, store_spec, pool_of)
+    names: dict[str, Any] = {each.__name__: each for each in (*of_ours, start_pool, write_batch)}
+    names |= {"abstractmethod": abstractmethod, "np": np, "Caller": object, "Cluster": object}
+    exec(page("class LengthCache"), names)
+    exec(page("CACHE = "), names)
+    return names
+
+
 def test_the_role_is_opened_and_the_task_asks_it_once(
-    run: Any, monkeypatch: pytest.MonkeyPatch
+    run: Any, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names: dict[str, Any] = {
-        "EngineRole": EngineRole, "EnginePool": EnginePool, "pool_of": pool_of,
-        "start_pool": start_pool, "Cache": Cache, "engine_of": engine_of,
-    }  # fmt: skip
-    exec(page("CACHE: "), names)
     started: list[str] = []
     monkeypatch.setattr(roles, "ROLES", (names["CACHE"],))
     monkeypatch.setattr(EnginePool, "start", lambda pool: started.append(pool.role))
@@ -100,22 +95,26 @@ def test_the_role_is_opened_and_the_task_asks_it_once(
 
     asked: list[str] = []
 
-    def call(pool: Any, method: Any, *who: Any, samples: BatchRef, out_key: str) -> BatchRef:
+    def call(pool: Any, method: Any, *who: Any, **arguments: Any) -> BatchRef:
         asked.append(method.__name__)
-        lengths = samples.lengths(run.store, "response_ids")
-        return write_batch(run.store, out_key, {"length": np.asarray(lengths)})
+        engine = names["LengthCache"](pool.spec.payload)
+        ref = getattr(engine, method.__name__)(**arguments)
+        assert isinstance(ref, BatchRef)
+        return ref
 
     monkeypatch.setattr(EnginePool, "call", call)
     names |= {
         "task": lambda **options: lambda function: function, "OPTIONS": OPTIONS, "Run": Run,
-        "Stage": Stage, "BatchRef": BatchRef, "key_of": key_of,
+        "Stage": Stage, "Scored": Scored, "key_of": key_of, "replace": dataclasses.replace,
     }  # fmt: skip
     exec(page("def length("), names)
     texts = [np.arange(3), np.arange(5)]
     samples = write_batch(run.store, "r/samples.safetensors", {"response_ids": texts})
+    scored = Scored(sampled=(), ref=samples, failures=0, code=(), seconds=0.0, metrics={})
     for _ in range(2):  # the second time it is found in the store
-        made = names["length"](run, 1, samples)
-        assert made.fetch_numpy(run.store, "length")[0].tolist() == [3, 5]
+        made = names["length"](run, 1, scored, 1)
+        assert made.ref.fetch_numpy(run.store, "length")[0].tolist() == [3, 5]
+        assert "response_ids" in made.ref.names
     assert asked == ["look_up"]
     run.engines.close()
 
@@ -128,19 +127,18 @@ class CacheConfig(GRPOConfig):
         return (*super().features, "cache")
 
 
-def test_the_feature_is_its_record_and_two_lines(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    names: dict[str, Any] = {
-        "EngineRole": EngineRole, "EnginePool": EnginePool, "pool_of": pool_of,
-        "start_pool": start_pool, "Cache": Cache, "engine_of": engine_of, "Feature": Feature,
-        "Finding": Finding, "WorkerEngine": WorkerEngine, "Holder": object, "Iterator": Iterator,
-        "GRPOConfig": GRPOConfig, "Shape": Shape,
+def test_the_feature_is_its_record_and_two_lines(
+    names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names |= {
+        "Feature": Feature, "Finding": Finding, "WorkerEngine": WorkerEngine, "Holder": object,
+        "Iterator": Iterator, "GRPOConfig": GRPOConfig, "Shape": Shape,
     }  # fmt: skip
-    exec(page("CACHE: "), names)
     exec(page("FEATURE = "), names)
     room: Any = ModuleType("room_of_the_cache")
     room.FEATURE = names["FEATURE"]
     monkeypatch.setitem(sys.modules, "room_of_the_cache", room)
-    monkeypatch.setitem(features.FEATURES, "cache", "room_of_the_cache:FEATURE")  # type: ignore[arg-type]
+    monkeypatch.setitem(features.FEATURES, "cache", "room_of_the_cache:FEATURE")
     config = load_recipe(CacheConfig, "tiny", [])
     assert names["CACHE"] in roles.roles_of(config)
     assert names["CACHE"] not in roles.roles_of(load_recipe(GRPOConfig, "tiny", []))
