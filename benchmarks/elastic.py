@@ -29,7 +29,7 @@ from configs.algorithm.algorithm import AlgorithmConfig
 from configs.cluster import ClusterConfig, PoolConfig, RolesConfig
 from configs.model import RandomModel
 from configs.train import TrainConfig
-from engines.train.spec import TrainSpec, UpdateRequest
+from engines.train.contract import TrainSpec, UpdateRequest
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
@@ -89,7 +89,7 @@ def fill_units(options: argparse.Namespace, folder: Path, units: int) -> None:
 
     from engines.elastic.aggregator import Aggregator
     from engines.elastic.gradients import write_gradient
-    from engines.train.spec import MadeOn
+    from engines.train.contract import MadeOn
     from storage.objects.documents import key_of
     from storage.runs.gradients import UnitMetrics
 

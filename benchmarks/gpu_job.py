@@ -25,9 +25,9 @@ from engines.models.checkpoints import load_tokenizer, materialize
 from engines.models.facts import ModelShape
 from engines.rollout.contract import RolloutSpec
 from engines.rollout.engine import RolloutEngine
+from engines.train.contract import TrainSpec, UpdateRequest
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.memory_plan import MemoryPlan, largest_batch, plan_rank
-from engines.train.spec import TrainSpec, UpdateRequest
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store

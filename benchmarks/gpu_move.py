@@ -37,8 +37,8 @@ from benchmarks.gpu_job import CUDA, DEVICE, SHAPES, TIED
 from configs.train import TrainConfig
 from engines.rollout.weight_reader import LoadedWeights
 from engines.train import publication
-from engines.train.adamw import MOMENTS, make_adamw
 from engines.train.model.master_weights import MasterWeights
+from engines.train.optimizer import MOMENTS, make_adamw
 from engines.train.publication import Publication, publish_together
 from engines.workers import device_memory
 from engines.workers.device_memory import fill

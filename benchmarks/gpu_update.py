@@ -33,7 +33,7 @@ from configs.model import PretrainedModel, RandomModel
 from configs.train import TrainConfig
 from engines.models.checkpoints import load_tokenizer, materialize
 from engines.models.tensor_files import CheckpointNames, distinct_weights
-from engines.train import building, kernels, sharded_model
+from engines.train import fsdp_engine, kernels
 from engines.train.activations import checkpoint_layers
 from engines.train.batching.mfu import peak_flops
 from engines.train.fsdp_engine import FSDPEngine
@@ -133,8 +133,8 @@ def weights_drawn() -> Iterator[None]:
                 own.copy_(torch.empty(own.shape, device=DEVICE).normal_(0.0, 0.02))
 
     with (
-        mock.patch.object(sharded_model, "open_checkpoint", opened),
-        mock.patch.object(building, "load", drawn),
+        mock.patch.object(fsdp_engine, "open_checkpoint", opened),
+        mock.patch.object(fsdp_engine, "load", drawn),
     ):
         yield
 
@@ -173,7 +173,7 @@ class Bench:
             weights_drawn(),
             mock.patch.object(Job, "model", lambda job: hollow(job.shape, job.folder)),
             mock.patch("benchmarks.gpu_job.settings_for", return_value=config),
-            mock.patch.object(building, "LONE", lone),
+            mock.patch.object(fsdp_engine, "LONE", lone),
         ):
             engine = job.train_engine()
         try:

@@ -42,8 +42,8 @@ from configs.lora import LoraConfig
 from configs.train import TrainConfig
 from engines.models.facts import model_facts
 from engines.processes.process_setup import C_LIBRARIES
+from engines.train.contract import TrainSpec, UpdateRequest
 from engines.train.memory_plan import Batch, plan_rank
-from engines.train.spec import TrainSpec, UpdateRequest
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
@@ -161,10 +161,10 @@ def prepared(folder: str, rank: int) -> BatchRef:
 @contextmanager
 def micro_batches(found: list[tuple[Batch, int]]) -> Iterator[None]:
     """Append the size of each micro-batch of updates in the body, and the bytes kept of it."""
-    from engines.train import policy_update, updater
+    from engines.train import updater
 
     kept: dict[int, int] = {}
-    loss = policy_update.PolicyUpdater._loss
+    loss = updater.PolicyUpdater._loss
 
     def counting(self: Any, micro: Any, *given: Any) -> Any:
         kept.clear()
@@ -181,7 +181,7 @@ def micro_batches(found: list[tuple[Batch, int]]) -> Iterator[None]:
 
     with (
         mock.patch.object(updater, "kept_on_host", side_effect=lambda _: counted(kept)),
-        mock.patch.object(policy_update.PolicyUpdater, "_loss", counting),
+        mock.patch.object(updater.PolicyUpdater, "_loss", counting),
     ):
         yield
 

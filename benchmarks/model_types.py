@@ -14,7 +14,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from engines.train.self_test.testing import self_test
+from engines.train.self_test.verdict import self_test
 
 LONGEST = 512  # tokens of a sample
 EXACT, REFUSED, UNTESTED, NO_DEFAULT = "exact", "refused", "untested", "no config of its own"

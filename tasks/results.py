@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from engines.rewards.runner import LoggedMetric, RewardCode
 from engines.rollout.contract import ShardStats
-from engines.train.spec import MadeOn
+from engines.train.contract import MadeOn
 from storage.batches.refs import BatchRef
 from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import CarriedGroup, Commit

@@ -14,7 +14,7 @@ from configs.cluster import Role
 from configs.train import TrainConfig
 from engines.train.batching.mfu import CostModel
 from engines.train.batching.stored_plan import Planner, PlanRequest
-from engines.train.spec import UnitAttempt
+from engines.train.contract import UnitAttempt
 from engines.train.trainer import Trainer
 from engines.workers.pool import Assignment
 from storage.batches.forest import LENGTHS, PARENTS

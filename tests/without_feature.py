@@ -78,7 +78,7 @@ FEATURES = {
         unfit=("tests/faults/test_membership.py::test_elastic_train_workers_come_and_go",),
         records={
             **record("elastic"),
-            "engines/train/opening.py": [r'    "elastic": .*\n'],
+            "engines/train/trainer.py": [r'    "elastic": .*\n'],
             "configs/grpo.py": [r"from configs.rules.elastic .*\n", r"    \*ELASTIC,\n"],
             "pyproject.toml": [r" \| elastic(?= \|)"],
         },

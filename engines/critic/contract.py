@@ -8,8 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING
 
-from engines.train.contract import TrainEngine
-from engines.train.spec import ColumnsResult
+from engines.train.contract import ColumnsResult, TrainEngine
 from engines.workers.engine import joined_by
 
 if TYPE_CHECKING:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from engines.critic.contract import CriticEngine
-from engines.train.opening import Opening
-from engines.train.trainer import Trainer, TrainerSettings, columns_of
+from engines.train.trainer import Opening, Trainer, TrainerSettings, columns_of
 from engines.workers.engine import EngineSpec
 from engines.workers.gang import Gang
 from storage.batches.refs import BatchRef

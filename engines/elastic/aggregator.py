@@ -14,9 +14,8 @@ from dataclasses import dataclass, field, replace
 from engines.elastic.contract import Applied, GradientAggregator, LossCounts, Offered, Unit
 from engines.elastic.gradients import Damaged, Summed, metric_sums
 from engines.train.batching.packing import MiniBatch
-from engines.train.fsdp_engine import FSDPEngine
-from engines.train.sharded_model import DTYPES
-from engines.train.spec import MadeOn, UpdateRequest, UpdateResult
+from engines.train.contract import MadeOn, UpdateRequest, UpdateResult
+from engines.train.fsdp_engine import DTYPES, FSDPEngine
 from engines.train.updater import Updater
 from storage.objects.documents import key_of
 from storage.objects.errors import ObjectDamaged
@@ -44,7 +43,7 @@ class OpenUpdate:
     inputs: str  # key
     began: float
     offered: Offered | None = None  # the optimizer step under way
-    made: int = 0  # optimizer steps
+    steps_made: int = 0  # optimizer steps
     made_on: set[MadeOn] = field(default_factory=set)  # of gradients that were added up
 
 
@@ -91,17 +90,17 @@ class Aggregator(FSDPEngine, GradientAggregator):
     def offer(self, under: int) -> Offered:
         now = self._now()
         step = now.request.step
-        weights = self.offer_weights(under, step - 1 if not now.made else step)
+        weights = self.offer_weights(under, step - 1 if not now.steps_made else step)
         of = GradientsOf(
             run=self._files.run,
             step=step,
-            optimizer_step=now.made,
+            optimizer_step=now.steps_made,
             weights=weights.digest,
             inputs=now.inputs,
         )
-        mini = now.steps[now.made]
+        mini = now.steps[now.steps_made]
         counts = now.updater.normaliser(now.request, mini)
-        name = f"{step:06d}.{now.made}-{key_of(of.model_dump())}"
+        name = f"{step:06d}.{now.steps_made}-{key_of(of.model_dump())}"
         now.offered = Offered(
             of=of,
             folder=f"{gradients_key(self._files, under)}/{name}",
@@ -131,7 +130,7 @@ class Aggregator(FSDPEngine, GradientAggregator):
 
     def close_update(self) -> UpdateResult:
         now = self._now()
-        assert now.made == len(now.steps), (now.made, len(now.steps))
+        assert now.steps_made == len(now.steps), (now.steps_made, len(now.steps))
         self._open, self.version = None, now.request.step
         result = now.updater.result(now.request.step, time.perf_counter() - now.began)
         return replace(result, made_on=_together({result.made_on, *now.made_on}))
@@ -167,7 +166,7 @@ class Aggregator(FSDPEngine, GradientAggregator):
                 MadeOn(device=gradient.device, torch=gradient.torch, fixed=gradient.fixed)
             )
         tally.reports.append(report)
-        now.made, now.offered = now.made + 1, None
+        now.steps_made, now.offered = now.steps_made + 1, None
         return summed.nbytes
 
     def _now(self) -> OpenUpdate:

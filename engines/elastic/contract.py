@@ -16,7 +16,7 @@ from storage.runs.gradients import GradientsOf
 from storage.runs.weights import WeightsRef
 
 if TYPE_CHECKING:
-    from engines.train.spec import ColumnsResult, LogprobRequest, UpdateRequest, UpdateResult
+    from engines.train.contract import ColumnsResult, LogprobRequest, UpdateRequest, UpdateResult
     from storage.runs.weights import WeightsRef
 
 

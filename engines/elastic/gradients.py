@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engines.algorithms.aggregation import MetricSums
-from engines.train.spec import MadeOn
+from engines.train.contract import MadeOn
 from engines.train.updater import Tally
 from storage.batches import tensors as torch_bytes
 from storage.objects.documents import digest
@@ -38,7 +38,7 @@ def write_gradient(
     rows: str,
     gradients: Mapping[str, Tensor],
     dtype: torch.dtype,
-    made: MadeOn,
+    made_on: MadeOn,
     metrics: UnitMetrics,
 ) -> tuple[Gradient, bool]:
     """Leave a unit's gradient: its tensors, then its marker. The first marker stands.
@@ -53,7 +53,7 @@ def write_gradient(
         rows: Key of its row numbers.
         gradients: By parameter, as they are summed; each is cast as it is written.
         dtype: In which they are stored.
-        made: On what they were computed.
+        made_on: On what they were computed.
         metrics: Of the unit.
     """
     check_open(files.store, folder, of)
@@ -65,9 +65,9 @@ def write_gradient(
         of=of,
         unit=unit,
         rows=rows,
-        device=made.device,
-        torch=made.torch,
-        fixed=made.fixed,
+        device=made_on.device,
+        torch=made_on.torch,
+        fixed=made_on.fixed,
         file=file,
         nbytes=part.file.nbytes,
         digest=weights_digest((n, e.dtype, e.shape, e.digest) for n, e in part.tensors.items()),

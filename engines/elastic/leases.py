@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeAlias, TypeVar
 
 from engines.failures import InfrastructureError
-from engines.train.spec import UnitAttempt
+from engines.train.contract import UnitAttempt
 from storage.objects.errors import StoreUnavailable
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Round(Generic[Result]):
     waiting: list[int]  # numbers of units that nobody has, in order
     leases: list[UnitLease] = field(default_factory=list)
     results: dict[int, Result] = field(default_factory=dict)
-    given: Counter[int] = field(default_factory=Counter)  # how often each unit was
+    attempts: Counter[int] = field(default_factory=Counter)  # at each unit
     failures: Counter[int] = field(default_factory=Counter)
     error: BaseException | None = None  # ends the round
     tries: list[UnitAttempt] = field(default_factory=list)  # that have ended
@@ -120,12 +120,12 @@ class UnitLeases:
     def _hand_out(
         self, now: Round[Result], number: int, unit: Unit[Result], worker: str, address: str
     ) -> None:
-        now.given[number] += 1
+        now.attempts[number] += 1
         lease = UnitLease(
             unit=number,
             worker=worker,
             since=self._clock(),
-            number=now.given[number],
+            number=now.attempts[number],
             started=time.time(),
         )
         now.leases.append(lease)

@@ -20,8 +20,7 @@ import numpy as np
 from engines.elastic.contract import GradientAggregator, GradientWorker, Offered, UnitDone
 from engines.elastic.leases import Round, Unit, UnitLeases
 from engines.train.batching.balancing import contiguous_cuts
-from engines.train.opening import Opening
-from engines.train.trainer import Trainer, TrainerSettings
+from engines.train.trainer import Opening, Trainer, TrainerSettings
 from engines.workers.cluster import raise_if_set
 from engines.workers.engine import Call, CallId, EngineSpec
 from engines.workers.gang import Gang
@@ -33,7 +32,7 @@ from storage.runs.gradients import GradientsRefused, gradients_key, remove_keys
 from storage.runs.run_store import RunStore, start_of
 
 if TYPE_CHECKING:
-    from engines.train.spec import LogprobRequest, UnitAttempt, UpdateRequest, UpdateResult
+    from engines.train.contract import LogprobRequest, UnitAttempt, UpdateRequest, UpdateResult
 
 logger = logging.getLogger(__name__)
 

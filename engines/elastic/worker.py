@@ -11,13 +11,12 @@ from engines.algorithms.aggregation import Normaliser
 from engines.elastic.contract import GradientWorker, LossCounts, Offered, Unit, UnitDone
 from engines.elastic.gradients import unit_metrics, write_gradient
 from engines.train.batching.packing import plan_update, read_lengths
-from engines.train.fsdp_engine import FSDPEngine
+from engines.train.contract import ColumnsResult, LogprobRequest, TrainSpec, UpdateRequest
+from engines.train.fsdp_engine import DTYPES, FSDPEngine
 from engines.train.model.fsdp import own_part
 from engines.train.optimizer import Optimizer
-from engines.train.order_of_sums import made_on
 from engines.train.policy import HeadedModel
-from engines.train.sharded_model import DTYPES
-from engines.train.spec import ColumnsResult, LogprobRequest, TrainSpec, UpdateRequest
+from engines.train.updater import made_on
 from storage.batches.refs import BatchRef
 from storage.objects.documents import key_of
 from storage.runs.gradients import read_gradient

@@ -77,7 +77,7 @@ class EncoderEngine(EpisodeEncoder):
         here: Memory = "device" if torch.cuda.is_available() else "host"
         if here != memory or not isinstance(self._encoder, Vision):
             return {}
-        return {"encoder": self._encoder.held}
+        return {"encoder": self._encoder.weight_bytes}
 
     @classmethod
     def memory_setting(

@@ -57,8 +57,8 @@ def measure(
         for name in ("status", "sample_id", "reward", "embedding")
     ]
     status, ids, rewards_given, points = read
-    encoders = [str(one) for one in samples.fetch_list(store, "encoder")]
-    errors = [str(one) for one in samples.fetch_list(store, "embedding_error")]
+    encoders = [str(text) for text in samples.fetch_list(store, "encoder")]
+    errors = [str(text) for text in samples.fetch_list(store, "embedding_error")]
     names, tasks = tasks_of(store, prompts, samples, settings.task_column)
     failed = status == SampleStatus.FAILED
     missing = ~np.isfinite(points).all(1)
@@ -66,7 +66,7 @@ def measure(
     numbers = numbers[
         np.argsort(ids[numbers], kind="stable")
     ]  # so that no sum depends on the rows' order
-    found = progress_rewards(
+    result = progress_rewards(
         points[numbers],
         rewards_given[numbers] >= settings.success,
         tasks[numbers],
@@ -78,12 +78,12 @@ def measure(
             "mean nothing. The workers of cluster.roles.encoder need the same model and libraries."
         )
     rewards = np.full(len(samples), np.nan, np.float32)
-    rewards[numbers] = found.rewards
+    rewards[numbers] = result.rewards
     measured: list[dict[str, object] | None] = [None] * len(samples)
     for place, row in enumerate(numbers.tolist()):
         measured[row] = {"task": names[tasks[row]], "encoder": encoders[row]}
-        if (nearest := int(found.nearest[place])) >= 0:
-            measured[row] |= {"cluster": nearest, "distance": float(found.distances[place])}
+        if (nearest := int(result.nearest[place])) >= 0:
+            measured[row] |= {"cluster": nearest, "distance": float(result.distances[place])}
     columns: dict[str, object] = {
         "reward": rewards,
         "status": np.where(missing, np.int64(SampleStatus.FAILED), status),
@@ -91,10 +91,10 @@ def measure(
         MEASURED: measured,
     }
     clusters = None
-    if found.clusters:
+    if result.clusters:
         beside = f"{out_key.removesuffix(DATA_SUFFIX)}-clusters{DATA_SUFFIX}"
         encoder = encoders[int(numbers[0])]
-        clusters = write_batch(store, beside, cluster_columns(found, names, ids[numbers], encoder))
+        clusters = write_batch(store, beside, cluster_columns(result, names, ids[numbers], encoder))
     return ProgressResult(
         ref=write_batch(store, out_key, columns),
         clusters=clusters,
@@ -102,7 +102,7 @@ def measure(
             SampleFailure(sample=int(ids[row]), function=NAME, error=errors[row])
             for row in np.flatnonzero(missing & ~failed).tolist()
         ),
-        metrics=metrics_of(found, rewards_given[numbers] >= settings.success),
+        metrics=metrics_of(result, rewards_given[numbers] >= settings.success),
     )
 
 
@@ -133,24 +133,24 @@ def tasks_of(
 
 
 def cluster_columns(
-    found: ProgressRewards, names: list[str], ids: NDArray[np.int64], encoder: str
+    result: ProgressRewards, names: list[str], ids: NDArray[np.int64], encoder: str
 ) -> dict[str, object]:
     """The clusters as columns; `ids`: sample_id of the episodes that were measured."""
     return {
-        "task": [names[cluster.task] for cluster in found.clusters],
-        "centre": np.stack([cluster.centre for cluster in found.clusters]),
-        "members": [ids[cluster.members] for cluster in found.clusters],
-        "encoder": [encoder] * len(found.clusters),
+        "task": [names[cluster.task] for cluster in result.clusters],
+        "centre": np.stack([cluster.centre for cluster in result.clusters]),
+        "members": [ids[cluster.members] for cluster in result.clusters],
+        "encoder": [encoder] * len(result.clusters),
     }
 
 
-def metrics_of(found: ProgressRewards, success: NDArray[np.bool_]) -> dict[str, float]:
+def metrics_of(result: ProgressRewards, success: NDArray[np.bool_]) -> dict[str, float]:
     """Share of successes, clusters, and what failures got and how far they were."""
-    metrics = {"progress/clusters": float(len(found.clusters))}
+    metrics = {"progress/clusters": float(len(result.clusters))}
     if len(success):
         metrics["progress/success_rate"] = float(success.mean())
     if not success.all():
-        metrics["progress/failure_reward_mean"] = float(found.rewards[~success].mean())
-    if not np.isnan(found.distances).all():
-        metrics["progress/distance_mean"] = float(np.nanmean(found.distances))
+        metrics["progress/failure_reward_mean"] = float(result.rewards[~success].mean())
+    if not np.isnan(result.distances).all():
+        metrics["progress/distance_mean"] = float(np.nanmean(result.distances))
     return metrics

@@ -57,7 +57,7 @@ class Vision:
         self._digest = key_of("vision", config.model_dump(mode="json"), files, packages)
 
     @property
-    def held(self) -> int:
+    def weight_bytes(self) -> int:
         """Bytes of its weights."""
         return sum(tensor.nbytes for tensor in self._model.parameters())
 
@@ -88,8 +88,8 @@ class Vision:
         video = torch.from_numpy(np.stack([frames[i % count] for i in range(self._frames)]))
         with torch.inference_mode():
             pixels = self._pixels(video.to(self._device))[None]
-            found = self._model(pixel_values_videos=pixels, skip_predictor=True).last_hidden_state
-        embedding: NDArray[np.float32] = found.double().mean(1)[0].float().cpu().numpy()
+            states = self._model(pixel_values_videos=pixels, skip_predictor=True).last_hidden_state
+        embedding: NDArray[np.float32] = states.double().mean(1)[0].float().cpu().numpy()
         return embedding
 
     def _pixels(self, images: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Routers of a mixture of experts: which modules they are, and the experts that they choose.
+"""Routers and experts of a mixture: which modules they are, and which experts routers choose.
 
 transformers says of each model which modules its routers are, for its own load-balancing loss. Each
 takes the k largest of its scores by one call of `torch.topk`, where the choice is seen, and told.
@@ -63,6 +63,25 @@ def find_routers(model: PreTrainedModel) -> tuple[Router, ...]:
         for name, module in model.named_modules()
         if (index := _index(name, module, recorders)) is not None and _score(text, module)
     )
+
+
+def find_experts(model: nn.Module) -> tuple[nn.Module, ...]:
+    """The experts of each layer that transformers holds in one stack, each weight [E, …].
+
+    Its `use_experts_implementation` marks them: called with states [T, H], the k chosen experts
+    [T, k] of each token and their gates [T, k], they give [T, H].
+    """
+    return tuple(part for part in model.modules() if are_experts(part))
+
+
+def are_experts(module: nn.Module) -> bool:
+    """Whether transformers holds experts in it as stacks, of which it has grouped products."""
+    return {"has_gate", "is_transposed"} <= vars(module).keys()
+
+
+def count_experts(experts: nn.Module) -> int:
+    """E."""
+    return len(next(experts.parameters()))
 
 
 def _layer(name: str) -> int:

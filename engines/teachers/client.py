@@ -311,11 +311,11 @@ class TeacherClient:
             self._connection.send("DELETE", "/v1/lease", lease, timeout=PAUSE)
 
 
-def check_digest(address: Address, facts: Facts, wanted: str | None, dtype: str) -> None:
+def check_digest(address: Address, facts: Facts, expected: str | None, dtype: str) -> None:
     """TeacherRefused unless a service holds the weights that a run wants, if it names any."""
-    if wanted is not None and facts.digest != wanted:
+    if expected is not None and facts.digest != expected:
         raise TeacherRefused(
             f"The teacher {address.name} at {address.url} ({facts.model}) holds the weights "
-            f"{facts.digest} in {dtype}, and teachers.{address.name}.digest = {wanted}. Set "
+            f"{facts.digest} in {dtype}, and teachers.{address.name}.digest = {expected}. Set "
             f"teachers.{address.name}.service to a service of that teacher."
         )

@@ -23,7 +23,7 @@ class _Lane(Generic[Call]):
     """The calls of one run that wait."""
 
     left: float  # of the quota, in tokens; below 0 where the last call took more
-    seen: float  # when that was so, by the clock
+    at: float  # when that was so, by the clock
     calls: deque[tuple[float, int, Call]] = field(default_factory=deque)  # start, tokens, call
     end: float = 0.0  # of the run's last call, in virtual time
 
@@ -60,7 +60,7 @@ class FairQueue(Generic[Call]):
         ready = [lane for lane in self._lanes.values() if lane.calls and self._left(lane) > 0]
         if not ready:
             return None
-        lane = min(ready, key=lambda one: one.calls[0][0])
+        lane = min(ready, key=lambda lane: lane.calls[0][0])
         start, tokens, call = lane.calls.popleft()
         self._now = max(self._now, start)
         lane.left -= tokens
@@ -88,7 +88,7 @@ class FairQueue(Generic[Call]):
 
     def _lane(self, run: str) -> _Lane[Call]:
         if run not in self._lanes:
-            self._lanes[run] = _Lane(left=float(self._quota or 0), seen=self._clock())
+            self._lanes[run] = _Lane(left=float(self._quota or 0), at=self._clock())
         return self._lanes[run]
 
     def _left(self, lane: _Lane[Call]) -> float:
@@ -96,6 +96,6 @@ class FairQueue(Generic[Call]):
         if self._quota is None:
             return 1.0
         now = self._clock()
-        earned = (now - lane.seen) * self._quota / MINUTE
-        lane.left, lane.seen = min(lane.left + earned, float(self._quota)), now
+        earned = (now - lane.at) * self._quota / MINUTE
+        lane.left, lane.at = min(lane.left + earned, float(self._quota)), now
         return lane.left

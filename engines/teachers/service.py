@@ -2,7 +2,8 @@
 
 Nothing of a run lives here for longer than its call: what is written goes by the run's keys into
 the run's store, and a question has all that its answer is made of. So a service that is killed loses
-nothing; the runs ask its successor again. HTTP is in engines/teachers/api.py.
+nothing; the runs ask its successor again. A run holds its place for as long as it renews its lease.
+HTTP is in engines/teachers/api.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from dataclasses import dataclass, field
 from engines.failures import CallCancelled, ClusterLost, InfrastructureError
 from engines.models.tokens import ModelTokens
 from engines.teachers.fair_queue import FairQueue
-from engines.teachers.leases import GONE, Places
 from engines.teachers.messages import (
     MOST_NUMBERS,
     Facts,
@@ -29,8 +29,7 @@ from engines.teachers.messages import (
     Taught,
 )
 from engines.train.batching.packing import read_lengths
-from engines.train.contract import TrainEngine
-from engines.train.spec import TeachRequest
+from engines.train.contract import TeachRequest, TrainEngine
 from engines.workers.engine import CallId
 from engines.workers.gang import Gang
 from storage.batches.forest import read_forests
@@ -40,6 +39,7 @@ from storage.objects.store import Store
 
 # HTTP statuses. What fails LATER may go well when it is asked again, of this service or the next.
 BAD_REQUEST, OTHER_WEIGHTS, FAILED, ENDING, LATER = 400, 412, 422, 502, 503
+GONE, CONFLICT, FULL = 410, 409, 429  # no lease; another flow has it; no place
 MOST_WAITING = 4096  # questions of one run
 LOOK_EVERY = 1.0  # seconds between looks for leases that have run out
 
@@ -62,6 +62,92 @@ class _Waiting:
     tokens: int
     since: float  # by the clock
     answer: Future[Taught] = field(default_factory=Future)
+
+
+@dataclass(slots=True, kw_only=True)
+class TakenPlace:
+    """A place that a run has."""
+
+    lease: PlaceLease
+    until: float  # by the clock
+    # What has been done for the run since it took the place.
+    calls: int = 0
+    tokens: int = 0  # of prompts and answers
+    queue_seconds: float = 0.0
+    seconds: float = 0.0  # of the engine
+
+
+class Places:
+    """Places by run; not safe to use from several threads at once."""
+
+    def __init__(
+        self, places: int, seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`seconds`: that a lease lasts beyond its last renewal."""
+        self._number = places
+        self._seconds = seconds
+        self._clock = clock
+        self._taken: dict[str, TakenPlace] = {}
+
+    def renew(self, lease: PlaceLease) -> bool:
+        """Give a run its place, or let it keep it; whether it is a new one.
+
+        Refused where a newer flow of the run has it, and where there is no place.
+        """
+        place = self._taken.get(lease.address)
+        if place is None and len(self._taken) >= self._number:
+            runs = ", ".join(sorted(place.lease.run for place in self._taken.values()))
+            raise ServiceRefused(
+                FULL,
+                f"it has places = {self._number}, all taken by other runs ({runs}); wait for one of "
+                "them to end, or start it with more places",
+            )
+        if place is not None:
+            self._check(place, lease.epoch)
+        fresh = place is None or lease.epoch > place.lease.epoch
+        if place is None or fresh:
+            place = self._taken[lease.address] = TakenPlace(lease=lease, until=0.0)
+        place.until = self._clock() + self._seconds
+        return fresh
+
+    def place_of(self, address: str, epoch: int) -> TakenPlace:
+        """The place from which a flow of a run asks. Refused where it has none."""
+        place = self._taken.get(address)
+        if place is None or epoch > place.lease.epoch:
+            raise ServiceRefused(GONE, "the run has no lease there")
+        self._check(place, epoch)
+        place.until = self._clock() + self._seconds
+        return place
+
+    def release(self, address: str, epoch: int) -> bool:
+        """Give a place back; False where the flow has none."""
+        place = self._taken.get(address)
+        if place is None or place.lease.epoch != epoch:
+            return False
+        del self._taken[address]
+        return True
+
+    def ended(self) -> list[str]:
+        """Take the places of runs that were not heard of for too long; their addresses."""
+        now = self._clock()
+        over = [address for address, place in self._taken.items() if place.until < now]
+        for address in over:
+            del self._taken[address]
+        return over
+
+    @property
+    def all(self) -> Mapping[str, TakenPlace]:
+        """The places that are taken, by the run's address."""
+        return dict(self._taken)
+
+    @staticmethod
+    def _check(place: TakenPlace, epoch: int) -> None:
+        if epoch < place.lease.epoch:
+            raise ServiceRefused(
+                CONFLICT,
+                f"a flow with epoch {place.lease.epoch} has taken the run {place.lease.run} over, "
+                f"and this one has epoch {epoch}",
+            )
 
 
 class TeacherService:
@@ -88,8 +174,8 @@ class TeacherService:
         self._clock = clock
         self._began = clock()
         self._queue: FairQueue[_Waiting] = FairQueue(limits.tokens_per_minute, clock)
-        self._leases = Places(limits.places, limits.lease_seconds, clock)
-        self._asked: dict[tuple[str, str], _Waiting] = {}  # by run and out_key
+        self._places = Places(limits.places, limits.lease_seconds, clock)
+        self._unanswered: dict[tuple[str, str], _Waiting] = {}  # by run and out_key
         self._digests: dict[str, str] = {}  # by number format, of the gang as it is formed
         self._tokens: ModelTokens | None = None
         self._changed = threading.Condition()
@@ -141,7 +227,7 @@ class TeacherService:
     def facts(self, dtype: str | None = None) -> Facts:
         """What is taught by; with the digest of the weights in a number format."""
         with self._changed:
-            places = len(self._leases.all)
+            places = len(self._places.all)
         return Facts(
             name=self._name,
             model=self._model,
@@ -166,61 +252,61 @@ class TeacherService:
                 f"{rows} ids, and {lease.tokenizer} of {lease.rows})",
             )
         with self._changed:
-            self._leases.ended()
-            if self._leases.renew(lease):
+            self._places.ended()
+            if self._places.renew(lease):
                 self._drop(lease.address)
 
     def release(self, lease: PlaceLease) -> None:
         """Give a run's place to others; what it asked is forgotten."""
         with self._changed:
-            if self._leases.release(lease.address, lease.epoch):
+            if self._places.release(lease.address, lease.epoch):
                 self._drop(lease.address)
 
     def ask(self, question: Question) -> Future[Taught]:
         """The answer to come; a question that is asked again is the same one. Refused."""
         key = (question.address, question.out_key)
         with self._changed:
-            lease = self._leases.held(question.address, question.epoch)
-            if (pending := self._asked.get(key)) is not None:
+            place = self._places.place_of(question.address, question.epoch)
+            if (pending := self._unanswered.get(key)) is not None:
                 return pending.answer
         tokens = self._checked(question)
         waiting = _Waiting(
-            question=question, readable=lease.lease.rows, tokens=tokens, since=self._clock()
+            question=question, readable=place.lease.rows, tokens=tokens, since=self._clock()
         )
         with self._changed:
-            if (pending := self._asked.get(key)) is not None:  # asked twice at once
+            if (pending := self._unanswered.get(key)) is not None:  # asked twice at once
                 return pending.answer
-            self._leases.held(question.address, question.epoch)  # still
+            self._places.place_of(question.address, question.epoch)  # still
             if self._queue.waiting(question.address)[0] >= MOST_WAITING:
                 raise ServiceRefused(LATER, f"{MOST_WAITING} questions of the run wait already")
-            self._asked[key] = waiting
+            self._unanswered[key] = waiting
             self._queue.put(question.address, tokens, waiting)
             self._changed.notify_all()
         return waiting.answer
 
-    def told(self, question: Question) -> None:
+    def forget(self, question: Question) -> None:
         """An answer has been given: asked once more, it is made again."""
         with self._changed:
-            self._asked.pop((question.address, question.out_key), None)
+            self._unanswered.pop((question.address, question.out_key), None)
 
     def status(self) -> Status:
         """For a person's look."""
         facts = self.facts()
         with self._changed:
-            now, leases = self._clock(), self._leases.all
+            now, places = self._clock(), self._places.all
             runs = []
-            for address, lease in sorted(leases.items()):
+            for address, place in sorted(places.items()):
                 calls, tokens = self._queue.waiting(address)
                 runs.append(
                     RunUse(
-                        run=lease.lease.run,
-                        store=lease.lease.store,
-                        epoch=lease.lease.epoch,
-                        heard=max(0.0, now - lease.until + self._limits.lease_seconds),
-                        calls=lease.calls,
-                        tokens=lease.tokens,
-                        queue_seconds=lease.queue_seconds,
-                        seconds=lease.seconds,
+                        run=place.lease.run,
+                        store=place.lease.store,
+                        epoch=place.lease.epoch,
+                        heard=max(0.0, now - place.until + self._limits.lease_seconds),
+                        calls=place.calls,
+                        tokens=place.tokens,
+                        queue_seconds=place.queue_seconds,
+                        seconds=place.seconds,
                         waiting=calls,
                         waiting_tokens=tokens,
                     )
@@ -278,8 +364,8 @@ class TeacherService:
         """Forget what a run has asked."""
         for waiting in self._queue.drop(address):
             waiting.answer.set_exception(ServiceRefused(GONE, "the run's place was given away"))
-        for key in [key for key in self._asked if key[0] == address]:
-            del self._asked[key]
+        for key in [key for key in self._unanswered if key[0] == address]:
+            del self._unanswered[key]
 
     # -- the work --------------------------------------------------------------------------------
 
@@ -287,7 +373,7 @@ class TeacherService:
         """Answer one question after the other; a thread of its own."""
         while not self._over.is_set():
             with self._changed:
-                for address in self._leases.ended():
+                for address in self._places.ended():
                     self._drop(address)
                 waiting = self._queue.take()
                 if waiting is None:
@@ -321,12 +407,12 @@ class TeacherService:
             seconds=ended - began,
         )
         with self._changed:
-            lease = self._leases.all.get(question.address)
-            if lease is not None and lease.lease.epoch == question.epoch:
-                lease.calls += 1
-                lease.tokens += taught.tokens
-                lease.queue_seconds += taught.queue_seconds
-                lease.seconds += taught.seconds
+            place = self._places.all.get(question.address)
+            if place is not None and place.lease.epoch == question.epoch:
+                place.calls += 1
+                place.tokens += taught.tokens
+                place.queue_seconds += taught.queue_seconds
+                place.seconds += taught.seconds
         waiting.answer.set_result(taught)
 
     def _taught(self, question: Question, readable: int | None) -> BatchRef:

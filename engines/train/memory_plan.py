@@ -4,6 +4,11 @@ Each term is in bytes of one rank. What is not counted is in docs/memory.md, aga
 measured in docs/benchmarks.md. H is the hidden size, I that of the feed-forward layer, Q and G the
 numbers of all query heads and of all key heads, V the vocabulary; T tokens of a micro-batch, S slots
 of its sequences in attention, R response tokens; c the bytes of a number in products.
+
+What a rank on a CPU keeps resident is more than its tensors. glibc's heap
+(engines/processes/process_setup.py) grows where nothing free is long enough, and what has grown
+stays: at most 1 GiB at its end is given back. So the most that a process holds is not the most that
+its tensors are at once.
 """
 
 from __future__ import annotations
@@ -24,13 +29,17 @@ from engines.models.traced_shape import (
 from engines.models.vla.shapes import TowerShape
 from engines.train.batching.packing import WHOLE
 from engines.train.optimizer_pieces import CODED, FEWEST, JOINED, PIECE, SLOTS, block_of
-from engines.train.resident_memory import LIBRARIES, PRIMITIVES, buffer_bytes, most_resident
 
 FUSED = 4  # as engines/train/logprobs.py has it
 RESULTS = 2  # copies of attention's result that its kernel on a GPU keeps (seen on an H200)
 FLOAT = 4  # bytes
 SHORT = 256  # tokens; as in engines/train/model/attention.py, likewise
 CACHED_LOGITS = 2**22  # as in engines/train/logprobs.py, which imports torch
+# Of a rank on a CPU.
+LIBRARIES = 27 * 2**20  # bytes: what they touch once a rank computes, in the heap and beside it
+# oneDNN's compiled products, by which bfloat16 goes on a CPU; it keeps 1,024. Bytes.
+PRIMITIVES = 16 * 2**20
+FRAGMENTS = 0.2  # of what a forward pass gives out is lost between tensors that stay
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +65,7 @@ class MemoryPlan:
     passing: dict[str, int]  # during an update: gradients, gathered, activations, logits, …
     stages: dict[str, int]  # most at once by stage, what is held among it
     host: dict[str, int]  # of the machine's memory, where the rank computes on a GPU
-    holes: int = 0  # on a CPU, at most beside tensors and libraries (resident_memory.py)
+    holes: int = 0  # on a CPU, at most beside tensors and libraries (see `most_resident`)
 
     @property
     def peak(self) -> int:
@@ -119,26 +128,26 @@ def largest_batch(
     """
     budget *= sequence
     longest = (path or prompt + response) - 1
-    mine = math.ceil(samples * sequence / ranks)
-    shared = min(group, mine)  # samples that share a prompt on a rank
-    one = response - 1 + prompt / shared  # tokens of a sample
-    fitting = max(1, min(mine, int(budget / one)))
-    tokens = min(budget, math.ceil(fitting * one))
+    own_samples = math.ceil(samples * sequence / ranks)
+    shared = min(group, own_samples)  # samples that share a prompt on a rank
+    sample = response - 1 + prompt / shared  # its tokens
+    fitting = max(1, min(own_samples, int(budget / sample)))
+    tokens = min(budget, math.ceil(fitting * sample))
     together, responses = fitting, fitting * response
     if tree_training:
-        together = max(fitting, min(mine, WHOLE * budget // (prompt + response - 1)))
-        tokens = min(budget, math.ceil(together * one))
+        together = max(fitting, min(own_samples, WHOLE * budget // (prompt + response - 1)))
+        tokens = min(budget, math.ceil(together * sample))
         # What is predicted, shared tokens once: each token that is read, and each sample's last.
         responses = min(tokens + together, together * response)
     slots = together * longest
     if paths > 1:
-        slots = min(mine * paths * longest, WHOLE * budget)
+        slots = min(own_samples * paths * longest, WHOLE * budget)
     return Batch(
         tokens=max(math.ceil(tokens / sequence), 1),
         slots=math.ceil((slots + 1) / sequence),
         responses=math.ceil(responses / sequence),
         longest=longest,
-        several=fitting < mine,
+        several=fitting < own_samples,
     )
 
 
@@ -154,15 +163,15 @@ def largest_turns(
         patches: Tokens that an image becomes.
     """
     longest = prompt + patches + turn - 1
-    mine = math.ceil(samples / ranks)
-    fitting = max(1, min(mine, budget // (turns * longest)))
+    own_samples = math.ceil(samples / ranks)
+    fitting = max(1, min(own_samples, budget // (turns * longest)))
     tokens = fitting * turns * longest
     return Batch(
         tokens=tokens,
         slots=tokens + 1,
         responses=fitting * turns * turn,
         longest=longest,
-        several=fitting < mine,
+        several=fitting < own_samples,
         images=fitting * turns,
     )
 
@@ -321,14 +330,16 @@ def gathered_bytes(shape: Shape, train: TrainConfig, shards: int, c: int, adapte
     again = shards > 1 if train.reshard_after_forward == "auto" else train.reshard_after_forward
     towers = () if shape.vision is None else shape.vision.towers
     outside = shape.parameters - shape.inside
-    outside -= sum(one.layers * one.layer_parameters for one in towers)
+    outside -= sum(tower.layers * tower.layer_parameters for tower in towers)
     each, experts = layer_weights(shape, train), gathered_experts(shape, train)
     inside = sum(each) + adapter
     if again:
-        beside = max(one - apart for one, apart in zip(each, experts, strict=True))
+        beside = max(layer - apart for layer, apart in zip(each, experts, strict=True))
         inside = min(inside, 3 * (beside + adapter // shape.layers) + 2 * max(experts))
     # Towers are gone through before the layers, whose weights are gathered where they are let go.
-    seeing = [min(one.layers, 3 if again else one.layers) * one.layer_parameters for one in towers]
+    seeing = [
+        min(tower.layers, 3 if again else tower.layers) * tower.layer_parameters for tower in towers
+    ]
     return c * (outside + (max(inside, *seeing, 0) if again else inside + sum(seeing)))
 
 
@@ -592,3 +603,43 @@ def _holes(
         table=table,
     )
     return most - plan.peak + (PRIMITIVES if c != FLOAT else 0)
+
+
+def buffer_bytes(layers: int, gathered: int, reduced: int, shards: int) -> int:
+    """What the buffers of all layers take, through which FSDP gathers weights and reduces gradients.
+
+    They are as long as a layer, one for the rank's shard and one for the whole, and free most of the
+    time. Tensors of the layer settle in them then, so that the next layer's find no room. Gathering
+    and reducing use the same; Gloo reduces in a copy.
+
+    Args:
+        layers: Of the decoder.
+        gathered: Bytes of a layer's weights, whole.
+        reduced: Of its gradients in float32, whole; 0: it has none.
+        shards: Ranks that share a copy of the model.
+    """
+    copy = reduced if shards > 1 else 0
+    longest = max(gathered, reduced)
+    return layers * (longest + longest // shards + copy)
+
+
+def most_resident(
+    peak: int, held: int, passing: dict[str, int], *, forward: int, buffers: int, table: int
+) -> int:
+    """Bytes of the heap and of mappings at most, free ones among them; without the libraries.
+
+    When the first layer's backward pass is done, the heap still has the room of all activations,
+    and beside it the buffers of all layers; then comes the embedding's gradient, for which there is
+    nowhere a hole that is long enough.
+
+    Args:
+        peak: Of tensors at once; there is never less.
+        held: All the time.
+        passing: As MemoryPlan has it.
+        forward: What the forward passes of all layers give out, whether it is kept or not.
+        buffers: See `buffer_bytes`.
+        table: The embedding's gradient, its copy in float32, and what is reduced of it.
+    """
+    busy = max(passing["logits"], passing["one layer"])
+    heap = held + passing["gathered"] + passing.get("activations", 0) + busy
+    return max(peak, heap + int(FRAGMENTS * forward) + buffers + table)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-PIECE = 2**25  # elements of a parameter that AdamW takes at a time (adamw.py)
+PIECE = 2**25  # elements of a parameter that AdamW takes at a time (optimizer.py)
 SLOTS = 3  # pieces on the device where its state is on the host: one comes, one is used, one goes
 BLOCK, SHORTEST = 256, 32  # of a row's moments in eight bits: numbers in a block, most and fewest
 FEWEST = 4096  # elements of a parameter whose moments may be so

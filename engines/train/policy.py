@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engines.models.attention import rotate_by_sequence
+from engines.models.attention import mixers, rotate_by_sequence
 from engines.models.routers import ChosenExperts, Router, chosen_experts, find_routers
 from engines.models.tensor_files import CheckpointNames
 from engines.models.vla.openvla import OpenVLA
-from engines.train.batching.packed_batch import PackedBatch
-from engines.train.logprobs import Support, token_statistics, top_words
+from engines.train.batching.packed_batch import PackedBatch, RowNeeds, row_needs
+from engines.train.logprobs import token_statistics, top_words
 from engines.train.model.attention import PACKED, collapse
 from engines.train.model.head import Head, head_form
 from engines.train.model.loading import Checkpoint
 from engines.train.model.recurrent import sequences_apart
-from engines.train.model.row_needs import RowNeeds, row_needs
 from engines.train.model.sequence_parallel import SequenceGroup
 
 OWN = "eager"  # attention of models that have code of their own for it, and for no other maybe
@@ -67,7 +66,7 @@ class Policy(HeadedModel):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.model, self.needs = packed_attention(model)
+        self.model, self.needs = use_packed_attention(model)
         self.routers = () if isinstance(model, OpenVLA) else find_routers(model)
         self.replay: ChosenExperts | None = None  # of routers that take the sampler's choice
         self._head_form = head_form(model.language_model if isinstance(model, OpenVLA) else model)
@@ -124,7 +123,8 @@ class Policy(HeadedModel):
         """
         # Words that are handed in, or were drawn from, are each row's own: no two rows' numbers are
         # the same then.
-        distinct = packed.distinct if words is None and packed.support is None else None
+        support = packed.support
+        distinct = packed.distinct if words is None and support is None else None
         labels, predictors = packed.labels, packed.predictors
         if distinct is not None:
             labels, predictors = labels[distinct.first], predictors[distinct.first]
@@ -159,7 +159,7 @@ class Policy(HeadedModel):
             bias=head.bias,
             scale=head.scale,
             cap=head.cap,
-            support=_own_support(packed.support, places),
+            support=support if support is None or places is None else support.at(places),
         )
         outputs: tuple[Tensor, ...] = (stats.logprobs, stats.entropy)
         if stats.sum_pi_squared is not None:
@@ -184,9 +184,40 @@ class Policy(HeadedModel):
         return logits
 
 
-def _own_support(support: Support | None, places: Tensor | None) -> Support | None:
-    """Of this rank's tokens among all."""
-    return support if support is None or places is None else support.at(places)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forward:
+    """A policy's forward pass with its settings."""
+
+    policy: Policy
+    sequence: SequenceGroup
+    temperature: float
+    chunk: int  # rows of logits held at once
+    dtype: torch.dtype  # of the output head's product
+
+    def __call__(
+        self,
+        packed: PackedBatch,
+        *,
+        entropy_gradient: bool = False,
+        squared: bool = False,
+        words: Tensor | None = None,
+        top: int = 0,
+        among: int | None = None,
+    ) -> tuple[Tensor, ...]:
+        """As `Policy.forward`: log-probs [R], entropy [R], … of the response tokens."""
+        outputs: tuple[Tensor, ...] = self.policy(
+            packed,
+            self.sequence,
+            temperature=self.temperature,
+            chunk=self.chunk,
+            dtype=self.dtype,
+            entropy_gradient=entropy_gradient,
+            squared=squared,
+            words=words,
+            top=top,
+            among=among,
+        )
+        return outputs
 
 
 def decoder_states(
@@ -215,7 +246,7 @@ def decoder_states(
     assert isinstance(hidden, Tensor)
     if sequence.size == 1:
         return hidden.index_select(0, predictors), None
-    places, rows = sequence.held(predictors)
+    places, rows = sequence.places_held(predictors)
     return hidden.index_select(0, rows), places
 
 
@@ -236,14 +267,15 @@ def _by_rows(decoder: nn.Module, packed: PackedBatch) -> Tensor:
     return collapse(hidden.flatten(0, 1), layout)
 
 
-def packed_attention(model: PreTrainedModel) -> tuple[PreTrainedModel, RowNeeds]:
+def use_packed_attention(model: PreTrainedModel) -> tuple[PreTrainedModel, RowNeeds]:
     """Make a model take packed batches, in place, without dropout; and what it needs of them."""
     language = model.language_model if isinstance(model, OpenVLA) else model
     needs = row_needs(language)
     if needs.whole:
         language.set_attn_implementation(OWN)
     else:
-        sequences_apart(language)
+        if recurrent := mixers(language).recurrent:
+            sequences_apart(language, recurrent)
         rotate_by_sequence(language)
         language.set_attn_implementation(PACKED)
     drop_nothing(model)

@@ -19,7 +19,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from engines.train.spec import OperationTime, UpdateProfile
+from engines.train.contract import OperationTime, UpdateProfile
 
 if TYPE_CHECKING:
     from torch.autograd.profiler_util import FunctionEvent

@@ -27,26 +27,24 @@ from transformers import PreTrainedModel
 
 from configs.lora import LoraConfig
 from engines.models.checkpoints import build_without_values
+from engines.models.routers import find_experts
 from engines.models.traced_shape import Amount, Kept, TracedLayer, TracedShape
 from engines.train.activations import is_product
-from engines.train.batching.packed_batch import PackedBatch, pack
-from engines.train.model.expert_parallel import find_experts
+from engines.train.batching.packed_batch import PackedBatch, RowNeeds, pack, why_together
 from engines.train.model.fsdp import layers
 from engines.train.model.lora import expert_weights, inject, linear_layers
-from engines.train.model.row_needs import RowNeeds, why_together
-from engines.train.model.sequence_parallel import SequenceGroup
-from engines.train.policy import decoder_states, packed_attention
+from engines.train.model.sequence_parallel import ALONE
+from engines.train.policy import decoder_states, use_packed_attention
 
 PROMPTS = 2  # a lone sequence has views where others have copies
 PROBED = (8, 16)  # tokens of sequences whose operations are counted
 MORE = 1.2  # times as many for twice the tokens: code that takes one after the other
 DECODED = (4, 8)  # tokens of sequences whose cache is looked at: below any window
 OUTSIDE = -1  # in place of a layer's number
-ALONE = SequenceGroup(group=None, rank=0, size=1, replica=0, replicas=1)
 
 
 @dataclass
-class _Seen:
+class _PassMemory:
     """Of one micro-batch, by layer."""
 
     operations: int = 0  # of torch
@@ -92,17 +90,17 @@ def trace(
             inject(model, lora)
         for weight in model.parameters():  # as FSDP gathers them; what else is in float32 stays
             weight.data = weight.data.to(products)
-    model, needs = packed_attention(model)
+    model, needs = use_packed_attention(model)
 
-    def seen(tokens: int, of_each: int = 1) -> _Seen:
-        return _seen(mode, model, products, needs, _packed(tokens, of_each, needs))
+    def memory(tokens: int, of_each: int = 1) -> _PassMemory:
+        return _pass_memory(mode, model, products, needs, _packed(tokens, of_each, needs))
 
-    few, more = (seen(tokens).operations for tokens in PROBED)
+    few, more = (memory(tokens).operations for tokens in PROBED)
     if more > MORE * few:  # one token after the other: no chunks, so that a few tokens tell
         longest = min(longest, PROBED[-1])
-    module, double, sharing = seen(longest), seen(2 * longest), seen(longest, of_each=2)
+    module, double, sharing = memory(longest), memory(2 * longest), memory(longest, of_each=2)
 
-    def fitted(what: Callable[[_Seen], dict[int, Amount]], layer: int) -> Kept:
+    def fitted(what: Callable[[_PassMemory], dict[int, Amount]], layer: int) -> Kept:
         return fit(what(module)[layer], what(double)[layer], what(sharing)[layer], longest)
 
     embedding = model.get_input_embeddings().weight
@@ -119,14 +117,14 @@ def trace(
             TracedLayer(
                 parameters=parameters,
                 experts=experts[number],
-                input=fitted(lambda seen: seen.input, number),
-                products=fitted(lambda seen: seen.products, number),
-                attention=fitted(lambda seen: seen.attention, number),
-                kept=fitted(lambda seen: seen.kept, number),
+                input=fitted(lambda memory: memory.input, number),
+                products=fitted(lambda memory: memory.products, number),
+                attention=fitted(lambda memory: memory.attention, number),
+                kept=fitted(lambda memory: memory.kept, number),
             )
             for number, parameters in enumerate(inside)
         ),
-        outside=fitted(lambda seen: seen.kept, OUTSIDE),
+        outside=fitted(lambda memory: memory.kept, OUTSIDE),
         cached=cached,
         state=state,
         plain_cache=cached > 0 and state == 0 and not latent,
@@ -146,11 +144,11 @@ def _factors_of_experts(model: PreTrainedModel) -> tuple[tuple[str, int], ...]:
     return tuple(sizes)
 
 
-def fit(one: Amount, double: Amount, sharing: Amount, length: int) -> Kept:
+def fit(single: Amount, double: Amount, sharing: Amount, length: int) -> Kept:
     """How memory grows, from that of three micro-batches.
 
     Args:
-        one: Of PROMPTS sequences of `length` tokens, each with a prompt of its own.
+        single: Of PROMPTS sequences of `length` tokens, each with a prompt of its own.
         double: Of as many that are twice as long.
         sharing: Of twice as many of `length`, of which two each begin with the same half.
     """
@@ -162,8 +160,8 @@ def fit(one: Amount, double: Amount, sharing: Amount, length: int) -> Kept:
         token = min(max(0.0, (2 * first - shared) / (length // 2)), each)
         return token, each - token, pair
 
-    numbers = parts(one.numbers, double.numbers, sharing.numbers)
-    others = parts(one.others, double.others, sharing.others)
+    numbers = parts(single.numbers, double.numbers, sharing.numbers)
+    others = parts(single.others, double.others, sharing.others)
     token, slot, pair = (Amount(*both) for both in zip(numbers, others, strict=True))
     return Kept(token=token, slot=slot, pair=pair)
 
@@ -175,15 +173,15 @@ def _packed(length: int, of_each: int, needs: RowNeeds) -> PackedBatch:
     return pack(prompts, responses, needs=needs)
 
 
-def _seen(
+def _pass_memory(
     mode: FakeTensorMode,
     model: PreTrainedModel,
     products: torch.dtype,
     needs: RowNeeds,
     packed: PackedBatch,
-) -> _Seen:
+) -> _PassMemory:
     """What a forward pass of a micro-batch keeps."""
-    amounts, layer, counted = _Seen(), [OUTSIDE], {}
+    amounts, layer, counted = _PassMemory(), [OUTSIDE], {}
 
     def add(to: dict[int, Amount], size: int, dtype: torch.dtype) -> None:
         before = to[layer[0]]

@@ -1,6 +1,7 @@
-"""What is trained: a gang of FSDP ranks, brought to any version by replay.
+"""What is trained: a gang of FSDP ranks, brought to any version by replay; and how it is opened.
 
-What is frozen (the reference, teachers) is one too, and has version 0 alone.
+What is frozen (the reference, teachers) is one too, and has version 0 alone. Another engine may have
+its place, as the settings say.
 
 The weights of version v are those after v updates. A fresh gang holds the model's own weights, which
 are version 0 unless the run began at a step of another one. Any other version is reached from the
@@ -16,19 +17,20 @@ import contextlib
 import dataclasses
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from importlib import import_module
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.algorithm.distillation import recorded_algorithm
 from engines.failures import GangFailed
 from engines.models.tokens import ModelTokens
 from engines.train.batching.mfu import CostModel
-from engines.train.contract import TrainEngine
-from engines.train.spec import LogprobRequest, TeachRequest, UpdateRequest
-from engines.workers.engine import CallId
-from engines.workers.gang import Gang
+from engines.train.contract import LogprobRequest, TeachRequest, TrainEngine, UpdateRequest
+from engines.workers.cluster import Cluster
+from engines.workers.engine import CallId, EngineSpec
+from engines.workers.gang import E, Gang
 from storage.batches.refs import BatchRef
 from storage.objects.errors import VersionTaken
 from storage.runs.commit_log import head, read_commit
@@ -37,13 +39,18 @@ from storage.runs.snapshots import ReplayStart, base_of
 from storage.runs.weights import WeightsRef
 
 if TYPE_CHECKING:
-    from engines.train.spec import (
+    from configs.cluster import Role
+    from configs.grpo import GRPOConfig
+    from engines.train.contract import (
         ColumnsResult,
         LogprobColumn,
+        TrainSpec,
         UpdateProfile,
         UpdateResult,
         WeightsComparison,
     )
+    from storage.runs.run_store import RunStore
+
 
 P = ParamSpec("P")  # what a method takes
 R = TypeVar("R")  # what it returns
@@ -111,9 +118,9 @@ class Trainer:
             committed = head(self._files) or start_of(self._files)
             base = base_of(self._files, min(version, committed))
             nearest = 0 if base is None else base.version
-            if self._held > version or self._held < nearest:
+            if self._version_held > version or self._version_held < nearest:
                 self._go_to(base)
-            for step in range(self._held + 1, version + 1):
+            for step in range(self._version_held + 1, version + 1):
                 self._settings.on_replay(step, version)
                 self._update(self._stored(step) if step <= committed else self._uncommitted[step])
                 if step == committed:
@@ -302,7 +309,7 @@ class Trainer:
         )
 
     @property
-    def _held(self) -> int:
+    def _version_held(self) -> int:
         assert self._version is not None
         return self._version
 
@@ -317,7 +324,7 @@ class Trainer:
             self._base = 0
             return
         if base.weights is not None:
-            if self._held != UNTRAINED:
+            if self._version_held != UNTRAINED:
                 self._form()  # with a fresh optimizer
             self._version = None
             self._call(
@@ -383,3 +390,92 @@ def columns_of(result: ColumnsResult) -> BatchRef:
     """The columns that a pass over a batch has made."""
     assert result.batch is not None, "a batch has rows"
     return result.batch
+
+
+T = TypeVar("T", bound=Trainer)
+
+# Other values of train.engine, and where their `Opener` for the actor is.
+OPENERS: Mapping[str, str] = {
+    "elastic": "engines.elastic.trainer:elastic_trainer",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opening:
+    """What a trainer is opened with."""
+
+    cluster: Cluster
+    config: GRPOConfig
+    files: RunStore
+    spec: TrainSpec
+    name: str  # of its engines on the workers
+    settings: TrainerSettings
+
+    def gang(
+        self, engine: EngineSpec[E], pool: str | None = None, world: int | None = None
+    ) -> Gang[E]:
+        """Workers of a pool as one gang; pool: None: of the role. world: None: all of them."""
+        role, config = self.spec.role, self.config
+        return Gang(
+            self.cluster,
+            config.cluster.roles.pool_of(role) if pool is None else pool,
+            self.name,
+            engine,
+            config.train_of(role).deadline,
+            start_timeout=config.cluster.start_timeout,
+            world=world,
+        )
+
+
+Opener: TypeAlias = Callable[[Opening], T]  # builds nothing yet
+
+
+def trainer_on(
+    cluster: Cluster,
+    config: GRPOConfig,
+    files: RunStore,
+    spec: TrainSpec,
+    name: str,
+    *,
+    epoch: int,
+    caller: str,
+    on_replay: Callable[[int, int], None],
+    opener: Opener[T],
+    cancel: threading.Event | None = None,
+    on_rounding: Callable[[int, int], None] | None = None,
+) -> T:
+    """A trainer, or what is frozen, on the pools of a cluster; nothing is built yet.
+
+    name: of its engines on the workers; opener: see `opener_of`; the rest as of Trainer.
+    """
+    settings = TrainerSettings(
+        epoch=epoch,
+        temperature=config.rollout.temperature,
+        max_new_tokens=config.longest_response,
+        cancel=cancel,
+        on_replay=on_replay,
+        on_rounding=on_rounding,
+        caller=caller,
+    )
+    return opener(
+        Opening(
+            cluster=cluster, config=config, files=files, spec=spec, name=name, settings=settings
+        )
+    )
+
+
+def opener_of(config: GRPOConfig, role: Role) -> Opener[Trainer]:
+    """What makes the trainer of a policy, or of what is frozen."""
+    path = OPENERS.get(config.train.engine)
+    if path is None or role != "actor":
+        return ranked_trainer
+    module, _, function = path.partition(":")
+    opener: Opener[Trainer] = getattr(import_module(module), function)
+    return opener
+
+
+def ranked_trainer(opening: Opening) -> Trainer:
+    """Ranks that hold the model together."""
+    spec = opening.spec
+    engine = EngineSpec.of("engines.train.fsdp_engine:FSDPEngine", spec, TrainEngine)
+    return Trainer(opening.gang(engine), opening.files, opening.settings)

@@ -1,37 +1,59 @@
 """One update: the optimizer steps of a pass over a batch, micro-batch by micro-batch, then AdamW.
 
-`Updater` is the loop; the policy's loss is in policy_update.py.
+`Updater` is the loop. `PolicyUpdater` has the policy's loss, whose objective is in
+engines/algorithms/objective.py, and tokens that are chosen over a whole mini-batch.
+
+On a CPU sums come out the same to the bit when they are made again: each model of CPU adds in one
+order. MKL and oneDNN choose their kernels by maker and model: of two with AVX-512, an Intel and an
+AMD one, bits differ. On a GPU the backward passes of attention and of lookups add with atomics, in
+the order in which blocks of threads happen to end. torch has slower kernels with a fixed order, for
+attention too (aten's _flash_attention_backward asks the same switch).
 """
 
 from __future__ import annotations
 
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
-from typing import Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from configs.environment import cpu_model
 from configs.train import TrainConfig
-from engines.algorithms.aggregation import MetricSums, Normaliser
+from engines.algorithms.aggregation import MetricSums, Normaliser, largest_of, mean_over
+from engines.algorithms.distillation import with_tail
+from engines.algorithms.inputs import PolicyBatch
+from engines.algorithms.objective import Objective
 from engines.algorithms.rollout_correction import sample_sizes
 from engines.train.activations import kept_on_host
 from engines.train.batching.mfu import CostModel, utilisation
-from engines.train.batching.micro_batch import MicroBatch
+from engines.train.batching.micro_batch import PER_TOKEN, MicroBatch, read_ahead, read_micro_batch
+from engines.train.batching.packed_batch import RowNeeds
 from engines.train.batching.packing import MiniBatch, plan_update, read_lengths, read_mask_counts
-from engines.train.batching.read_ahead import read_ahead
 from engines.train.batching.stored_plan import read_plan
+from engines.train.contract import MadeOn, UpdateRequest, UpdateResult
 from engines.train.model.rendezvous import Meeting
-from engines.train.model.row_needs import RowNeeds
+from engines.train.model.routers import (
+    Routing,
+    aux_loss,
+    load_metrics,
+    load_of,
+    move_biases,
+    replay_metrics,
+    router_means,
+    watched,
+)
 from engines.train.model.sequence_parallel import SequenceGroup
 from engines.train.optimizer import Optimizer, StepReport
-from engines.train.order_of_sums import in_fixed_order, made_on
-from engines.train.spec import UpdateRequest, UpdateResult
+from engines.train.policy import Forward
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 
@@ -114,8 +136,8 @@ class Tally:
         self.whole += micro.packed.whole
         self.responses += micro.packed.labels.numel()
         images = micro.packed.images
-        seen = 0 if images is None else len(images)
-        work = (micro.tokens, micro.packed.predicted, micro.packed.squares, seen)
+        images_seen = 0 if images is None else len(images)
+        work = (micro.tokens, micro.packed.predicted, micro.packed.squares, images_seen)
         self.flops += cost.forward(*work) + cost.backward(*work)
 
 
@@ -233,11 +255,11 @@ class Updater(ABC):
         columns: list[str],
         micros: Iterator[MicroBatch],
     ) -> None:
-        tally, mine = self._tally, mini.ranks[self._sequence.replica]
+        tally, own_micro_batches = self._tally, mini.ranks[self._sequence.replica]
         with tally.phase("plan"):
             normaliser = self.normaliser(request, mini)
         selected = self._select(request.batch, mini, columns)
-        finite = self._accumulate(len(mine), normaliser, selected, micros)
+        finite = self._accumulate(len(own_micro_batches), normaliser, selected, micros)
         with tally.phase("optimizer"):
             assert self._optimizer is not None
             tally.reports.append(self._optimizer.step(self._agreed(finite)))
@@ -272,9 +294,10 @@ class Updater(ABC):
 
     def normaliser(self, request: UpdateRequest, mini: MiniBatch) -> Normaliser:
         """Counts over the mini-batch of all ranks, by which the loss is divided."""
-        mine = [row for micro in mini.ranks[self._sequence.replica] for row in micro]
-        found = read_mask_counts(self._store, request.batch, mine)
-        counts = torch.tensor(found, dtype=torch.float64)
+        own_rows = [row for micro in mini.ranks[self._sequence.replica] for row in micro]
+        counts = torch.tensor(
+            read_mask_counts(self._store, request.batch, own_rows), dtype=torch.float64
+        )
         tokens, sequences, rows = self._added(counts).tolist()
         return Normaliser(
             tokens=tokens,
@@ -326,10 +349,10 @@ class Updater(ABC):
     def _rates(self, seconds: float) -> dict[str, float]:
         """Tokens and FLOPs of all ranks, in all and by the second; MFU where it is known."""
         tally, device = self._tally, self._meeting.device
-        mine = [tally.tokens, tally.whole, tally.responses, tally.flops]
-        added = self._added(torch.tensor(mine, dtype=torch.float64))
+        amounts = [tally.tokens, tally.whole, tally.responses, tally.flops]
+        added = self._added(torch.tensor(amounts, dtype=torch.float64))
         tokens, whole, responses, flops = added.tolist()
-        found = {
+        rates = {
             "tokens": tokens,
             "tokens_saved": 1 - tokens / whole,  # the share that rows have in common
             "response_tokens": responses,
@@ -339,9 +362,215 @@ class Updater(ABC):
             "seconds": seconds,
         }
         if self._config.engine != "elastic":  # whose workers, unlike the aggregator, come and go
-            found["tokens_per_second_per_device"] = tokens / seconds / self._meeting.world
+            rates["tokens_per_second_per_device"] = tokens / seconds / self._meeting.world
         if device.type == "cuda":
             name = torch.cuda.get_device_name(device)
             mfu = utilisation(flops / seconds, name, self._meeting.world)
-            found |= {} if mfu is None else {"mfu": mfu}
-        return found
+            rates |= {} if mfu is None else {"mfu": mfu}
+        return rates
+
+
+class PolicyUpdater(Updater):
+    """One update of a policy; made anew for each."""
+
+    def __init__(self, rank: TrainRank, forward: Forward, objective: Objective) -> None:
+        super().__init__(rank)
+        self._forward = forward
+        self._objective = objective
+        # Ranks that share samples have a part of each, and compiled layers are not looked into.
+        routers_seen = self._sequence.size == 1 and not self._config.compile
+        self._routers = forward.policy.routers if routers_seen else ()
+        self._replay = forward.policy.replay
+        self._compared = False  # with what the routers would have chosen
+        # Of their experts: choices [layers, E] of the update, and of the optimizer step.
+        self._load: Tensor | None = None
+        self._step_load: Tensor | None = None
+
+    def _columns(self, batch: BatchRef) -> list[str]:
+        steps = self._config.epochs * self._config.mini_batches
+        needed = {"advantages", *self._objective.needs} - {"entropy"}
+        if steps > 1 and not self._objective.interpolated:
+            needed.add("old_logprobs")
+        missing = sorted(needed - set(batch.names))
+        if missing:
+            raise ValueError(
+                f"The update ({steps} optimizer steps) needs the columns {', '.join(missing)}; the "
+                f"batch has {', '.join(batch.names)}. Run the logprob and advantage tasks first."
+            )
+        return [name for name in PER_TOKEN if name in batch.names]
+
+    def _loss(
+        self, micro: MicroBatch, normaliser: Normaliser, selected: Tensor | None
+    ) -> tuple[Tensor, MetricSums]:
+        words, bins = self._words(micro)
+        own_routing = self._with_own_routing(micro)
+        with watched(self._routers) if self._routers else nullcontext(Routing()) as routing:
+            logprobs, entropy, *own = self._forward(
+                micro.packed, entropy_gradient=self._objective.entropy_gradient, words=words
+            )
+        correction_kept = micro.columns.get("correction_kept")
+        batch = replace(
+            _policy_batch(micro, logprobs, entropy),
+            teacher_logprobs=micro.columns.get("teacher_logprobs"),
+            student_bins=own[0] if own else None,
+            teacher_bins=bins,
+            weights=micro.columns.get("correction_weights"),
+            kept=None if correction_kept is None else correction_kept.bool(),
+            selected=None if selected is None else selected[0],
+            counted=None if selected is None else selected[1],
+        )
+        loss, sums = self._objective(batch, normaliser)
+        if self._routers:
+            routing = routing.of_tokens(micro.packed.tokens.numel(), micro.packed.layout)
+            loss, sums = self._balanced(loss, sums, routing, micro.mask, normaliser)
+        if self._replay is not None:
+            sums += replay_metrics(self._replay, micro.packed.layout, micro.mask)
+        return loss, sums + _rollout_mismatch(batch) + own_routing
+
+    def _with_own_routing(self, micro: MicroBatch) -> MetricSums:
+        """`rollout_mismatch` as it would be without replay, of the update's first micro-batch.
+
+        Before its own forward pass: what routers are told stays for the backward pass.
+        """
+        sampled = micro.columns.get("rollout_logprobs")
+        if self._replay is None or self._compared or sampled is None:
+            return MetricSums()
+        self._compared = True
+        with torch.no_grad():
+            logprobs, *_ = self._forward(replace(micro.packed, routed_experts=None))
+        off = mean_over((logprobs - sampled).abs(), micro.mask)
+        return MetricSums(means={"rollout_mismatch_own_routing": off})
+
+    def _balanced(
+        self,
+        loss: Tensor,
+        sums: MetricSums,
+        routing: Routing,
+        mask: Tensor,
+        normaliser: Normaliser,
+    ) -> tuple[Tensor, MetricSums]:
+        """The loss with the routers' part, of which a micro-batch has a share by its tokens."""
+        weight, counted = self._config.router_aux_loss_coef, mask.sum()
+        with torch.set_grad_enabled(weight > 0):
+            auxiliary = aux_loss(self._routers, routing)
+        if weight:
+            loss = (
+                loss + weight * counted * normaliser.ranks / max(normaliser.tokens, 1) * auxiliary
+            )
+        load = load_of(routing) * (counted > 0)  # a rank without a micro-batch computes one token
+        self._load = load if self._load is None else self._load + load
+        self._step_load = load if self._step_load is None else self._step_load + load
+        return loss, sums + router_means(self._routers, routing, auxiliary, counted > 0)
+
+    def _stepped(self, report: StepReport) -> None:
+        load, self._step_load = self._step_load, None
+        rate, policy = self._config.router_bias_update_rate, self._forward.policy
+        if rate and load is not None and not report.skipped:
+            assert self._optimizer is not None
+            masters = self._optimizer.masters
+            bias_formats = [(masters.of(bias), bias) for bias in policy.router_biases().values()]
+            move_biases(bias_formats, self._added(load), rate)
+
+    def _metrics(self, seconds: float, phases: Mapping[str, float]) -> dict[str, float]:
+        metrics = super()._metrics(seconds, phases)
+        return metrics if self._load is None else metrics | load_metrics(self._added(self._load))
+
+    def _words(self, micro: MicroBatch) -> tuple[Tensor | None, Tensor | None]:
+        """The teacher's likeliest words [R, k], and its log-probs of them and of the tail."""
+        taught = self._objective.distillation
+        if taught is None or not taught.by_words:
+            return None, None
+        columns = micro.columns
+        bins = with_tail(columns["teacher_topk_logprobs"], columns["teacher_tail_logprobs"])
+        return columns["teacher_topk_ids"], bins
+
+    def _select(self, batch: BatchRef, mini: MiniBatch, columns: list[str]) -> list[Tensor] | None:
+        """Needs a forward pass of its own, whose log-probs and entropies are exchanged."""
+        if not self._objective.selects:
+            return None
+        rows, own_micro_batches = mini.rows(), mini.ranks[self._sequence.replica]
+        device, tree = self._meeting.device, self._config.tree_training
+        whole = read_micro_batch(self._store, batch, rows, columns, torch.device("cpu"))
+        places = _places(rows, whole, own_micro_batches)
+        statistics = torch.zeros(2, whole.mask.numel())
+        for place, micro_rows in zip(places, own_micro_batches, strict=True):
+            micro = read_micro_batch(
+                self._store, batch, micro_rows, (), device, tree, self._cost.patches, self._needs
+            )
+            with torch.no_grad():
+                statistics[:, place] = torch.stack(self._forward(micro.packed)).cpu()
+        logprobs, entropy = self._added(statistics).cpu()
+        chosen = self._objective.select(_policy_batch(whole, logprobs, entropy))
+        return [chosen[:, place].to(device) for place in places]
+
+
+def _policy_batch(micro: MicroBatch, logprobs: Tensor, entropy: Tensor) -> PolicyBatch:
+    """Rows with the columns that choosing tokens may need too."""
+    return PolicyBatch(
+        rows=micro.packed.rows,
+        mask=micro.mask,
+        logprobs=logprobs,
+        entropy=entropy,
+        advantages=micro.columns["advantages"],
+        old_logprobs=micro.columns.get("old_logprobs"),
+        rollout_logprobs=micro.columns.get("rollout_logprobs"),
+        staleness=micro.columns.get("staleness"),
+        ref_logprobs=micro.columns.get("ref_logprobs"),
+    )
+
+
+def _places(rows: Sequence[int], whole: MicroBatch, parts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Where the response tokens of each part's rows are among those of all `rows`; int64."""
+    edges = whole.packed.rows.offsets.tolist()
+    spans = {row: torch.arange(a, b) for row, (a, b) in zip(rows, pairwise(edges), strict=True)}
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return [torch.cat([nothing, *(spans[row] for row in part)]) for part in parts]
+
+
+def _rollout_mismatch(batch: PolicyBatch) -> MetricSums:
+    """How far the rollout engine's log-probs are from those of this one, in nats."""
+    if batch.rollout_logprobs is None:
+        return MetricSums()
+    distance = (batch.proximal - batch.rollout_logprobs).abs()
+    return MetricSums(
+        means={"rollout_mismatch": mean_over(distance, batch.mask)},
+        maxima={"rollout_mismatch_max": largest_of(distance, batch.mask)},
+    )
+
+
+def prepare_fixed_order(train: TrainConfig) -> None:
+    """Before the process's first product on a GPU: cuBLAS reads its settings then.
+
+    Source: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
+    """
+    if train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@contextmanager
+def in_fixed_order(fixed: bool) -> Iterator[None]:
+    """Within it torch uses kernels with a fixed order of sums, and raises where it has none."""
+    if not fixed:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    switches: Any = torch.utils.deterministic  # a module whose switch is a property
+    filling = switches.fill_uninitialized_memory
+    switches.fill_uninitialized_memory = False  # nothing here reads such memory
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        switches.fill_uninitialized_memory = filling
+
+
+def made_on(train: TrainConfig, device: torch.device) -> MadeOn:
+    """What an update is made on."""
+    gpu = device.type == "cuda"
+    cpu = filter(None, (torch.backends.cpu.get_cpu_capability(), cpu_model()))
+    return MadeOn(
+        device=torch.cuda.get_device_name(device) if gpu else f"CPU ({', '.join(cpu)})",
+        torch=str(torch.__version__),  # its own class would bring torch into the flow process
+        fixed=not train.compile and (train.deterministic or not gpu),
+    )

@@ -16,7 +16,7 @@ from tasks.commands.replay import lone_trainer, made_again, named_step, settings
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from engines.train.spec import UpdateProfile
+    from engines.train.contract import UpdateProfile
 
 SHOWN = 15  # operations told on the terminal; --json has all
 

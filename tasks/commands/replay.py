@@ -29,9 +29,8 @@ from configs.overrides import change
 from configs.resolving import resolve, this_machine
 from configs.terminal_text import print_text
 from engines.clusters.opening import open_cluster
-from engines.train.opening import opener_of, trainer_on
-from engines.train.spec import MadeOn, WeightsComparison
-from engines.train.trainer import Trainer
+from engines.train.contract import MadeOn, WeightsComparison
+from engines.train.trainer import Trainer, opener_of, trainer_on
 from engines.workers.cluster import Cluster
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit, head, read_commit, read_outline

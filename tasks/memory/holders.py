@@ -24,8 +24,8 @@ from engines.models.checkpoints import present
 from engines.models.facts import model_facts
 from engines.models.traced_shape import Shape, TracedShape
 from engines.rollout.memory_plan import GIB, UNPLANNED, VllmShare, engine_bytes, vllm_share
-from engines.train.cached_child import BrokeOff
 from engines.train.memory_plan import (
+    LIBRARIES,
     Batch,
     MemoryPlan,
     largest_batch,
@@ -34,8 +34,7 @@ from engines.train.memory_plan import (
     plan_rank,
     plan_worker,
 )
-from engines.train.resident_memory import LIBRARIES
-from engines.train.traced import traced_shape
+from engines.train.model_probes import BrokeOff, traced_shape
 
 CGROUPS = (
     Path("/sys/fs/cgroup/memory.max"),

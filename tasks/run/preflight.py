@@ -34,8 +34,7 @@ from engines.processes.process_tree import other_people
 from engines.rollout.contract import NO_EXPERTS_ON_CPU, NO_MASK_ON_CPU
 from engines.rollout.memory_plan import BYTES
 from engines.train.model.compiled import check_compiling
-from engines.train.self_test.testing import self_test
-from engines.train.self_test.verdict import Verdict
+from engines.train.self_test.verdict import Verdict, self_test
 from tasks.memory.check import check_memory
 from tasks.memory.holders import is_traced
 from tasks.run.features import Finding, PreflightError, features_of

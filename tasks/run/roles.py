@@ -18,9 +18,8 @@ from engines.rollout.contract import RolloutSpec, Sampler, engine_class, worker_
 from engines.rollout.rollout_pool import RolloutPool
 from engines.train.batching.packing import WHOLE
 from engines.train.batching.stored_plan import Planner
-from engines.train.opening import Opener, opener_of, trainer_on
-from engines.train.spec import TrainSpec
-from engines.train.trainer import Trainer
+from engines.train.contract import TrainSpec
+from engines.train.trainer import Opener, Trainer, opener_of, trainer_on
 from engines.workers.cluster import Cluster
 from engines.workers.engine import EngineSpec, StoreSpec
 from engines.workers.pool import EnginePool

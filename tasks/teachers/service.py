@@ -17,8 +17,7 @@ from engines.failures import InfrastructureError
 from engines.models.checkpoints import check_model
 from engines.models.facts import model_facts
 from engines.teachers.service import Limits, TeacherService
-from engines.train.contract import TrainEngine
-from engines.train.spec import TrainSpec
+from engines.train.contract import TrainEngine, TrainSpec
 from engines.workers.engine import EngineSpec
 from engines.workers.gang import Gang
 from storage.objects.errors import StoreError
@@ -166,8 +165,7 @@ def _listen(config: TeacherServiceConfig, service: TeacherService, key: str) -> 
     """Answer requests until a signal ends it."""
     import uvicorn
 
-    from engines.teachers.api import app
-    from engines.teachers.connections import settings_of
+    from engines.teachers.api import app, settings_of
 
     settings = settings_of(app(service, key), config.host, config.port)
     server = uvicorn.Server(settings)

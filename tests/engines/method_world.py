@@ -17,8 +17,8 @@ from engines.data.data_engine import DataEngine
 from engines.rewards.protocol import TrainerState
 from engines.rollout.contract import RolloutRequest, RolloutSpec, Sampling
 from engines.rollout.hf_engine import HFEngine
+from engines.train.contract import LogprobRequest, TrainSpec, UpdateRequest
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.spec import LogprobRequest, TrainSpec, UpdateRequest
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore

@@ -16,7 +16,7 @@ import pytest
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.grpo import GRPOConfig
 from configs.storage import TrackingConfig
-from engines.train.spec import LogprobRequest
+from engines.train.contract import LogprobRequest
 from storage.runs.commit_log import Commit, commit, read_commit
 from storage.runs.run_store import RunStore
 from storage.tracking.tracker import TrackedData, TrackedRun, Tracker, flatten

@@ -30,7 +30,7 @@ STEPS = 3
 
 def made_run(folder: Path) -> RunStore:
     """A run of three steps as the tasks leave it, without engines."""
-    from engines.train.checkpoint import save_snapshot
+    from engines.train.snapshots import save_snapshot
 
     run = RunStore(Store(f"file://{folder}/store"), "run")
     run.write_run({"config": {"steps": STEPS}})
@@ -78,7 +78,7 @@ def group() -> dist.ProcessGroup:
 
 def read_all(run: RunStore) -> None:
     """Read everything that a resume, a replay or an audit reads."""
-    from engines.train.checkpoint import load_snapshot
+    from engines.train.snapshots import load_snapshot
 
     run.read_run()
     head(run)

@@ -52,9 +52,7 @@ CPU = {
     ),
 }
 TRAIN = {
-    "start": Fault(
-        id="start", target="engines.train.sharded_model:ShardedModel.join", action="kill"
-    ),
+    "start": Fault(id="start", target="engines.train.fsdp_engine:FSDPEngine.join", action="kill"),
     # Of the reference in step 2, while the actor shares its processes.
     "logprob": Fault(
         id="logprob", target="engines.train.fsdp_engine:FSDPEngine.logprobs", nth=2, action="kill"
@@ -69,12 +67,12 @@ TRAIN = {
     ),
     "weight_sync": Fault(
         id="weight_sync",
-        target="engines.train.sharded_model:ShardedModel.export_weights",
+        target="engines.train.fsdp_engine:FSDPEngine.export_weights",
         nth=3,
         action="kill",
     ),
     "snapshot": Fault(
-        id="snapshot", target="engines.train.checkpoint:_Writer.write_data", nth=1, action="kill"
+        id="snapshot", target="engines.train.snapshots:_Writer.write_data", nth=1, action="kill"
     ),
 }
 RANK_0 = {
@@ -241,7 +239,7 @@ def test_the_rank_that_writes(disturb, undisturbed, fault: Fault) -> None:
 @pytest.mark.slow
 def test_a_rank_dies_again_while_its_gang_is_brought_back(disturb, undisturbed) -> None:
     again = Fault(
-        id="again", target="engines.train.sharded_model:ShardedModel.load_state", action="kill"
+        id="again", target="engines.train.fsdp_engine:FSDPEngine.load_state", action="kill"
     )
     late = replace(TRAIN["update"], nth=4)
     _, commits, out = disturb([late, again], resumes=0)

@@ -23,7 +23,7 @@ IN_THE_UPDATE = Fault(
     nth=2,
 )
 COUNTED = Fault(  # never happens
-    id="join", target="engines.train.sharded_model:ShardedModel.join", action="raise", nth=99
+    id="join", target="engines.train.fsdp_engine:FSDPEngine.join", action="raise", nth=99
 )
 
 

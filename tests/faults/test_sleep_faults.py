@@ -16,8 +16,8 @@ WORDS = ("cluster.roles.rollout=train", "cluster.share_devices=true", "steps=3")
     [
         ("engines.rollout.engine:RolloutEngine.sleep", 2),
         ("engines.rollout.engine:RolloutEngine.wake", 2),
-        ("engines.train.sharded_model:ShardedModel.offload", 3),
-        ("engines.train.sharded_model:ShardedModel.onload", 2),
+        ("engines.train.fsdp_engine:FSDPEngine.offload", 3),
+        ("engines.train.fsdp_engine:FSDPEngine.onload", 2),
         # While the engines that sample sleep.
         ("engines.train.fsdp_engine:FSDPEngine.update", 2),
         # While the trainer is away.

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 from pydantic import JsonValue
 
-from engines.train.spec import MadeOn, TensorDifference, WeightsComparison
+from engines.train.contract import MadeOn, TensorDifference, WeightsComparison
 from tasks.commands.replay import ReplayDemand, demand_of, share_of_way
 
 CPU = MadeOn(device="CPU (AVX2)", torch="2.13.0+cpu", fixed=True)

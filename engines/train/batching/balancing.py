@@ -132,19 +132,19 @@ class _Split:
 
     def members(self) -> list[list[int]]:
         """Items of each part, in the order in which they were merged."""
-        found: list[list[int]] = [[] for _ in self.sums]
+        parts_of_items: list[list[int]] = [[] for _ in self.sums]
         stack = [(self, np.arange(len(self.sums)))]
         while stack:
             split, parts = stack.pop()  # parts: where in `found` each part of the split goes
             if split.merged is None:
                 for item, part in zip(split.items, parts.tolist(), strict=False):
-                    found[part].append(item)
+                    parts_of_items[part].append(item)
                 continue
             heavy, light, order = split.merged
             before = np.empty_like(parts)
             before[order] = parts
             stack += [(light, before[::-1]), (heavy, before)]
-        return found
+        return parts_of_items
 
 
 def _differencing(

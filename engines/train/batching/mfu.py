@@ -139,7 +139,7 @@ def seeing(model: Any) -> tuple[int, int]:
     if not isinstance(model, OpenVLA):
         return 0, 0
     parts = (model.vision_backbone, model.projector)
-    return model.patches, sum(one.numel() for part in parts for one in part.parameters())
+    return model.patches, sum(weight.numel() for part in parts for weight in part.parameters())
 
 
 def utilisation(rate: float, device: str, ranks: int) -> float | None:

@@ -1,6 +1,9 @@
 """Rows laid end to end as tensors: a shared prompt is there once, with tree training more than that.
 
-Attention over the packed tokens is in engines/train/model/attention.py.
+Of a row that is a forest of requests each path is a sequence. What paths share is found by their
+tokens, as with tree training, and computed once; what comes out of a forward pass is one number for
+each response token again, in the order of the row. Attention over the packed tokens is in
+engines/train/model/attention.py.
 """
 
 from __future__ import annotations
@@ -14,15 +17,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from engines.algorithms.aggregation import Rows
-from engines.models.attention import LONG
+from engines.models.attention import LONG, hands_on, mixers, rope_limit
 from engines.models.routed_experts import RoutedExperts, as_ids, extended
-from engines.train.batching.forest_sequences import Sequences
 from engines.train.batching.tree_training import in_order
 from engines.train.logprobs import Support
 from engines.train.model.attention import AttentionLayout, Bucket
-from engines.train.model.row_needs import PLAIN, RowNeeds
 from storage.batches.forest import Forest
 from storage.batches.sampling_mask import SamplingMask
 
@@ -84,6 +86,101 @@ class PackedBatch:
         return self.labels.numel() if self.distinct is None else self.distinct.first.numel()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowNeeds:
+    """How rows are laid out for a model; a plain one needs nothing of this."""
+
+    # On any device dense batches of sequences of about one length: for recurrent layers, and for
+    # attention with a cap or sinks.
+    dense: bool = False
+    # One dense batch of whole sequences, none shared: the model's own code computes attention.
+    whole: bool = False
+    rope_limit: int | None = None  # tokens from which on sequences have other rotary positions
+    routed_experts: bool = False  # the experts that each token was sampled with
+    sampling_mask: bool = False  # the words that it was drawn from, where samples have them
+
+
+PLAIN = RowNeeds()
+
+
+def row_needs(model: PreTrainedModel) -> RowNeeds:
+    """Of a language model, by its code and its config."""
+    mixing, limit = mixers(model), rope_limit(model.config)
+    if mixing.own or not mixing.attention or not hands_on(model):
+        return RowNeeds(dense=True, whole=True, rope_limit=limit)
+    text = model.config.get_text_config()
+    capped = getattr(text, "attn_logit_softcapping", None) is not None
+    sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
+    return RowNeeds(dense=bool(mixing.recurrent) or capped or sinks, rope_limit=limit)
+
+
+def why_together(model: PreTrainedModel) -> str | None:
+    """Why a model's layers are not compiled and its sequences not divided over ranks, as a clause.
+
+    None: they may be.
+    """
+    mixing, needs = mixers(model), row_needs(model)
+    if needs.whole:
+        names = f" ({', '.join(mixing.names)})" if mixing.names else ""
+        return f"its attention is computed by its own code{names}"
+    if mixing.recurrent:
+        return f"its layers ({', '.join(mixing.names)}) carry a state from token to token"
+    if needs.dense:
+        return "its attention has a cap on scores, or sinks"
+    if needs.rope_limit is not None:
+        return f"its positions depend on whether a sample has more than {needs.rope_limit} tokens"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sequences:
+    """The paths of some rows, each of two tokens or more: of one token nothing is predicted.
+
+    Example: the row of Forest's example, with the tokens 5 6 | 7 8 9 | 4 | 3 2
+        Sequences(
+            tokens=[[5, 6, 7, 8, 9], [5, 6, 7, 8, 4], [3, 2]],
+            paths=[[[0, 1, 2, 3, 4], [0, 1, 2, 3, 5], [6, 7]]],
+            forests=[...],
+        )
+    """
+
+    tokens: list[Ints]  # of each path, row after row
+    paths: list[list[Ints]]  # of each row: numbers of the tokens of each of its paths
+    forests: Sequence[Forest]
+
+    @classmethod
+    def of(
+        cls, prompts: Sequence[Ints], responses: Sequence[Ints], forests: Sequence[Forest]
+    ) -> Sequences:
+        """Those of rows with prompts [P_i] and responses [R_i]."""
+        paths = [[path for path in forest.paths() if len(path) > 1] for forest in forests]
+        rows = [np.concatenate(pair) for pair in zip(prompts, responses, strict=True)]
+        tokens = [row[path] for row, own in zip(rows, paths, strict=True) for path in own]
+        return cls(tokens=tokens, paths=paths, forests=forests)
+
+    def predictors(self, members: Sequence[Ints]) -> list[Ints]:
+        """Of each row [R_i]: where the token is computed that each response token goes on after.
+
+        0, of which nothing is trained, where it begins a conversation of its own. Where two paths
+        compute it apart (LongRoPE: positions of long sequences differ) the first one counts.
+
+        members: of each path, where its tokens but for the last are computed.
+        """
+        predictors, each = [], iter(members)
+        for forest, paths in zip(self.forests, self.paths, strict=True):
+            before = np.zeros(forest.tokens, np.int64)
+            for path, member in reversed(list(zip(paths, each, strict=False))):
+                before[path[1:]] = member
+            predictors.append(before[forest.prompt :])
+        return predictors
+
+    def experts(self, rows: Sequence[RoutedExperts]) -> list[RoutedExperts]:
+        """Of each path [tokens - 1, L, k], from each row's: those of the token before each other."""
+        return [
+            own[path[1:] - 1] for own, paths in zip(rows, self.paths, strict=True) for path in paths
+        ]
+
+
 def pack(
     prompts: Sequence[Ints],
     responses: Sequence[Ints],
@@ -110,35 +207,38 @@ def pack(
             not, rows share all tokens that their paths begin with alike, as with tree training.
     """
     used = [row for row, response in enumerate(responses) if len(response)]
-    asked = [np.asarray(prompts[row]) for row in used]
-    given = [np.asarray(responses[row]) for row in used]
+    used_prompts = [np.asarray(prompts[row]) for row in used]
+    used_responses = [np.asarray(responses[row]) for row in used]
     own_experts = None if experts is None else [experts[row] for row in used]
     if forests is None or all(forests[row].one_path for row in used):
-        placed = _placed(asked, given, tree_training, needs)
+        placement = _place_rows(used_prompts, used_responses, tree_training, needs)
         predictors = [
-            member[len(prompt) - 1 :] for member, prompt in zip(placed.members, asked, strict=False)
+            member[len(prompt) - 1 :]
+            for member, prompt in zip(placement.members, used_prompts, strict=False)
         ]
     else:
-        found = Sequences.of(asked, given, [forests[row] for row in used])
-        placed = _placed([t[:1] for t in found.tokens], [t[1:] for t in found.tokens], True, needs)
-        predictors = found.predictors(placed.members)
-        own_experts = None if own_experts is None else found.experts(own_experts)
+        sequences = Sequences.of(used_prompts, used_responses, [forests[row] for row in used])
+        placement = _place_rows(
+            [t[:1] for t in sequences.tokens], [t[1:] for t in sequences.tokens], True, needs
+        )
+        predictors = sequences.predictors(placement.members)
+        own_experts = None if own_experts is None else sequences.experts(own_experts)
     lengths = [len(response) for response in responses]
-    routed = _routed(placed, own_experts) if own_experts else None
+    routed = _routed(placement, own_experts) if own_experts else None
     return PackedBatch(
-        tokens=_tensor([placed.tokens], device),
-        positions=_tensor([placed.positions], device),
-        layout=_layout(placed, device, needs),
+        tokens=_tensor([placement.tokens], device),
+        positions=_tensor([placement.positions], device),
+        layout=_layout(placement, device, needs),
         predictors=_tensor(predictors, device),
-        labels=_tensor(given, device),
+        labels=_tensor(used_responses, device),
         rows=Rows.of_lengths(put(torch.tensor(lengths, dtype=torch.int64), device)),
-        squares=sum(len(member) ** 2 for member in placed.members),
-        whole=sum(map(len, placed.members)),
-        distinct=_distinct(predictors, given, device) if tree_training and used else None,
+        squares=sum(len(member) ** 2 for member in placement.members),
+        whole=sum(map(len, placement.members)),
+        distinct=_distinct(predictors, used_responses, device) if tree_training and used else None,
         routed_experts=None if routed is None else put(torch.from_numpy(routed), device),
         support=None
         if masks is None or not used
-        else _support(given, [masks[i] for i in used], device),
+        else _support(used_responses, [masks[i] for i in used], device),
     )
 
 
@@ -156,10 +256,10 @@ def _support(
     )
 
 
-def _routed(placed: _Placed, experts: list[RoutedExperts]) -> npt.NDArray[np.int16]:
+def _routed(placement: _Placement, experts: list[RoutedExperts]) -> npt.NDArray[np.int16]:
     """[T, L, k] of each token."""
-    routed = np.full((len(placed.tokens), *experts[0].shape[1:]), -1, np.int16)
-    for member, own in zip(reversed(placed.members), reversed(experts), strict=True):
+    routed = np.full((len(placement.tokens), *experts[0].shape[1:]), -1, np.int16)
+    for member, own in zip(reversed(placement.members), reversed(experts), strict=True):
         if len(own) < len(member):
             own = extended(own, len(member))
         ids = as_ids(own[: len(member)])
@@ -169,7 +269,7 @@ def _routed(placed: _Placed, experts: list[RoutedExperts]) -> npt.NDArray[np.int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Placed:
+class _Placement:
     """Rows' tokens, each that some of them share only once."""
 
     tokens: Ints  # [T]
@@ -180,9 +280,9 @@ class _Placed:
     ]  # so many of the first tokens are in several rows, and so many after them
 
 
-def _placed(
+def _place_rows(
     prompts: list[Ints], responses: list[Ints], beginnings: bool, needs: RowNeeds
-) -> _Placed:
+) -> _Placement:
     """Sequences whose equal prompts, or with `beginnings` all equal beginnings, are there once."""
     if not prompts:
         return _NOTHING
@@ -192,34 +292,34 @@ def _placed(
     return _by_length(place, prompts, responses, needs.rope_limit)
 
 
-Place: TypeAlias = Callable[[list[Ints], list[Ints]], _Placed]
+Place: TypeAlias = Callable[[list[Ints], list[Ints]], _Placement]
 _OTHER = 2**40  # more than any token's number
 
 # A rank with a micro-batch less than others still takes part in the collectives.
 _ZERO: Ints = np.zeros(1, dtype=np.int64)
-_NOTHING = _Placed(tokens=_ZERO, positions=_ZERO, members=[_ZERO], shared=(0,))
+_NOTHING = _Placement(tokens=_ZERO, positions=_ZERO, members=[_ZERO], shared=(0,))
 
 
-def _by_length(place: Place, prompts: list[Ints], responses: list[Ints], limit: int) -> _Placed:
+def _by_length(place: Place, prompts: list[Ints], responses: list[Ints], limit: int) -> _Placement:
     """Rows of up to `limit` tokens and longer ones share nothing; positions of these are LONG higher.
 
     Tokens of long rows are others for `place`, so that it takes none for a short row's.
     """
     lengths = [len(p) + len(r) - 1 for p, r in zip(prompts, responses, strict=True)]
     extra = [_OTHER if length > limit else 0 for length in lengths]
-    placed = place(
+    placement = place(
         [row.astype(np.int64) + more for row, more in zip(prompts, extra, strict=True)],
         [row.astype(np.int64) + more for row, more in zip(responses, extra, strict=True)],
     )
-    long = placed.tokens >= _OTHER
+    long = placement.tokens >= _OTHER
     return replace(
-        placed,
-        tokens=np.where(long, placed.tokens - _OTHER, placed.tokens),
-        positions=np.where(long, placed.positions + LONG, placed.positions),
+        placement,
+        tokens=np.where(long, placement.tokens - _OTHER, placement.tokens),
+        positions=np.where(long, placement.positions + LONG, placement.positions),
     )
 
 
-def _prompts_once(prompts: list[Ints], responses: list[Ints]) -> _Placed:
+def _prompts_once(prompts: list[Ints], responses: list[Ints]) -> _Placement:
     """Each distinct prompt once, then the rows' responses."""
     bases, owners = _place_prompts(prompts)
     tokens = [prompts[first] for first in owners]
@@ -232,7 +332,7 @@ def _prompts_once(prompts: list[Ints], responses: list[Ints]) -> _Placed:
         positions.append(np.arange(prompt, prompt + own))
         members.append(np.concatenate([np.arange(prompt) + base, np.arange(own) + total]))
         total += own
-    return _Placed(
+    return _Placement(
         tokens=np.concatenate(tokens),
         positions=np.concatenate(positions),
         members=members,
@@ -240,7 +340,7 @@ def _prompts_once(prompts: list[Ints], responses: list[Ints]) -> _Placed:
     )
 
 
-def _beginnings_once(prompts: list[Ints], responses: list[Ints]) -> _Placed:
+def _beginnings_once(prompts: list[Ints], responses: list[Ints]) -> _Placement:
     """Each token once that rows share with all tokens before it; those of most rows first.
 
     Tokens of 2 ** k + 1 to 2 ** (k + 1) rows are together, so that a table of all their slots is at
@@ -262,7 +362,7 @@ def _beginnings_once(prompts: list[Ints], responses: list[Ints]) -> _Placed:
     by_kind = np.argsort(-kind, kind="stable")
     place = np.empty(total, dtype=np.int64)
     place[by_kind] = np.arange(total)
-    return _Placed(
+    return _Placement(
         tokens=tokens[by_kind],
         positions=positions[by_kind],
         members=[place[member] for member in members],
@@ -308,9 +408,9 @@ def put(tensor: Tensor, device: torch.device | str) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def _layout(placed: _Placed, device: torch.device | str, needs: RowNeeds) -> AttentionLayout:
+def _layout(placement: _Placement, device: torch.device | str, needs: RowNeeds) -> AttentionLayout:
     """Slots of the rows, each whole."""
-    members = placed.members
+    members = placement.members
     dense = needs.dense or torch.device(device).type == "cpu"
     order = sorted(range(len(members)), key=lambda i: (-len(members[i]), i))
     lengths = [len(members[i]) for i in order]
@@ -319,7 +419,7 @@ def _layout(placed: _Placed, device: torch.device | str, needs: RowNeeds) -> Att
     edges = np.concatenate([[0], np.cumsum(widths)])
     spare = int(edges[-1])  # one slot more, of a sequence of its own, whose gradient is zero
     expand = np.zeros(spare + 1, dtype=np.int64)
-    collapse = np.zeros(len(placed.tokens), dtype=np.int64)
+    collapse = np.zeros(len(placement.tokens), dtype=np.int64)
     for start, i in zip(edges[:-1].tolist(), order, strict=True):
         member = members[i]
         expand[start : start + len(member)] = member
@@ -327,7 +427,7 @@ def _layout(placed: _Placed, device: torch.device | str, needs: RowNeeds) -> Att
     slots = np.concatenate(
         [start + np.arange(len(members[i])) for start, i in zip(edges, order, strict=False)]
     )
-    bounds = pairwise([0, *np.cumsum(placed.shared).tolist()])
+    bounds = pairwise([0, *np.cumsum(placement.shared).tolist()])
     copies = [_copies(expand[slots], slots, start, stop, spare) for start, stop in bounds]
     return AttentionLayout(
         expand=put(torch.from_numpy(expand), device),
@@ -345,12 +445,12 @@ def _copies(tokens: Ints, slots: Ints, start: int, stop: int, spare: int) -> Int
     tokens, slots: [S] of each slot in use, its token and its number.
     """
     count = stop - start
-    found = np.flatnonzero((tokens >= start) & (tokens < stop))
-    found = found[np.argsort(tokens[found], kind="stable")]  # by token
-    number = np.bincount(tokens[found] - start, minlength=count)
-    place = np.arange(len(found)) - np.repeat(number.cumsum() - number, number)
+    indices = np.flatnonzero((tokens >= start) & (tokens < stop))
+    indices = indices[np.argsort(tokens[indices], kind="stable")]  # by token
+    number = np.bincount(tokens[indices] - start, minlength=count)
+    place = np.arange(len(indices)) - np.repeat(number.cumsum() - number, number)
     copies = np.full((number.max(initial=0) if count else 1, count), spare, dtype=np.int64)
-    copies[place, tokens[found] - start] = slots[found]
+    copies[place, tokens[indices] - start] = slots[indices]
     return copies
 
 
@@ -359,11 +459,11 @@ def _buckets(lengths: list[int], share: float) -> tuple[Bucket, ...]:
 
     share: of the longest one's length that each sequence of a batch has at least.
     """
-    found: list[Bucket] = []
+    buckets: list[Bucket] = []
     start = first = 0
     for i in range(1, len(lengths) + 1):
         if i == len(lengths) or lengths[i] < share * lengths[first]:
-            found.append(Bucket(start=start, sequences=i - first, length=lengths[first]))
+            buckets.append(Bucket(start=start, sequences=i - first, length=lengths[first]))
             start += (i - first) * lengths[first]
             first = i
-    return tuple(found)
+    return tuple(buckets)

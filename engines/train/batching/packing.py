@@ -156,11 +156,11 @@ def read_mask_counts(store: Store, batch: BatchRef, rows: Sequence[int]) -> tupl
     """
     if not rows:
         return 0, 0, 0
-    taken = batch.take(rows)
+    selected = batch.take(rows)
     if "response_mask" not in batch.names:
-        lengths = taken.lengths(store, "response_ids")
+        lengths = selected.lengths(store, "response_ids")
         return int(lengths.sum()), int((lengths > 0).sum()), len(rows)
-    values, offsets = taken.fetch_numpy(store, "response_mask")
+    values, offsets = selected.fetch_numpy(store, "response_mask")
     assert offsets is not None
     before = np.concatenate([[0], np.cumsum(values.astype(bool))])
     counts = np.diff(before[offsets])
@@ -252,9 +252,9 @@ def _plan_step(
     else:
         total = sum(_unit(lengths, group, cost).tokens for group in _groups(lengths, rows))
         count = max(1, -(-total // (world * budget)))
-        while (found := _micro_batches(lengths, rows, world * count, budget, cost)) is None:
+        while (balanced := _micro_batches(lengths, rows, world * count, budget, cost)) is None:
             count += 1
-        bins = found
+        bins = balanced
     bins.sort(key=lambda unit: (-unit.cost, unit.rows))
     ranks: list[list[tuple[int, ...]]] = [[] for _ in range(world)]
     for first in range(0, len(bins), world):  # neighbours in cost run at the same time
@@ -337,13 +337,13 @@ def _groups(lengths: Lengths, rows: Sequence[int]) -> list[list[int]]:
     """Rows by group, in the order of their first row; with tree training, neighbours share most."""
     if lengths.groups is None:
         return [[row] for row in rows]
-    found: dict[tuple[int, int], list[int]] = {}
+    by_key: dict[tuple[int, int], list[int]] = {}
     tree = lengths.beginnings
     alone = tree is not None or lengths.apart
     for row in rows:
         key = (int(lengths.groups[row]), 0 if alone else int(lengths.prompts[row]))
-        found.setdefault(key, []).append(row)
-    groups = list(found.values())
+        by_key.setdefault(key, []).append(row)
+    groups = list(by_key.values())
     if tree is not None:
         for group in groups:
             group.sort(key=tree.places.__getitem__)
@@ -398,12 +398,12 @@ def _tree_unit(
 def _row_costs(lengths: Lengths, cost: CostModel) -> Floats:
     """Cost of each row when the row before it has paid for what both begin with."""
     if (tree := lengths.beginnings) is not None:
-        found = [_unit(lengths, [row], cost).cost for row in range(len(lengths))]
+        costs = [_unit(lengths, [row], cost).cost for row in range(len(lengths))]
         for row in range(1, len(lengths)):
             (pair, *others) = _groups(lengths, [row - 1, row])
             if not others:
-                found[row] -= cost.per_token * int(tree.shared(pair)[1])
-        return np.asarray(found, dtype=np.float64)
+                costs[row] -= cost.per_token * int(tree.shared(pair)[1])
+        return np.asarray(costs, dtype=np.float64)
     previous = None
     costs = []
     for row in range(len(lengths)):

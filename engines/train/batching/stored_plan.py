@@ -87,12 +87,12 @@ def read_plan(store: Store, stored: BatchRef) -> tuple[MiniBatch, ...]:
     flat = values.tolist()
     minis = stored.fetch_numpy(store, "mini_batch")[0].tolist()
     ranks = stored.fetch_numpy(store, "rank")[0].tolist()
-    found: dict[int, dict[int, list[tuple[int, ...]]]] = {}
+    by_mini_batch: dict[int, dict[int, list[tuple[int, ...]]]] = {}
     for mini, rank, (start, stop) in zip(
         minis, ranks, itertools.pairwise(offsets.tolist()), strict=True
     ):
-        found.setdefault(mini, {}).setdefault(rank, []).append(tuple(flat[start:stop]))
+        by_mini_batch.setdefault(mini, {}).setdefault(rank, []).append(tuple(flat[start:stop]))
     return tuple(
         MiniBatch(ranks=tuple(tuple(micros) for _, micros in sorted(of_rank.items())))
-        for _, of_rank in sorted(found.items())
+        for _, of_rank in sorted(by_mini_batch.items())
     )

@@ -43,8 +43,8 @@ class Beginnings:
         rows: In the order of their places.
         """
         places = self.places[np.asarray(rows, dtype=np.int64)]
-        found = [int(self.common[a + 1 : b + 1].min()) for a, b in pairwise(places.tolist())]
-        return np.array([0, *found][: len(places)], dtype=np.int64)
+        lengths = [int(self.common[a + 1 : b + 1].min()) for a, b in pairwise(places.tolist())]
+        return np.array([0, *lengths][: len(places)], dtype=np.int64)
 
 
 def in_order(rows: Sequence[npt.NDArray[np.integer]]) -> tuple[list[int], list[int]]:

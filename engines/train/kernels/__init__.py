@@ -13,9 +13,9 @@ from torch import Tensor
 _WANTED = [True]  # of this process; a run's settings are the same for all of its roles
 
 
-def use(wanted: bool) -> None:
+def use(allowed: bool) -> None:
     """Let kernels work in this process, or not (`train.kernels`)."""
-    _WANTED[0] = wanted
+    _WANTED[0] = allowed
 
 
 def available(tensor: Tensor) -> bool:

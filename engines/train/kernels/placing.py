@@ -115,9 +115,9 @@ def norm_is_plain(module: nn.Module, device: torch.device) -> bool:
 
     twin = copy.deepcopy(module).to_empty(device=device).to(torch.bfloat16)
     weight = twin.get_parameter("weight").requires_grad_()
-    x = _drawn(3, weight.numel(), device=device)
+    x = _random(3, weight.numel(), device=device)
     with torch.no_grad():
-        weight.copy_(_drawn(weight.numel(), device=device))
+        weight.copy_(_random(weight.numel(), device=device))
     return _alike(twin, lambda x: rms_norm(x, weight, _epsilon(module)), [x], [x, weight])
 
 
@@ -132,13 +132,13 @@ def gate_is_plain(module: nn.Module, device: torch.device) -> bool:
     twin._modules = {**module._modules, **small}
     for part in small.values():
         part.to(device, torch.bfloat16)
-    x = _drawn(1, 5, 16, device=device)
+    x = _random(1, 5, 16, device=device)
     return _alike(twin.forward, partial(_gated, twin), [x], [x])
 
 
 def rotation_is_plain(rotation: Rotation, device: torch.device) -> bool:
     """Whether a function rotates halves, as Llama's does."""
-    q, k = _drawn(1, 4, 6, 32, device=device), _drawn(1, 2, 6, 32, device=device)
+    q, k = _random(1, 4, 6, 32, device=device), _random(1, 2, 6, 32, device=device)
     angles = torch.rand(1, 6, 16, device=device).repeat(1, 1, 2) * 6
     cos, sin = angles.cos().to(torch.bfloat16), angles.sin().to(torch.bfloat16)
 
@@ -148,7 +148,7 @@ def rotation_is_plain(rotation: Rotation, device: torch.device) -> bool:
     return _alike(both(rotation.own), both(rotation), [q, k], [q, k])
 
 
-def _drawn(*shape: int, device: torch.device) -> Tensor:
+def _random(*shape: int, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
     values = torch.randn(shape, generator=generator)
     return values.to(device, torch.bfloat16).requires_grad_()

@@ -158,7 +158,7 @@ def packed_attention(
     heads, size = query.shape[1], query.shape[3]
     q, k, v = (_to_slots(x, packed_layout) for x in (query, key, value))
     if packed_layout.edges is not None:
-        assert softcap is None and s_aux is None, "row_needs.py asks for buckets"
+        assert softcap is None and s_aux is None, "`row_needs` asks for buckets"
         out = _varlen(q, k, v, packed_layout, scaling, sliding_window)
     else:
         further = Further(window=sliding_window, cap=softcap, sinks=s_aux)

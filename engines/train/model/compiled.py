@@ -88,8 +88,8 @@ def _with_room(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Torch's own limit is 8; settings of its compiler count in the thread that made them alone."""
     from torch._dynamo import config
 
-    def forward(*given: Any, **named: Any) -> Any:
+    def forward(*inputs: Any, **named: Any) -> Any:
         with config.patch(recompile_limit=LIMIT):
-            return compiled(*given, **named)
+            return compiled(*inputs, **named)
 
     return forward

@@ -20,24 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.func import functional_call
 from torch.nn.functional import pad
 
-
-def find_experts(model: nn.Module) -> tuple[nn.Module, ...]:
-    """The experts of each layer that transformers holds in one stack, each weight [E, …].
-
-    Its `use_experts_implementation` marks them: called with states [T, H], the k chosen experts
-    [T, k] of each token and their gates [T, k], they give [T, H].
-    """
-    return tuple(part for part in model.modules() if are_experts(part))
-
-
-def are_experts(module: nn.Module) -> bool:
-    """Whether transformers holds experts in it as stacks, of which it has grouped products."""
-    return {"has_gate", "is_transposed"} <= vars(module).keys()
-
-
-def count_experts(experts: nn.Module) -> int:
-    """E."""
-    return len(next(experts.parameters()))
+from engines.models.routers import count_experts
 
 
 def check_experts(experts: tuple[nn.Module, ...], size: int, shards: int, role: str) -> None:
@@ -106,11 +89,11 @@ class _Spread:
         rows = _Exchange.apply(states[order // top_k], there, here, self.group)
         experts = torch.arange(coming.shape[1], device=ids.device).repeat(shards)
         experts = experts.repeat_interleave(coming.flatten(), output_size=sum(here))
-        back = _Exchange.apply(self._made(rows, experts), here, there, self.group)
+        back = _Exchange.apply(self._compute(rows, experts), here, there, self.group)
         outputs = back[order.argsort()].view(*chosen.shape, states.shape[1])
         return (outputs * gates[..., None]).sum(1).to(states.dtype)
 
-    def _made(self, rows: Tensor, experts: Tensor) -> Tensor:
+    def _compute(self, rows: Tensor, experts: Tensor) -> Tensor:
         """What this rank's experts make of rows [R, H], by the expert [R] of each."""
         # Without a row weights would have no gradient, and the optimizer would pass over them.
         lack = int(not len(rows))

@@ -81,10 +81,10 @@ def head_form(model: PreTrainedModel) -> HeadForm:
             "model.path to another model."
         )
     states = torch.tensor([sign * x for x in _STATES for sign in (1, -1)], dtype=torch.float64)
-    got: list[Tensor] = []
+    inputs: list[Tensor] = []
 
     def head(hidden: Tensor) -> Tensor:
-        got.append(hidden)
+        inputs.append(hidden)
         return hidden
 
     def decoder(*_: object, **__: object) -> _States:
@@ -96,7 +96,7 @@ def head_form(model: PreTrainedModel) -> HeadForm:
             logits = model(input_ids=tokens, use_cache=False).logits
         except RuntimeError as error:  # of layers of its own that take other states than these
             raise ValueError(_unknown(model)) from error
-    probe = got[0].double().flatten() if len(got) == 1 else states[:0]
+    probe = inputs[0].double().flatten() if len(inputs) == 1 else states[:0]
     logits = logits.double().flatten()
     if probe.shape != states.shape or logits.shape != states.shape:
         raise ValueError(_unknown(model))
@@ -112,11 +112,11 @@ def head_form(model: PreTrainedModel) -> HeadForm:
     return form
 
 
-def _factor(given: Tensor, computed: Tensor) -> float:
+def _factor(inputs: Tensor, computed: Tensor) -> float:
     """By what numbers are multiplied where they are smallest; 1 exactly where nothing is done."""
-    if computed.equal(given) or computed.equal(given.float().double()):
+    if computed.equal(inputs) or computed.equal(inputs.float().double()):
         return 1.0
-    return _rounded(float(computed[0] / given[0]))
+    return _rounded(float(computed[0] / inputs[0]))
 
 
 def _rounded(number: float) -> float:

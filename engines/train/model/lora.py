@@ -24,10 +24,9 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from configs.lora import LoraConfig
-from engines.models.adapters import PARAMETERS, factor_names, factor_shapes, is_factor
-from engines.train.model.expert_parallel import are_experts
+from engines.models.adapters import PARAMETERS, factor_names, factor_shapes
+from engines.models.routers import are_experts
 from engines.train.model.fsdp import own_part
-from engines.train.model.master_weights import MasterWeights
 from storage.runs.weights import StackedWeight
 
 FACTORS = "lora"  # the child of a module of experts that has their factors
@@ -125,14 +124,14 @@ class FactorsOfExperts(nn.ModuleDict):
     adapted = True  # False: the base alone
 
     def forward(
-        self, base: Callable[..., Tensor], experts: nn.Module, *given: Tensor, **named: Tensor
+        self, base: Callable[..., Tensor], experts: nn.Module, *inputs: Tensor, **named: Tensor
     ) -> Tensor:
         """What experts that are adapted compute; base: their own forward pass."""
         if not self.adapted:
-            return base(*given, **named)
+            return base(*inputs, **named)
         factors = {name: each for name, each in self.items() if isinstance(each, ExpertFactors)}
         with AdaptedExperts(factors, vars(experts)["has_gate"]):
-            return grouped_mm_experts_forward(experts, *given, **named)
+            return grouped_mm_experts_forward(experts, *inputs, **named)
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
@@ -186,12 +185,12 @@ def inject(model: PreTrainedModel, lora: LoraConfig) -> None:
 
 
 @torch.no_grad()
-def take_factors(model: nn.Module, given: Mapping[str, Tensor]) -> None:
+def take_factors(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Set the factors of a (sharded) language model to such as `factors` says; a collective."""
     experts = adapted_experts(model)
     for name, places in _sharded_factors(model).items():
         for place, value in zip(
-            places, (given[each] for each in _names(name, experts)), strict=True
+            places, (values[each] for each in _names(name, experts)), strict=True
         ):
             local_value = _as_held(value, len(place)) if value.dim() < place.dim() else value
             own_part(place)[0].copy_(own_part(local_value)[0])
@@ -274,19 +273,6 @@ def _sharded_factors(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
         name: (state[f"{name}.{a}"].detach(), state[f"{name}.{b}"].detach())
         for name in [*(name for name, _ in adapted_layers(model)), *adapted_experts(model)]
     }
-
-
-def base_weights(
-    model: nn.Module, masters: MasterWeights | None = None, to_set: bool = False
-) -> dict[str, Tensor]:
-    """Every (sharded) weight of a module by its name, or its master, adapters left out.
-
-    to_set: They are changed in place, and `masters.round` called then.
-    """
-    masters = masters or MasterWeights()
-    of = masters.to_set if to_set else masters.of
-    state = model.state_dict(keep_vars=True)
-    return {name: of(each).detach() for name, each in state.items() if not is_factor(name)}
 
 
 @contextmanager

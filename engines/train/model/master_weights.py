@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from engines.models.adapters import is_factor
 from engines.train.model.fsdp import own_part
 from engines.train.optimizer_pieces import parts_of
 from engines.workers.device_memory import pin
@@ -161,7 +162,7 @@ class GradientSums:
 
     def __init__(self) -> None:
         self._sums: dict[nn.Parameter, Tensor] = {}
-        self._given: list[nn.Parameter] = []
+        self._summed: list[nn.Parameter] = []
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -190,14 +191,14 @@ class GradientSums:
                 _average(total)
             parameter.grad_dtype = total.dtype
             parameter.grad = total
-        self._given = list(self._sums)
+        self._summed = list(self._sums)
         self._sums.clear()
 
     def take(self) -> None:
         """Be ready for backward passes, after the weights' gradients have been forgotten."""
-        for parameter in self._given:
+        for parameter in self._summed:
             parameter.grad_dtype = parameter.dtype
-        self._given = []
+        self._summed = []
 
 
 @torch.no_grad()
@@ -227,3 +228,16 @@ def sum_gradients_in_float32(module: nn.Module) -> None:
             group = state._fsdp_param_group
             if group is not None and group._orig_dtype is not None:
                 group._orig_dtype = torch.float32
+
+
+def base_weights(
+    model: nn.Module, masters: MasterWeights | None = None, to_set: bool = False
+) -> dict[str, Tensor]:
+    """Every (sharded) weight of a module by its name, or its master, adapters left out.
+
+    to_set: They are changed in place, and `masters.round` called then.
+    """
+    masters = masters or MasterWeights()
+    of = masters.to_set if to_set else masters.of
+    state = model.state_dict(keep_vars=True)
+    return {name: of(each).detach() for name, each in state.items() if not is_factor(name)}

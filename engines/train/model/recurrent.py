@@ -8,7 +8,7 @@ as in attention (attention.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,15 +17,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from engines.models.attention import mixers
 from engines.train.model.attention import AttentionLayout, Bucket, collapse, expand
 
 LAYOUT = "packed_layout"  # the argument that the decoder hands to its layers
 
 
-def sequences_apart(model: PreTrainedModel) -> None:
+def sequences_apart(model: PreTrainedModel, recurrent: Collection[nn.Module]) -> None:
     """Have a model's recurrent layers compute each packed sequence by itself, in place."""
-    recurrent = mixers(model).recurrent
     for layer in model.get_decoder().modules():
         if not isinstance(layer, GradientCheckpointingLayer):
             continue
@@ -56,16 +54,18 @@ class _Rows:
         """Before the layer's forward pass; None: its tokens are of whole sequences."""
         self._layout = keywords.get(LAYOUT)
 
-    def _forward(self, *given: Any, **named: Any) -> Any:
-        states = next(each for each in (*given, *named.values()) if isinstance(each, Tensor))
+    def _forward(self, *inputs: Any, **keywords: Any) -> Any:
+        states = next(each for each in (*inputs, *keywords.values()) if isinstance(each, Tensor))
         with _buffers_in(self._module, self._stored, states.dtype):
-            return self._own(*given, **named)
+            return self._own(*inputs, **keywords)
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
+    def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         layout = self._layout
         if layout is None:
-            return self._forward(*given, **named)
-        results = [self._sequences(layout, bucket, given, named) for bucket in layout.buckets[:-1]]
+            return self._forward(*inputs, **keywords)
+        results = [
+            self._sequences(layout, bucket, inputs, keywords) for bucket in layout.buckets[:-1]
+        ]
         first = results[0]
         parts = [out[0] if isinstance(out, tuple) else out for out in results]
         slots = torch.cat([part.flatten(0, 1) for part in parts])
@@ -78,8 +78,8 @@ class _Rows:
         self,
         layout: AttentionLayout,
         bucket: Bucket,
-        given: tuple[Any, ...],
-        named: dict[str, Any],
+        inputs: tuple[Any, ...],
+        keywords: dict[str, Any],
     ) -> Any:
         """What the layer gives of a bucket's sequences [B, L, H], from all tokens' [1, T, H]."""
 
@@ -93,7 +93,8 @@ class _Rows:
             return rows_of_bucket.view(bucket.sequences, bucket.length, *value.shape[2:])
 
         return self._forward(
-            *(rows(each) for each in given), **{name: rows(each) for name, each in named.items()}
+            *(rows(each) for each in inputs),
+            **{name: rows(each) for name, each in keywords.items()},
         )
 
 

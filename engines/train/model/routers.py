@@ -60,7 +60,7 @@ def watched(routers: Sequence[Router]) -> Iterator[Routing]:
     with ExitStack() as hooks:
         for router in routers:
             hook = router.module.register_forward_hook(
-                lambda _, given, found, router=router: see(router, found)
+                lambda _, inputs, outputs, router=router: see(router, outputs)
             )
             hooks.callback(hook.remove)
         yield routing
@@ -126,7 +126,7 @@ class _Float32Products(TorchFunctionMode):
 
 
 @torch.no_grad()
-def move_biases(held: Sequence[Sequence[Tensor]], load: Tensor, rate: float) -> None:
+def move_biases(biases_by_layer: Sequence[Sequence[Tensor]], load: Tensor, rate: float) -> None:
     """Make the choice of busy experts less likely, in place, and that of the others likelier.
 
     Each expert's bias moves by `rate` towards an even load (arXiv:2408.15664, algorithm 1):
@@ -138,7 +138,7 @@ def move_biases(held: Sequence[Sequence[Tensor]], load: Tensor, rate: float) -> 
         rate: The change of a score.
     """
     changes = rate * (load.mean(1, keepdim=True) - load).sign()
-    for biases, change in zip(held, changes, strict=True):
+    for biases, change in zip(biases_by_layer, changes, strict=True):
         first, *copies = (own_part(bias) for bias in biases)
         local, begin = first
         local += change[begin : begin + local.numel()].view_as(local).to(local)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engines.train.model.rendezvous import Meeting
 
-_made: dict[int, tuple[dist.ProcessGroup, SequenceGroup]] = {}  # by size, with all ranks' group
+_groups: dict[int, tuple[dist.ProcessGroup, SequenceGroup]] = {}  # by size, with all ranks' group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class SequenceGroup:
         padded = torch.cat([x, x[:1].expand(missing, *x.shape[1:])]) if missing else x
         return padded[self.rank :: self.size]
 
-    def held(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def places_held(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Which of some tokens (int64 [R], numbers below T) this rank holds, and where in its share.
 
         Returns:
@@ -108,6 +108,11 @@ class SequenceGroup:
         return received.flatten(1, 2)[None]
 
 
+ALONE = SequenceGroup(
+    group=None, rank=0, size=1, replica=0, replicas=1
+)  # of a process without others
+
+
 def sequence_group(meeting: Meeting, size: int, timeout: float) -> SequenceGroup:
     """The group of `size` neighbouring ranks to which this one belongs; a collective of all ranks.
 
@@ -127,7 +132,7 @@ def sequence_group(meeting: Meeting, size: int, timeout: float) -> SequenceGroup
         return SequenceGroup(
             group=None, rank=0, size=1, replica=meeting.rank, replicas=meeting.world
         )
-    cached = _made.get(size)
+    cached = _groups.get(size)
     if cached is not None and cached[0] is meeting.group:
         return cached[1]
     groups = [
@@ -138,7 +143,7 @@ def sequence_group(meeting: Meeting, size: int, timeout: float) -> SequenceGroup
     group = SequenceGroup(
         group=groups[replica], rank=rank, size=size, replica=replica, replicas=len(groups)
     )
-    _made[size] = (meeting.group, group)
+    _groups[size] = (meeting.group, group)
     return group
 
 

@@ -15,10 +15,9 @@ from transformers import PretrainedConfig
 
 from engines.models.attention import mixers
 from engines.models.checkpoints import UNPACKED, build_empty, quantisation
-from engines.models.routers import number_of_experts
-from engines.train.model.expert_parallel import count_experts, find_experts
+from engines.models.routers import count_experts, find_experts, number_of_experts
+from engines.train.batching.packed_batch import why_together
 from engines.train.model.lora import expert_weights, linear_layers
-from engines.train.model.row_needs import why_together
 from engines.train.policy import Policy
 from engines.train.self_test.comparison import (
     MOST,

@@ -20,7 +20,7 @@ from engines.train.activations import checkpoint_layers
 from engines.train.batching.packed_batch import pack
 from engines.train.model.attention import PACKED, packed_attention
 from engines.train.model.fsdp import layers
-from engines.train.model.sequence_parallel import SequenceGroup
+from engines.train.model.sequence_parallel import ALONE
 from engines.train.policy import Policy
 
 Samples = list[tuple[Tensor, Tensor]]  # prompt and response, int64 each
@@ -28,7 +28,6 @@ Samples = list[tuple[Tensor, Tensor]]  # prompt and response, int64 each
 TOLERANCE = 1e-4  # nats; of gradients the share of the largest one
 SURE = 10.0  # times what rounding does: more is none
 MOST = 0.02  # nats of tolerance with which a model still counts as tested; of gradients the share
-ALONE = SequenceGroup(group=None, rank=0, size=1, replica=0, replicas=1)
 _NO_MIXER = re.compile(r"norm|mlp|moe|expert|dropout|feed_?forward|ffn|linear$|identity", re.I)
 
 
@@ -117,9 +116,9 @@ def differences(
     policy = Policy(model).train()  # as the engine does: what models do in training only counts
     called: set[int] = set()
 
-    def noted(module: nn.Module, *given: Tensor, **named: object) -> tuple[Tensor, None]:
+    def noted(module: nn.Module, *inputs: Tensor, **keywords: object) -> tuple[Tensor, None]:
         called.add(id(module))
-        return packed_attention(module, *given, **named)  # type: ignore[arg-type]
+        return packed_attention(module, *inputs, **keywords)  # type: ignore[arg-type]
 
     AttentionInterface.register(PACKED, noted)
     try:
@@ -192,7 +191,7 @@ def _rounded(_: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) ->
     return tree_map(cast, (inputs, keywords))
 
 
-def _selectively(policy: Policy, samples: Samples, wanted: dict[str, Tensor]) -> float:
+def _selectively(policy: Policy, samples: Samples, expected: dict[str, Tensor]) -> float:
     """By how much gradients differ where layers keep their products: some change these in place."""
     try:
         checkpoint_layers(policy.model, 1.0, "selective")
@@ -201,7 +200,7 @@ def _selectively(policy: Policy, samples: Samples, wanted: dict[str, Tensor]) ->
         return float("inf")
     finally:
         policy.model.gradient_checkpointing_disable()
-    return _largest_share(gradients, wanted)
+    return _largest_share(gradients, expected)
 
 
 def _gradients(model: PreTrainedModel, logprobs: list[Tensor]) -> dict[str, Tensor]:

@@ -231,9 +231,9 @@ def samples(seed: int = 0) -> list[tuple[Tensor, Tensor]]:
     """Prompts and responses, int64: two of one prompt, a short one, and one of LONGEST tokens."""
     generator = torch.Generator().manual_seed(seed)
 
-    def drawn(count: int) -> Tensor:
+    def random_tokens(count: int) -> Tensor:
         return torch.randint(PLAIN_WORDS, WORDS, (count,), generator=generator)
 
-    shared = drawn(9)
-    rows = [(shared, 20), (shared, 14), (drawn(3), 4), (drawn(12), LONGEST - 12)]
-    return [(prompt, drawn(count)) for prompt, count in rows]
+    shared = random_tokens(9)
+    rows = [(shared, 20), (shared, 14), (random_tokens(3), 4), (random_tokens(12), LONGEST - 12)]
+    return [(prompt, random_tokens(count)) for prompt, count in rows]

@@ -1,9 +1,18 @@
-"""What the self-test says of a model; without torch."""
+"""What the self-test says of a model: asked of a child process, its verdict cached.
+
+A small model of the same config by the train engine and by transformers' own forward pass. Imports
+neither torch nor transformers.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from engines.train.model_probes import BrokeOff, CachedChild
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,3 +45,29 @@ class Verdict:
         fields = json.loads(text)
         names = {name: tuple(fields[name]) for name in ("linear", "stacked")}
         return cls(**{**fields, **names})
+
+
+@contextmanager
+def self_test(directory: Path, longest: int) -> Iterator[Callable[[], Verdict]]:
+    """Begin the self-test of a model; what is given waits for the verdict. Ends with the body.
+
+    Args:
+        directory: Of the model's files, of which config.json is read.
+        longest: Tokens of the longest sample.
+    """
+    child = CachedChild(
+        module="engines.train.self_test.child",
+        read=Verdict.from_json,
+        directory=directory,
+        arguments=(str(longest),),
+        folder="self-tests",
+    )
+    with child.begun() as results:
+
+        def wait() -> Verdict:
+            try:
+                return results()
+            except BrokeOff as error:
+                return Verdict(untested=f"its self-test {error}")
+
+        yield wait

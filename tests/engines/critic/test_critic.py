@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.critic.engine import CriticRank
 from engines.models.checkpoints import materialize
-from engines.train.spec import ColumnsResult, UpdateResult
+from engines.train.contract import ColumnsResult, UpdateResult
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from configs.model import PretrainedModel
-from engines.critic.engine import CriticRank
-from engines.critic.model import Critic
+from engines.critic.engine import Critic, CriticRank
 from engines.models.checkpoints import load_for_training
-from engines.train.spec import ColumnsResult, TrainSpec
+from engines.train.contract import ColumnsResult, TrainSpec
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from tests.engines.train.model.test_loading import (

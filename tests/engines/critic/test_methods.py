@@ -13,7 +13,7 @@ from configs.ppo import PPOConfig
 from configs.recipe import load_recipe
 from configs.storage import TrackingConfig
 from engines.critic.engine import CriticRank
-from engines.train.spec import UpdateRequest
+from engines.train.contract import UpdateRequest
 from storage.batches.refs import BatchRef
 from storage.runs.run_store import RunStore
 from tests.engines.method_cases import recipes

@@ -13,7 +13,7 @@ from configs.algorithm.algorithm import AlgorithmConfig
 from engines.elastic.aggregator import Aggregator
 from engines.elastic.contract import Offered, UnitDone
 from engines.elastic.worker import GradientEngine
-from engines.train.spec import TrainSpec, UpdateResult
+from engines.train.contract import TrainSpec, UpdateResult
 from storage.batches.refs import BatchRef
 from tests.engines.train.conftest import join, make
 from tests.engines.train.train_ranks import spec, update_of

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engines.algorithms.aggregation import MetricSums
 from engines.elastic.gradients import Damaged, Summed, metric_sums, unit_metrics, write_gradient
-from engines.train.spec import MadeOn
+from engines.train.contract import MadeOn
 from engines.train.updater import Tally
 from storage.objects.store import Store
 from storage.runs.gradients import Gradient, GradientsOf, UnitMetrics, open_folder

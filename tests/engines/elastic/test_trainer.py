@@ -16,8 +16,7 @@ from engines.clusters.opening import open_cluster
 from engines.elastic.contract import GradientAggregator, GradientWorker
 from engines.elastic.trainer import ElasticTrainer
 from engines.failures import GangLost
-from engines.train.contract import TrainEngine
-from engines.train.spec import LogprobRequest
+from engines.train.contract import LogprobRequest, TrainEngine
 from engines.train.trainer import TrainerSettings
 from engines.workers.calls import status_of
 from engines.workers.cluster import Cluster

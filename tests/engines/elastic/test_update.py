@@ -13,8 +13,8 @@ import torch
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.elastic import worker
+from engines.train.contract import LogprobRequest
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.spec import LogprobRequest
 from storage.objects.store import Store
 from storage.runs.gradients import GradientsRefused, read_gradient, remove_gradients
 from storage.runs.run_store import RunStore

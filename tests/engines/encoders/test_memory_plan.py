@@ -77,7 +77,7 @@ def test_weights_are_those_that_are_held_and_frames_are_not_more_than_planned(
     config = VisionEncoder(model=str(model(kind, tmp_path)), frames=4, dtype=dtype)
     planned = encoder_bytes(config)
     encoder = Vision(config, tmp_path)
-    assert planned["encoder's weights"] == encoder.held
+    assert planned["encoder's weights"] == encoder.weight_bytes
     with Peak() as peak:
         encoder.embed([np.zeros((SIDE, SIDE, 3), np.uint8)] * 4)
     assert 0.6 * planned["encoder's frames"] < peak.most <= planned["encoder's frames"]

@@ -15,7 +15,7 @@ from configs.model import PretrainedModel
 from engines.models.attention import mixers
 from engines.models.checkpoints import build_empty
 from engines.models.facts import LIKE_LLAMA, UNSAID, ModelFacts, model_facts
-from engines.train.model.row_needs import row_needs
+from engines.train.batching.packed_batch import row_needs
 
 # What published files of these say, and no more: the rest are defaults of transformers' class.
 PUBLISHED: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from engines.processes import key_guard
-from engines.teachers import connections
+from engines.teachers import api
 from engines.teachers.messages import MOST_ROWS, Question
 from tests.engines.teachers.test_service import KEY, FakeGang, World
 
@@ -92,13 +92,13 @@ def test_with_the_key_a_body_has_a_size_and_a_time(
 def test_connections_that_ask_nothing_end_and_are_few(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "SILENT_SECONDS", 0.5)
-    monkeypatch.setattr(connections, "CONNECTIONS", 4)
+    monkeypatch.setattr(api, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(api, "CONNECTIONS", 4)
     began = time.monotonic()
     for parts in ((), (b"POST /v1/",), (head(5)[:-2],)):
         assert answer(world.port, *parts) == ""
     assert time.monotonic() - began < 15
-    monkeypatch.setattr(connections, "SILENT_SECONDS", 60.0)
+    monkeypatch.setattr(api, "SILENT_SECONDS", 60.0)
     silent = [socket.create_connection(("127.0.0.1", world.port)) for _ in range(4)]
     time.sleep(0.3)
     assert answer(world.port, head(5)) == "", "one too many"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engines.teachers.leases import CONFLICT, FULL, GONE, Places
 from engines.teachers.messages import PlaceLease, ServiceRefused
+from engines.teachers.service import CONFLICT, FULL, GONE, Places
 from tests.engines.teachers.test_fair_queue import Clock
 
 
@@ -29,9 +29,9 @@ def test_a_run_that_is_not_heard_of_frees_its_place() -> None:
     assert leases.ended() == ["file:///s/b"]
     assert leases.renew(lease("c"))
     with pytest.raises(ServiceRefused) as gone:
-        leases.held("file:///s/b", 1)
+        leases.place_of("file:///s/b", 1)
     assert gone.value.status == GONE
-    leases.held("file:///s/a", 1)  # asking keeps a place too
+    leases.place_of("file:///s/a", 1)  # asking keeps a place too
     clock.now = 120.0
     assert leases.ended() == []
 
@@ -39,7 +39,7 @@ def test_a_run_that_is_not_heard_of_frees_its_place() -> None:
 def test_a_newer_flow_of_a_run_takes_its_place_and_the_older_one_is_refused() -> None:
     leases = Places(1, 60.0, Clock())
     leases.renew(lease("a", 1)) and leases.renew(lease("a", 2))
-    for ask in (lambda: leases.renew(lease("a", 1)), lambda: leases.held("file:///s/a", 1)):
+    for ask in (lambda: leases.renew(lease("a", 1)), lambda: leases.place_of("file:///s/a", 1)):
         with pytest.raises(
             ServiceRefused, match="a flow with epoch 2 has taken the run a over"
         ) as stale:

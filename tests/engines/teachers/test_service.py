@@ -17,6 +17,7 @@ import uvicorn
 from engines.failures import GangLost, StaleCall
 from engines.models.tokens import ModelTokens
 from engines.teachers import api
+from engines.teachers.api import settings_of
 from engines.teachers.client import (
     Address,
     TeacherAway,
@@ -26,10 +27,8 @@ from engines.teachers.client import (
     probed,
     status_of,
 )
-from engines.teachers.connections import settings_of
 from engines.teachers.service import Limits, TeacherService
-from engines.train.contract import TrainEngine
-from engines.train.spec import ColumnsResult
+from engines.train.contract import ColumnsResult, TrainEngine
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store

@@ -18,8 +18,8 @@ from engines.rollout.contract import EngineDead, RolloutSpec
 from engines.rollout.vllm_arguments import ScoredTokens
 from engines.teachers.pool import SPARE_WORDS, VllmTeacherSpec
 from engines.teachers.vllm_teacher import LEAST_TAIL, VllmTeacher, known_words, tails
+from engines.train.contract import TeachRequest
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.spec import TeachRequest
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from tests.engines.train.train_ranks import MODEL, samples, spec, stored

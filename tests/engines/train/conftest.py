@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from engines.train.contract import TrainSpec
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.spec import TrainSpec
 from tests.engines.train.train_ranks import spec
 
 Join = Callable[[TrainSpec], FSDPEngine]

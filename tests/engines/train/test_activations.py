@@ -15,8 +15,8 @@ from configs.algorithm.algorithm import AlgorithmConfig
 from configs.train import TrainConfig
 from engines.train import activations, updater
 from engines.train.activations import kept_on_host, pinned
+from engines.train.contract import UpdateRequest
 from engines.train.memory_plan import activation_bytes, largest_batch
-from engines.train.spec import UpdateRequest
 from tests.engines.train.conftest import Make
 from tests.engines.train.test_memory_plan import (
     GROUP,

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from configs.train import TrainConfig
-from engines.train import adamw, optimizer_pieces
-from engines.train.adamw import MOMENTS, FetchingAdamW, make_adamw
+from engines.train import optimizer, optimizer_pieces
 from engines.train.model.fsdp import own_part, shard
 from engines.train.model.master_weights import MasterWeights
 from engines.train.model.rendezvous import meet
+from engines.train.optimizer import MOMENTS, FetchingAdamW, make_adamw
 from engines.workers import device_memory
 from engines.workers.device_memory import pin
 
@@ -121,15 +121,15 @@ def test_a_piece_waits_for_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
             seen.append((name, id(slot)))
             yield
 
-        monkeypatch.setattr(adamw._Lanes, name, turn)
+        monkeypatch.setattr(optimizer._Lanes, name, turn)
     parameters = [nn.Parameter(torch.ones(5 * 1024 + 1))]
     made = make_adamw(parameters, TrainConfig(optimizer_device="host"), MasterWeights())
     parameters[0].grad = torch.ones(5 * 1024 + 1)
     made.step()
     assert [name for name, _ in seen] == ["fetching", "using", "writing"] * 6
     places = [place for _, place in seen[::3]]
-    assert len(set(places)) == adamw.SLOTS
-    assert places[: adamw.SLOTS] == places[adamw.SLOTS :]
+    assert len(set(places)) == optimizer.SLOTS
+    assert places[: optimizer.SLOTS] == places[optimizer.SLOTS :]
     assert made.state[parameters[0]]["step"] == 1
 
 
@@ -241,11 +241,11 @@ def test_streams_wait_for_each_other_where_they_share_a_place(
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: here)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-    streams = adamw._Streams(torch.device("cuda"))
-    slots = [adamw._Slot([], away) for _ in range(adamw.SLOTS)]
-    for number in range(4 * adamw.SLOTS):
-        slot = slots[number % adamw.SLOTS]
-        earlier = number - adamw.SLOTS
+    streams = optimizer._Streams(torch.device("cuda"))
+    slots = [optimizer._Slot([], away) for _ in range(optimizer.SLOTS)]
+    for number in range(4 * optimizer.SLOTS):
+        slot = slots[number % optimizer.SLOTS]
+        earlier = number - optimizer.SLOTS
         with streams.fetching(slot):
             now = FakeStream.now[-1]
             assert earlier < 0 or ("written", earlier) in now.done, "what was here has gone"

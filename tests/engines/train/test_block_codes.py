@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.train.block_codes import code, decode, encode
+from engines.train.optimizer import code, decode, encode
 from engines.train.optimizer_pieces import block_of
 
 CPU = torch.device("cpu")

@@ -11,10 +11,10 @@ import torch
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.train import TrainConfig
 from engines.models.checkpoints import materialize
+from engines.train.contract import ColumnsResult, LogprobRequest
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.optimizer import learning_rate
 from engines.train.policy import Policy
-from engines.train.spec import ColumnsResult, LogprobRequest
 from storage.batches.refs import BatchRef
 from storage.objects.errors import ObjectDamaged
 from storage.objects.store import Store

@@ -12,9 +12,9 @@ import torch
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.model import RandomModel
 from engines.models.checkpoints import materialize
+from engines.train.contract import ColumnsResult, LogprobRequest, UpdateResult
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model.rendezvous import RendezvousFailed, meet
-from engines.train.spec import ColumnsResult, LogprobRequest, UpdateResult
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef, stream

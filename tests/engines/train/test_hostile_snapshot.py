@@ -12,7 +12,7 @@ import torch
 
 from engines.failures import WeightMismatch
 from engines.models.adapters import factor_names, merge
-from engines.train.checkpoint import load_snapshot, save_snapshot
+from engines.train.snapshots import load_snapshot, save_snapshot
 from storage.objects import documents
 from storage.objects.errors import ObjectDamaged
 from storage.objects.store import Store

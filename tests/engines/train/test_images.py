@@ -23,8 +23,8 @@ from engines.rollout.hf_engine import HFEngine
 from engines.train.batching.image_turns import SeenRow, pack_turns
 from engines.train.batching.micro_batch import read_micro_batch
 from engines.train.batching.packing import read_lengths
+from engines.train.contract import ColumnsResult, LogprobRequest, TrainSpec, UpdateResult
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.spec import ColumnsResult, LogprobRequest, TrainSpec, UpdateResult
 from storage.batches.columns import Author
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch

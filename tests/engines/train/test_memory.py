@@ -9,10 +9,10 @@ import pytest
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.train import TrainConfig
+from engines.train.contract import LogprobRequest, UpdateRequest
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.memory_plan import MemoryPlan, largest_batch, plan_rank
 from engines.train.model.fsdp import layers
-from engines.train.spec import LogprobRequest, UpdateRequest
 from tests.engines.train.conftest import Make
 from tests.engines.train.test_memory_plan import (
     GROUP,

@@ -20,19 +20,22 @@ from engines.models.checkpoints import build_empty, materialize
 from engines.models.facts import ModelShape, model_facts
 from engines.models.traced_shape import adapter_parameters
 from engines.train import logprobs, memory_plan, updater
+from engines.train.contract import UpdateRequest
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.memory_plan import (
+    LIBRARIES,
+    PRIMITIVES,
     Batch,
     MemoryPlan,
     activation_bytes,
+    buffer_bytes,
     largest_batch,
     largest_turns,
+    most_resident,
     plan_rank,
 )
 from engines.train.model import attention
 from engines.train.model.lora import inject
-from engines.train.resident_memory import LIBRARIES, PRIMITIVES, buffer_bytes, most_resident
-from engines.train.spec import UpdateRequest
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store

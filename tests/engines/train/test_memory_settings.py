@@ -16,15 +16,14 @@ from torch.distributed.tensor import DTensor
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.train import TrainConfig
-from engines.train.adamw import stochastically_rounded
 from engines.train.batching.packed_batch import pack
+from engines.train.contract import LogprobRequest, TeachRequest
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.memory import OTHERS, PASS, setting_for_less
 from engines.train.memory_plan import checkpointed
-from engines.train.model.fsdp import layers
-from engines.train.model.gathering import gather
-from engines.train.model.lora import base_weights
-from engines.train.spec import LogprobRequest, TeachRequest
+from engines.train.model.fsdp import gather, layers
+from engines.train.model.master_weights import base_weights
+from engines.train.optimizer import stochastically_rounded
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from tests.engines.train.train_ranks import (

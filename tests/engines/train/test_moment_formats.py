@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.train import TrainConfig
-from engines.train.adamw import LARGEST, MOMENTS, make_adamw
-from engines.train.block_codes import decode
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model.master_weights import MasterWeights
+from engines.train.optimizer import LARGEST, MOMENTS, decode, make_adamw
 from tests.engines.train.conftest import Make
 from tests.engines.train.train_ranks import samples, stored, update_of
 

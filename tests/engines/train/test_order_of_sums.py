@@ -11,10 +11,9 @@ import torch
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.train import TrainConfig
+from engines.train.contract import MadeOn, UpdateResult
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.order_of_sums import in_fixed_order, made_on
-from engines.train.policy_update import PolicyUpdater
-from engines.train.spec import MadeOn, UpdateResult
+from engines.train.updater import PolicyUpdater, in_fixed_order, made_on
 from storage.batches.refs import BatchRef
 from tasks.commands.replay import TOLERANCE, share_of_way
 from tests.engines.train.conftest import Make

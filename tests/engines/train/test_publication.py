@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engines.train import publication
-from engines.train.model.fsdp import own_part, shard
-from engines.train.model.gathering import on_first, together
+from engines.train.model.fsdp import on_first, own_part, shard, together
 from engines.train.model.rendezvous import meet
 from engines.train.publication import (
     agree_together,

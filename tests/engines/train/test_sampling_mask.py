@@ -10,7 +10,7 @@ import torch
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.models.checkpoints import materialize
-from engines.train.spec import LogprobRequest
+from engines.train.contract import LogprobRequest
 from storage.batches.refs import BatchRef
 from storage.batches.sampling_mask import SamplingMask, mask_columns
 from storage.batches.writing import write_batch

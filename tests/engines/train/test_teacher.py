@@ -15,8 +15,8 @@ from configs.algorithm.algorithm import AlgorithmConfig
 from configs.algorithm.distillation import DistillAlgorithm
 from configs.model import Model, PretrainedModel, RandomModel
 from engines.models.checkpoints import materialize
+from engines.train.contract import ColumnsResult, LogprobRequest, TeachRequest, UpdateRequest
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.spec import ColumnsResult, LogprobRequest, TeachRequest, UpdateRequest
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from tests.engines.train import naive_training as naive

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from configs.algorithm.distillation import DistillAlgorithm
+from engines.train.contract import ColumnsResult, TeachRequest, TrainSpec, UpdateResult
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.spec import ColumnsResult, TeachRequest, TrainSpec, UpdateResult
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from tests.engines.train.train_ranks import (

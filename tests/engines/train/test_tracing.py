@@ -21,8 +21,7 @@ from configs.train import TrainConfig
 from engines.models.checkpoints import build_empty, save
 from engines.models.facts import model_facts
 from engines.models.traced_shape import Amount, TracedShape
-from engines.train import traced
-from engines.train.cached_child import BrokeOff, CachedChild
+from engines.train import model_probes
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.memory_plan import (
     Batch,
@@ -32,8 +31,8 @@ from engines.train.memory_plan import (
     plan_aggregator,
     plan_rank,
 )
+from engines.train.model_probes import BrokeOff, CachedChild, traced_shape
 from engines.train.self_test.twin import build
-from engines.train.traced import traced_shape
 from engines.train.tracing import fit, trace
 from tasks.memory.holders import Vllm
 from tests.engines.train.test_memory_plan import (
@@ -181,12 +180,12 @@ def test_a_layer_with_a_state_keeps_it_of_a_sequence(tmp_path: Path) -> None:
 def test_what_a_child_traced_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = make("GPT-2", tmp_path / "model")
-    traced._asked.cache_clear()
+    model_probes._ask_once.cache_clear()
     seen = traced_shape(folder, LONGEST, "float32")
     assert seen == trace(folder, LONGEST, torch.float32)
     (file,) = (tmp_path / "cache" / "refrain" / "shapes").iterdir()
     assert TracedShape.from_json(json.loads(file.read_text())) == seen
-    traced._asked.cache_clear()
+    model_probes._ask_once.cache_clear()
     monkeypatch.setattr("sys.executable", "/bin/false")  # no child is asked again
     assert traced_shape(folder, LONGEST, "float32") == seen
 

@@ -14,8 +14,8 @@ import numpy as np
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.model import PretrainedModel, RandomModel
 from configs.train import TrainConfig
+from engines.train.contract import TrainSpec, UpdateRequest
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.spec import TrainSpec, UpdateRequest
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store

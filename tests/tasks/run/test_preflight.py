@@ -24,7 +24,7 @@ from configs.model import PretrainedModel, RandomModel
 from configs.recipe import load_recipe
 from engines.models.checkpoints import materialize
 from engines.models.facts import ModelShape, model_facts
-from engines.train.cached_child import BrokeOff
+from engines.train.model_probes import BrokeOff
 from engines.train.self_test import child
 from engines.train.self_test.verdict import Verdict
 from engines.workers import placement

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.models.checkpoints import materialize
-from engines.train.batching.forest_sequences import Sequences
 from engines.train.batching.mfu import CostModel
-from engines.train.batching.packed_batch import pack
+from engines.train.batching.packed_batch import Sequences, pack
 from engines.train.batching.packing import (
     WHOLE,
     plan_logprobs,
@@ -25,11 +24,12 @@ from engines.train.batching.packing import (
     read_lengths,
 )
 from engines.train.batching.stored_plan import PlanRequest, read_plan, write_plan
+from engines.train.contract import ColumnsResult, LogprobRequest, TeachRequest, TrainSpec
 from engines.train.fsdp_engine import FSDPEngine
+from engines.train.model.sequence_parallel import ALONE
 from engines.train.policy import Policy
-from engines.train.self_test.comparison import ALONE, own_logprobs
+from engines.train.self_test.comparison import own_logprobs
 from engines.train.self_test.twin import build
-from engines.train.spec import ColumnsResult, LogprobRequest, TeachRequest, TrainSpec
 from storage.batches.forest import Forest
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from engines.start_progress import StartProgress, heard_by
-from engines.train.batching import read_ahead as module
-from engines.train.batching.micro_batch import MicroBatch, read_micro_batch
-from engines.train.batching.read_ahead import read_ahead
+from engines.train.batching import micro_batch as module
+from engines.train.batching.micro_batch import MicroBatch, read_ahead, read_micro_batch
 from storage.objects.store import Store
 from tests.engines.train.train_ranks import samples, stored
 

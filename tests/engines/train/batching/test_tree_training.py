@@ -28,11 +28,17 @@ from engines.train.batching.packing import (
 )
 from engines.train.batching.stored_plan import PlanRequest, read_plan, write_plan
 from engines.train.batching.tree_training import in_order
+from engines.train.contract import (
+    ColumnsResult,
+    LogprobRequest,
+    TeachRequest,
+    TrainSpec,
+    UpdateResult,
+)
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.memory_plan import Batch, largest_batch
-from engines.train.model.sequence_parallel import SequenceGroup
+from engines.train.model.sequence_parallel import ALONE
 from engines.train.policy import Policy
-from engines.train.spec import ColumnsResult, LogprobRequest, TeachRequest, TrainSpec, UpdateResult
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
@@ -50,7 +56,6 @@ from tests.engines.train.train_ranks import (
 )
 
 EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True)
-ALONE = SequenceGroup(group=None, rank=0, size=1, replica=0, replicas=1)
 WORDS = 12  # few, so that drawn rows begin alike
 KL = AlgorithmConfig.model_validate({"kl": {"coefficient": 0.2}, "entropy": {"coefficient": 0.1}})
 

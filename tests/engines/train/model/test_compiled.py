@@ -13,11 +13,11 @@ import torch
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.lora import LoraConfig
+from engines.train.contract import LogprobRequest
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model import compiled
 from engines.train.model.compiled import lacking
-from engines.train.model.gathering import gather
-from engines.train.spec import LogprobRequest
+from engines.train.model.fsdp import gather
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from storage.runs.weights import open_manifest

@@ -25,17 +25,12 @@ from configs.model import PretrainedModel
 from configs.train import TrainConfig
 from engines.critic.engine import CriticRank
 from engines.models.checkpoints import load_for_training
-from engines.train.checkpoint import Computed
+from engines.models.routers import count_experts, find_experts
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model import expert_parallel
-from engines.train.model.expert_parallel import (
-    check_experts,
-    count_experts,
-    find_experts,
-    spread_experts,
-)
-from engines.train.model.fsdp import layers
-from engines.train.model.gathering import gather
+from engines.train.model.expert_parallel import check_experts, spread_experts
+from engines.train.model.fsdp import gather, layers
+from engines.train.snapshots import DeferredTensor
 from storage.batches.refs import BatchRef
 from tests.engines.critic.test_critic import update, with_targets
 from tests.engines.train.conftest import Join
@@ -94,7 +89,7 @@ def learn(
 
     def whole(engine: FSDPEngine) -> dict[str, np.ndarray]:
         state = {
-            name: one.values() if isinstance(one, Computed) else one
+            name: one.values() if isinstance(one, DeferredTensor) else one
             for name, one in engine._state().items()
         }
         parts = {name: gather(one, None, 0, dist.group.WORLD) for name, one in state.items()}

@@ -11,12 +11,11 @@ from transformers import PreTrainedModel
 
 from engines.models.attention import LONG
 from engines.train.activations import checkpoint_layers
-from engines.train.batching.packed_batch import pack
+from engines.train.batching.packed_batch import PLAIN, RowNeeds, pack, row_needs
 from engines.train.model.attention import Bucket
-from engines.train.model.row_needs import PLAIN, RowNeeds, row_needs
+from engines.train.model.sequence_parallel import ALONE
 from engines.train.policy import Policy
 from engines.train.self_test.comparison import (
-    ALONE,
     Samples,
     differences,
     own_logprobs,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from engines.train import building
+from engines.train import fsdp_engine
 from engines.train.fsdp_engine import FSDPEngine
 from tests.engines.train.conftest import Make
 from tests.engines.train.model.test_master_weights import MULTIPLIED, ROUNDED, update
@@ -19,7 +19,7 @@ from tests.engines.train.model.test_remainders import REMAINDERS
 def pair(make: Make, monkeypatch: pytest.MonkeyPatch) -> tuple[FSDPEngine, FSDPEngine]:
     """One by FSDP with float32 weights, and a plain one as it is on a GPU."""
     sharded = make(run="sharded", **MULTIPLIED)
-    monkeypatch.setattr(building, "WHOLE", ("cpu",))
+    monkeypatch.setattr(fsdp_engine, "WHOLE", ("cpu",))
     plain = make(run="plain", **MULTIPLIED)
     assert isinstance(sharded._loaded(), FSDPModule)
     assert not isinstance(plain._loaded(), FSDPModule)
@@ -77,6 +77,6 @@ def test_other_formats_too(
     tmp_path: Path, make: Make, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sharded = make(run="sharded", **{"micro_batch_tokens": 64, **settings})
-    monkeypatch.setattr(building, "WHOLE", ("cpu",))
+    monkeypatch.setattr(fsdp_engine, "WHOLE", ("cpu",))
     plain = make(run="plain", **{"micro_batch_tokens": 64, **settings})
     assert update(plain, tmp_path, 1) == update(sharded, tmp_path, 1)

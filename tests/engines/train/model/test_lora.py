@@ -16,9 +16,9 @@ from configs.lora import LoraConfig
 from engines.failures import WeightMismatch
 from engines.models.adapters import stream_whole
 from engines.models.checkpoints import materialize
+from engines.train.contract import ColumnsResult, LogprobRequest, TrainSpec
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model.lora import adapted_layers, reset
-from engines.train.spec import ColumnsResult, LogprobRequest, TrainSpec
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore

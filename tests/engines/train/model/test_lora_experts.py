@@ -16,10 +16,10 @@ from configs.model import PretrainedModel
 from configs.rollout import RolloutConfig
 from engines.models.adapters import export_adapter, factor_names, stream_whole
 from engines.rollout.contract import RolloutSpec, engine_class
+from engines.train.contract import TrainSpec
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model.fsdp import own_part
 from engines.train.model.lora import adapted_experts, factors, take_factors
-from engines.train.spec import TrainSpec
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
 from storage.runs.weights import StackedWeight, open_manifest, stream

@@ -14,9 +14,9 @@ from transformers import Qwen3MoeConfig
 from benchmarks.families import FAMILIES
 from configs.model import PretrainedModel
 from engines.models.checkpoints import character_tokenizer, save
+from engines.train.contract import ColumnsResult, LogprobRequest, TrainSpec, UpdateResult
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.self_test.twin import build
-from engines.train.spec import ColumnsResult, LogprobRequest, TrainSpec, UpdateResult
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef, stream

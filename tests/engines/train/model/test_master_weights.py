@@ -13,7 +13,7 @@ import torch
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.lora import LoraConfig
 from configs.train import TrainConfig
-from engines.train import building
+from engines.train import fsdp_engine
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.memory import setting_for_less
 from tests.engines.train.conftest import Join, Make
@@ -78,7 +78,7 @@ def test_a_version_is_taken_with_all_its_digits(tmp_path: Path, make: Make, mast
 def test_sums_in_another_format_are_noticed(
     tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(building, "sum_gradients_in_float32", lambda module: None)
+    monkeypatch.setattr(fsdp_engine, "sum_gradients_in_float32", lambda module: None)
     engine = make(**ROUNDED)
     with pytest.raises(AssertionError, match=r"of model\.\S+ was summed in torch\.bfloat16"):
         update(engine, tmp_path, 1)

@@ -14,7 +14,7 @@ from engines.train.batching import packed_batch
 from engines.train.batching.packed_batch import pack
 from engines.train.model import attention, compiled
 from engines.train.model.attention import PACKED
-from engines.train.model.sequence_parallel import SequenceGroup
+from engines.train.model.sequence_parallel import ALONE
 from engines.train.policy import Policy
 
 
@@ -88,9 +88,6 @@ def played(
 ) -> Tensor:
     result: Tensor = by_edges(q, k, v, edges, scale)
     return result
-
-
-ALONE = SequenceGroup(group=None, rank=0, size=1, replica=0, replicas=1)
 
 
 def model() -> Policy:

@@ -23,10 +23,11 @@ from engines.models.routed_experts import extended
 from engines.models.routers import find_routers
 from engines.train.activations import checkpoint_layers
 from engines.train.batching.packed_batch import pack
+from engines.train.contract import UpdateResult
 from engines.train.fsdp_engine import FSDPEngine
+from engines.train.model.sequence_parallel import ALONE
 from engines.train.policy import OWN, Policy
-from engines.train.self_test.comparison import ALONE, own_logprobs
-from engines.train.spec import UpdateResult
+from engines.train.self_test.comparison import own_logprobs
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store

@@ -19,6 +19,7 @@ from benchmarks.families import make
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.models.checkpoints import load_for_training
 from engines.models.routers import Router, find_routers
+from engines.train.contract import UpdateResult
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model.routers import (
     Routing,
@@ -29,7 +30,6 @@ from engines.train.model.routers import (
     watched,
 )
 from engines.train.policy import Policy
-from engines.train.spec import UpdateResult
 from tests.engines.train.naive_training import Sample
 from tests.engines.train.train_ranks import Ranks, engine_of, samples, spec, stored, update_of
 from tests.ports import free_ports

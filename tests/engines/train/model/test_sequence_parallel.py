@@ -14,9 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.model import PretrainedModel, RandomModel
 from engines.models.checkpoints import materialize
+from engines.train.contract import ColumnsResult, LogprobRequest, TrainSpec, UpdateResult
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model.sequence_parallel import SequenceGroup
-from engines.train.spec import ColumnsResult, LogprobRequest, TrainSpec, UpdateResult
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef, stream
@@ -210,5 +210,5 @@ def test_tokens_are_dealt_out_evenly() -> None:
     tokens = torch.arange(10, 17)
     assert group.own(tokens).tolist() == [11, 14, 10]  # the last is no token of this rank's
     assert replace(group, rank=0).own(tokens).tolist() == [10, 13, 16]
-    places, rows = group.held(torch.tensor([1, 2, 4, 4, 6]))
+    places, rows = group.places_held(torch.tensor([1, 2, 4, 4, 6]))
     assert (places.tolist(), rows.tolist()) == ([0, 2, 3], [0, 1, 1])

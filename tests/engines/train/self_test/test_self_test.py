@@ -12,9 +12,8 @@ from transformers import AutoConfig, PretrainedConfig
 from engines.train.model import recurrent
 from engines.train.self_test.child import verdict
 from engines.train.self_test.comparison import TOLERANCE
-from engines.train.self_test.testing import self_test
 from engines.train.self_test.twin import LONGEST, build, shrunken
-from engines.train.self_test.verdict import Verdict
+from engines.train.self_test.verdict import Verdict, self_test
 
 
 def saved(folder: Path, config: PretrainedConfig) -> Path:

@@ -1,7 +1,11 @@
-"""The log-prob pass: forward passes over a batch, whose numbers are written as new columns.
+"""Forward passes over a batch, without gradients, whose numbers are written as new columns.
 
 Log-probs of the policy or the reference, values of a critic: whatever a function gives for the
 response tokens of a micro-batch.
+
+And passes over a few samples that are handed in, of whose log-probs is made a coarse self-test of a
+trained model's real weights, on its device and over its ranks. It sees what a small model in float32
+on a CPU does not: this device's kernels, this number format, these weights.
 """
 
 from __future__ import annotations
@@ -12,22 +16,22 @@ from typing import TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from engines.models.vla.openvla import OpenVLA
 from engines.train.batching.image_turns import SeenRow, pack_turns
 from engines.train.batching.mfu import CostModel
-from engines.train.batching.micro_batch import MicroBatch
-from engines.train.batching.packed_batch import pack
+from engines.train.batching.micro_batch import MicroBatch, read_ahead
+from engines.train.batching.packed_batch import PLAIN, RowNeeds, pack
 from engines.train.batching.packing import plan_logprobs, read_lengths
-from engines.train.batching.read_ahead import read_ahead
-from engines.train.model.row_needs import PLAIN, RowNeeds
 from engines.train.model.sequence_parallel import SequenceGroup
-from engines.train.policy_update import Forward
+from engines.train.policy import Forward
 from storage.batches.refs import BatchRef
 from storage.batches.writing import Jagged, write_batch
 from storage.objects.store import Store
 
-Computed: TypeAlias = Callable[[MicroBatch], Mapping[str, Tensor]]
+# Numbers [R] or [R, k] of the response tokens of a micro-batch, by name.
+ForwardPass: TypeAlias = Callable[[MicroBatch], Mapping[str, Tensor]]
 TEACHER_COLUMNS = (
     "teacher_logprobs",
     "teacher_topk_ids",
@@ -42,7 +46,7 @@ def write_token_columns(
     device: torch.device,
     batch: BatchRef,
     out_key: str,
-    computed: Computed,
+    forward_pass: ForwardPass,
     columns: Collection[str],
     *,
     budget: int,
@@ -60,7 +64,7 @@ def write_token_columns(
         device: This rank's.
         batch: [N] rows of all ranks.
         out_key: Of the object that is written; with several ranks its number is put in.
-        computed: From a micro-batch to numbers [R] or [R, k] of its response tokens, by name.
+        forward_pass: Makes the numbers.
         columns: Names of those that are written.
         budget: Most tokens of a forward pass.
         cost: By which rows are balanced over ranks.
@@ -73,58 +77,60 @@ def write_token_columns(
     """
     known = read_lengths(store, batch, tree_training, cost.patches)
     plan = plan_logprobs(known, world=sequence.replicas, budget=budget, cost=cost)
-    found: dict[str, dict[int, np.ndarray]] = {}
+    rows_of: dict[str, dict[int, np.ndarray]] = {}  # by column and row
     sums = {"tokens": 0.0}
-    mine = plan.ranks[sequence.replica]
-    with read_ahead(store, batch, mine, (), device, tree_training, cost.patches, needs) as micros:
-        for rows, micro in zip(mine, micros, strict=True):
+    own_micro_batches = plan.ranks[sequence.replica]
+    with read_ahead(
+        store, batch, own_micro_batches, (), device, tree_training, cost.patches, needs
+    ) as micros:
+        for rows, micro in zip(own_micro_batches, micros, strict=True):
             with torch.no_grad():
-                given = computed(micro)
+                numbers = forward_pass(micro)
             if not sequence.counts:
                 continue
             lengths = micro.packed.rows.lengths.tolist()
             sums["tokens"] += float(micro.mask.sum())
-            for name, values in given.items():
+            for name, values in numbers.items():
                 if values.dim() == 1:
                     sums[name] = sums.get(name, 0.0) + float(values.where(micro.mask, 0.0).sum())
                 if name in columns:
                     whole = values.float() if values.is_floating_point() else values
                     parts = [part.numpy() for part in whole.cpu().split(lengths)]
-                    found.setdefault(name, {}).update(zip(rows, parts, strict=True))
-    if not any(found.values()):
+                    rows_of.setdefault(name, {}).update(zip(rows, parts, strict=True))
+    if not any(rows_of.values()):
         return None, sums
     if sequence.replicas > 1:
         stem, dot, suffix = out_key.rpartition(".")
         out_key = f"{stem}-{sequence.replica}of{sequence.replicas}{dot}{suffix}"
-    return write_batch(store, out_key, {n: _jagged(rows) for n, rows in found.items()}), sums
+    return write_batch(store, out_key, {n: _jagged(rows) for n, rows in rows_of.items()}), sums
 
 
-def chosen_logprobs(forward: Forward, column: str, squared: bool) -> Computed:
+def chosen_logprobs(forward: Forward, column: str, squared: bool) -> ForwardPass:
     """Of a micro-batch's tokens [R] log-probs as `column`, and entropy; squared: sum_pi_squared."""
 
-    def computed(micro: MicroBatch) -> dict[str, Tensor]:
+    def forward_pass(micro: MicroBatch) -> dict[str, Tensor]:
         logprobs, entropy, *squares = forward(micro.packed, squared=squared)
-        found = {column: logprobs, "entropy": entropy}
-        return {**found, "sum_pi_squared": squares[0]} if squared else found
+        numbers = {column: logprobs, "entropy": entropy}
+        return {**numbers, "sum_pi_squared": squares[0]} if squared else numbers
 
-    return computed
+    return forward_pass
 
 
-def likeliest_words(forward: Forward, top_k: int, among: int | None) -> Computed:
+def likeliest_words(forward: Forward, top_k: int, among: int | None) -> ForwardPass:
     """TEACHER_COLUMNS of a micro-batch's tokens: the chosen ones' log-probs, and the top_k words.
 
     among: the words are of the first so many, all if None. top_k: 0 leaves the words out.
     """
 
-    def computed(micro: MicroBatch) -> dict[str, Tensor]:
+    def forward_pass(micro: MicroBatch) -> dict[str, Tensor]:
         logprobs, _, *words = forward(micro.packed, top=top_k, among=among)
-        found = [logprobs]
+        columns = [logprobs]
         if words:
             bins, ids = words
-            found += [ids, bins[:, :-1], bins[:, -1]]
-        return dict(zip(TEACHER_COLUMNS, found, strict=False))
+            columns += [ids, bins[:, :-1], bins[:, -1]]
+        return dict(zip(TEACHER_COLUMNS, columns, strict=False))
 
-    return computed
+    return forward_pass
 
 
 @torch.no_grad()
@@ -169,3 +175,56 @@ def _jagged(rows: Mapping[int, np.ndarray]) -> Jagged:
     """The rows in their order."""
     ordered = [rows[row] for row in sorted(rows)]
     return Jagged(np.concatenate(ordered), np.cumsum([0, *map(len, ordered)], dtype=np.int64))
+
+
+# Nats by which half of the tokens may differ: rounding in bfloat16, and not what a wrong head does.
+# Of the other half, tokens that rounding sends to other experts may be far off.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+LENGTHS = ((6, 8), (6, 5), (3, 4))  # tokens of prompts and responses; the first two have one prompt
+
+
+@torch.no_grad()
+def median_difference(forward: Forward, device: torch.device) -> float:
+    """Median of |log-prob, packed - log-prob, by transformers| over some tokens, nats; a collective.
+
+    The weights are left as they were: sharded.
+    """
+    policy = forward.policy
+    model, training = policy.model, policy.training
+    generator = torch.Generator().manual_seed(0)
+    words = int(model.config.get_text_config().vocab_size)
+    prompt = torch.randint(words, (LENGTHS[0][0],), generator=generator)
+    samples = [
+        (
+            prompt
+            if length == len(prompt)
+            else torch.randint(words, (length,), generator=generator),
+            torch.randint(words, (count,), generator=generator),
+        )
+        for length, count in LENGTHS
+    ]
+    prompts, responses = ([each.numpy() for each in some] for some in zip(*samples, strict=True))
+    packed = pack(prompts, responses, device, needs=policy.needs)
+    policy.eval()
+    ours, *_ = forward(packed)
+    packing = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    if isinstance(policy, FSDPModule):
+        register_fsdp_forward_method(policy, "own_logits")
+    try:
+        theirs = torch.cat([_own(forward, *sample, device) for sample in samples])
+    finally:
+        model.set_attn_implementation(packing)
+        policy.train(training)
+        for module in policy.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # who asks for parameters from now on gets this rank's
+    return float((ours - theirs).abs().median())
+
+
+def _own(forward: Forward, prompt: Tensor, response: Tensor, device: torch.device) -> Tensor:
+    """Log-probs [R] of a response by the model's own forward pass."""
+    tokens = torch.cat([prompt, response]).to(device)
+    logits = forward.policy.own_logits(tokens[None, :-1])[0, len(prompt) - 1 :]
+    table = logits.float().log_softmax(-1)
+    return table.gather(-1, tokens[len(prompt) :, None])[:, 0]

@@ -1,11 +1,13 @@
-"""What a child process says of a model's config.json, in a line of JSON, and keeps for next time.
+"""What child processes say of a model's config.json, in a line of JSON that is kept for next time.
 
-Imports neither torch nor transformers, as the child does.
+Such as the sizes of a model of any kind, as its code makes them (engines/train/tracing.py). Imports
+neither torch nor transformers, as the child does.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -14,15 +16,21 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from configs.environment import cache_folder
+from configs.lora import LoraConfig
 from configs.process import private_folder
 from engines import models
+from engines.models.traced_shape import TracedShape
 
 LIMIT = 300.0  # seconds; most take less than ten
+LEAST = 8  # tokens of a sequence that is gone through
+MOST = 1024  # tokens of a sequence that is gone through; memory of longer ones follows
+TRACING_LIMIT = 120.0  # seconds
 T = TypeVar("T")
 
 
@@ -32,7 +40,7 @@ class BrokeOff(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CachedChild(Generic[T]):
-    """A module that is run with a model's directory and more arguments, and prints what it found."""
+    """A module that is run with a model's directory and more arguments, and prints what it finds."""
 
     module: str
     read: Callable[[str], T]  # of the line; ValueError, TypeError or KeyError for any other
@@ -44,7 +52,7 @@ class CachedChild(Generic[T]):
     @contextmanager
     def begun(self) -> Iterator[Callable[[], T]]:
         """Begin it; what is given waits for what it says, or raises BrokeOff. Ends with the body."""
-        stored = self._kept()
+        stored = self._stored()
         if stored is not None:
             yield lambda: stored
             return
@@ -66,7 +74,7 @@ class CachedChild(Generic[T]):
             except (ValueError, TypeError, KeyError, IndexError) as error:
                 last = (err.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
                 raise BrokeOff(f"broke off ({last[:200]})") from error
-            self._keep(line)
+            self._store(line)
             return result
 
         try:
@@ -79,7 +87,7 @@ class CachedChild(Generic[T]):
                 assert pipe is not None
                 pipe.close()
 
-    def _keep(self, line: str) -> None:
+    def _store(self, line: str) -> None:
         folder = self._folder()
         if folder is None:
             return
@@ -90,7 +98,7 @@ class CachedChild(Generic[T]):
         except OSError:  # no room: it is asked again
             pass
 
-    def _kept(self) -> T | None:
+    def _stored(self) -> T | None:
         folder = self._folder()
         try:
             return None if folder is None else self.read((folder / self._name()).read_text())
@@ -113,3 +121,37 @@ class CachedChild(Generic[T]):
         of = (*self.arguments, version("torch"), version("transformers"))
         digest.update(" ".join(of).encode())
         return f"{digest.hexdigest()[:32]}.json"
+
+
+def traced_shape(
+    directory: Path, longest: int, products: str, lora: LoraConfig | None = None
+) -> TracedShape:
+    """Of the model of a directory, by a child that takes about ten seconds; then by what it said.
+
+    longest: tokens of the longest sequence that is read. products: their format, as
+    train.compute_dtype has it. lora: an adapter that is trained alone.
+    Raises BrokeOff where the code cannot be gone through without the weights, or not in time.
+    """
+    settings = () if lora is None else (lora.model_dump_json(exclude={"alpha"}),)
+    answer = _ask_once(directory, min(max(longest, LEAST), MOST), products, *settings)
+    if isinstance(answer, str):
+        raise BrokeOff(answer)
+    return answer
+
+
+@cache
+def _ask_once(directory: Path, longest: int, products: str, *lora: str) -> TracedShape | str:
+    """Once in a process, for a plan asks many times; why not, where the child broke off."""
+    child = CachedChild(
+        module="engines.train.tracing",
+        read=lambda line: TracedShape.from_json(json.loads(line)),
+        directory=directory,
+        arguments=(str(longest), products, *lora),
+        folder="shapes",
+        limit=TRACING_LIMIT,
+    )
+    with child.begun() as results:
+        try:
+            return results()
+        except BrokeOff as error:
+            return str(error)

@@ -12,9 +12,8 @@ import pytest
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.model import RandomModel
 from engines.failures import WeightMismatch
-from engines.train.contract import TrainEngine
+from engines.train.contract import TrainEngine, TrainSpec
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.spec import TrainSpec
 from engines.train.trainer import Trainer, TrainerSettings
 from engines.workers.engine import EngineSpec, join_of
 from storage.batches.refs import BatchRef

@@ -59,7 +59,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Computed:
+class DeferredTensor:
     """A tensor in float32 that is made when it is its turn, so that not all are held at once."""
 
     like: Tensor  # of its shape, sharded as it is, of any values
@@ -71,7 +71,7 @@ class Computed:
 def save_snapshot(
     files: RunStore,
     step: int,
-    tensors: Mapping[str, Tensor | Computed],
+    tensors: Mapping[str, Tensor | DeferredTensor],
     facts: Mapping[str, int],
     group: dist.ProcessGroup,
 ) -> None:
@@ -79,7 +79,7 @@ def save_snapshot(
     writer = _Writer(files, step, dict(facts))
     shapes = {
         name: torch.empty_like(tensor.like, device="meta", dtype=torch.float32, requires_grad=False)
-        if isinstance(tensor, Computed)
+        if isinstance(tensor, DeferredTensor)
         else tensor
         for name, tensor in tensors.items()
     }
@@ -91,7 +91,7 @@ def save_snapshot(
 def load_snapshot(
     files: RunStore,
     step: int,
-    tensors: Mapping[str, Tensor | Computed],
+    tensors: Mapping[str, Tensor | DeferredTensor],
     group: dist.ProcessGroup,
 ) -> dict[str, int]:
     """Fill `tensors` in place from the snapshot after `step`; returns its numbers. A collective.
@@ -101,7 +101,7 @@ def load_snapshot(
     """
     reader, planner = _Reader(files, step), _LoadPlanner(tensors)
     shapes = {
-        name: tensor.like if isinstance(tensor, Computed) else tensor
+        name: tensor.like if isinstance(tensor, DeferredTensor) else tensor
         for name, tensor in tensors.items()
     }
     with _plain_errors():
@@ -124,39 +124,39 @@ def _plain_errors() -> Iterator[None]:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    def __init__(self, tensors: Mapping[str, Tensor | Computed]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor | DeferredTensor]) -> None:
         super().__init__()
         self._tensors = tensors
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """What is written, made now where it is computed."""
         tensor = self._tensors[index.fqn]
-        value = tensor.values() if isinstance(tensor, Computed) else tensor
+        value = tensor.values() if isinstance(tensor, DeferredTensor) else tensor
         return find_state_dict_object({index.fqn: value}, index)
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    def __init__(self, tensors: Mapping[str, Tensor | Computed]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor | DeferredTensor]) -> None:
         super().__init__()
         self._tensors = tensors
-        self._made: dict[str, Tensor] = {}  # the one whose pieces are read now
+        self._filled: dict[str, Tensor] = {}  # the one whose pieces are read now
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """What is filled; of computed ones one at a time, as a tensor's pieces come together."""
         tensor = self._tensors[index.fqn]
-        if isinstance(tensor, Computed) and index.fqn not in self._made:
+        if isinstance(tensor, DeferredTensor) and index.fqn not in self._filled:
             self.end()
-            self._made = {index.fqn: tensor.place()}
-        value = self._made[index.fqn] if isinstance(tensor, Computed) else tensor
+            self._filled = {index.fqn: tensor.place()}
+        value = self._filled[index.fqn] if isinstance(tensor, DeferredTensor) else tensor
         return cast("Tensor", find_state_dict_object({index.fqn: value}, index))
 
     def end(self) -> None:
         """All of the last one has been filled."""
-        for name in self._made:
+        for name in self._filled:
             tensor = self._tensors[name]
-            assert isinstance(tensor, Computed)
+            assert isinstance(tensor, DeferredTensor)
             tensor.take()
-        self._made = {}
+        self._filled = {}
 
 
 class _Writer(StorageWriter):
