@@ -46,13 +46,7 @@ from tasks.run.attempts import Attempt
 from tasks.run.contract import StageView
 from tasks.run.roles import ENVIRONMENT, OPPONENT
 from tasks.run.stage import Stage
-from tasks.sampling import (
-    SamplingStage,
-    opponents_turn,
-    sample_or_leave,
-    sampled,
-    together,
-)
+from tasks.sampling import SamplingStage, opponents_turn, sample_or_leave, sampled, together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

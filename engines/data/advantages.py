@@ -18,12 +18,7 @@ from torch import Tensor
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.algorithm.corrections import WeightCorrection
 from engines.algorithms.aggregation import Rows
-from engines.algorithms.from_config import (
-    advantages_of,
-    corrections_of,
-    fields_of,
-    with_teacher,
-)
+from engines.algorithms.from_config import advantages_of, corrections_of, fields_of, with_teacher
 from engines.algorithms.inputs import AdvantageBatch, Advantages, Paths
 from engines.algorithms.reward_shaping import without_truncated
 from engines.algorithms.rollout_correction import Mismatch, Step, correct, correction_metrics

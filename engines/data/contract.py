@@ -19,10 +19,7 @@ from configs.algorithm.algorithm import AlgorithmConfig
 from configs.data import DataConfig, Source
 from configs.model import Model
 from configs.rewards import RewardsConfig
-from engines.rewards.runner import (
-    LoggedMetric,
-    RewardCode,
-)
+from engines.rewards.runner import LoggedMetric, RewardCode
 from engines.workers.engine import Engine, StoreSpec
 from storage.batches.columns import GROUP_SIZE, LIMIT, TASK
 from storage.batches.refs import BatchRef

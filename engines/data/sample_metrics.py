@@ -15,13 +15,7 @@ from engines.algorithms.aggregation import Rows
 from engines.algorithms.group_advantages import Groups
 from engines.algorithms.reward_shaping import repetition_penalty
 from engines.algorithms.sample_selection import Selected
-from engines.data.column_reading import (
-    components,
-    dense,
-    drawn_tokens,
-    jagged,
-    policy_tokens,
-)
+from engines.data.column_reading import components, dense, drawn_tokens, jagged, policy_tokens
 from storage.batches.columns import TASK, Author, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store

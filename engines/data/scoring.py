@@ -12,9 +12,7 @@ from numpy.typing import NDArray
 
 from configs.data import DataConfig
 from engines.data.chat_template import Prompt, prompts_of
-from engines.data.contract import (
-    ModelScores,
-)
+from engines.data.contract import ModelScores
 from engines.rewards.protocol import EPISODE_COLUMNS
 from engines.rewards.runner import Column, Scores
 from storage.batches.columns import EXTRA, SCORE, SampleStatus

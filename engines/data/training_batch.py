@@ -18,13 +18,7 @@ from engines.algorithms.from_config import selection_of, shaped_rewards
 from engines.algorithms.reward_shaping import repetition_penalty
 from engines.algorithms.sample_selection import Selected, select
 from engines.data.advantages import TrainingSamples
-from engines.data.column_reading import (
-    components,
-    dense,
-    jagged,
-    numbers,
-    policy_tokens,
-)
+from engines.data.column_reading import components, dense, jagged, numbers, policy_tokens
 from engines.data.contract import AdvantagesRequest, AdvantagesResult, NothingToTrain, RewardsFailed
 from engines.data.sample_metrics import (
     dropped_by_length,

@@ -24,13 +24,7 @@ from configs.data import Source
 from engines.data.chat_template import TokenizedPrompts, put_together, state_number
 from engines.data.contract import PromptsResult, SampleFailure
 from engines.environments.one_turn import OneTurn, open_environments
-from engines.environments.protocol import (
-    SECONDS,
-    Outcome,
-    PlayersTurn,
-    Tokens,
-    ToolCall,
-)
+from engines.environments.protocol import SECONDS, Outcome, PlayersTurn, Tokens, ToolCall
 from engines.environments.sessions import (
     Asked,
     Environments,

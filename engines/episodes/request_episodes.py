@@ -22,9 +22,7 @@ from engines.data.chat_template import state_number
 from engines.episodes.contract import PATHS, TOKENS, TURN_TOKENS, TURNS
 from engines.episodes.episode_rows import POLICY, Episode, episode_columns, read_lists, read_numbers
 from engines.episodes.request_forest import Node, RequestForest, turn_before
-from engines.episodes.task_environment import (
-    TaskEnvironment,
-)
+from engines.episodes.task_environment import TaskEnvironment
 from storage.batches.columns import LIMIT, TASK, UNFINISHED, Author, SampleStatus
 from storage.batches.forest import LENGTHS, PARENTS
 from storage.batches.refs import BatchRef

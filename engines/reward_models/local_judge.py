@@ -37,13 +37,7 @@ from engines.rewards.judge import (
 from engines.rewards.judge_rubric import read_rubric, score_of
 from engines.rewards.protocol import Unscored
 from engines.rewards.runner import LoggedMetric, RewardCode
-from engines.rollout.contract import (
-    EngineDead,
-    RolloutRequest,
-    RolloutSpec,
-    Sampling,
-    engine_class,
-)
+from engines.rollout.contract import EngineDead, RolloutRequest, RolloutSpec, Sampling, engine_class
 from engines.rollout.engine import RolloutEngine
 from engines.rollout.frozen_weights import published
 from engines.start_progress import report

@@ -18,12 +18,7 @@ import numpy as np
 
 from configs.tree import TreeSettings
 from engines.models.routed_experts import write_by_prompt
-from engines.rollout.samples import (
-    NOTHING,
-    Completion,
-    read_begun,
-    token_columns,
-)
+from engines.rollout.samples import NOTHING, Completion, read_begun, token_columns
 from engines.trees.branching import Branch, Noise, TreeNode, branches, leaves, path_of, settle
 from engines.trees.contract import GrownTrees, Growth, TreeGrower, TreeSpec
 from storage.batches.columns import PROMPT_COLUMNS, SEGMENT, SampleStatus
