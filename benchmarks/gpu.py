@@ -35,7 +35,7 @@ from typing import Any
 from engines.processes.process_tree import descendants, kill_all
 
 CHECKS = ("logprobs", "round_trip", "lora", "replay", "master_weights", "ranks")
-MEASUREMENTS = ("update", "update_compiled", "rollout", "sync_paths", "sleep")
+MEASUREMENTS = ("update", "update_compiled", "rollout", "sync_paths", "transfer", "sleep")
 LIMIT = 240.0  # seconds of one part
 ENOUGH = 20.0  # seconds without which no part is begun
 # samples, prompt and response tokens of each
@@ -54,7 +54,7 @@ def one_part(part: str, shape: str, folder: Path, device_gib: float | None) -> i
     from benchmarks.gpu_job import Job
     from benchmarks.gpu_parts import PARTS
     from benchmarks.gpu_turns import sleep
-    from benchmarks.gpu_versions import lora, sync_paths
+    from benchmarks.gpu_versions import lora, sync_paths, transfer
 
     samples, prompt, response = SIZES[shape]
     job = Job(
@@ -65,7 +65,8 @@ def one_part(part: str, shape: str, folder: Path, device_gib: float | None) -> i
         response=response,
         device_gib=device_gib,
     )
-    found = {**PARTS, "sleep": sleep, "lora": lora, "sync_paths": sync_paths}[part](job)
+    of_versions = {"lora": lora, "sync_paths": sync_paths, "transfer": transfer}
+    found = {**PARTS, "sleep": sleep, **of_versions}[part](job)
     result = folder / f"{part}-{shape}.json"
     result.write_text(json.dumps(asdict(found)))
     return 0

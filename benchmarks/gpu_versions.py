@@ -5,14 +5,17 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from benchmarks.gpu_job import Found, Job, free, has_vllm, rows, stored, timed
+from benchmarks.gpu_job import CUDA, Found, Job, free, has_vllm, rows, stored, timed
+from benchmarks.weight_transfer import compared
 from configs.lora import LoraConfig
 from engines.rollout.engine import RolloutEngine
 from engines.train.fsdp_engine import FSDPEngine
+from engines.weight_transfer.offer import Transfer
 from storage.objects.errors import ObjectMissing
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef, open_manifest
 
+ROUNDS = 3  # of a transfer, after the first
 EVERY = 4  # versions of which one is stored whole
 FORM = "bfloat16"  # of versions; in float32 none is stored as a difference
 GAP = 0.5  # nats of a token: weights rounded to bfloat16, and on a GPU products too
@@ -71,6 +74,29 @@ def sync_paths(job: Job) -> Found:
             sampler.close()
             free()
     return _before_the_store(found, job, ways["whole"].nbytes)
+
+
+def transfer(job: Job) -> Found:
+    """A version's way into an engine beside the trainer: by the store, and past it.
+
+    On one GPU trainer and engine are both there at once, and NCCL has no two ranks on one.
+    """
+    found = Found()
+    engine = job.joined(job.train_spec(run=f"gpu-{job.shape}-transfer"))
+    ways: tuple[Transfer, ...] = ("ipc",) if CUDA else ("ipc", "nccl")
+    for kind in _kinds():
+        sampler = job.rollout_engine(kind)
+        try:
+            medians = compared(engine, sampler, ways, FORM, ROUNDS)
+        except RuntimeError as error:
+            found.failed = f"{kind}: {error}"
+        else:
+            found.metrics |= {f"{kind}_{name}": value for name, value in medians.items()}
+        finally:
+            sampler.close()
+            free()
+    engine.close()
+    return found
 
 
 def _before_the_store(found: Found, job: Job, nbytes: int) -> Found:

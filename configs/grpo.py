@@ -52,6 +52,7 @@ from configs.rules.promotion import PROMOTION
 from configs.rules.quarantine import QUARANTINE
 from configs.rules.rule import Rule, check_rules, where
 from configs.rules.tasks import ONE_TASK, TASKS
+from configs.rules.weight_transfer import WEIGHT_TRANSFER
 from configs.run import RunConfig
 
 ESTIMATOR: tuple[Rule[RunConfig], ...] = (
@@ -95,6 +96,7 @@ OF_EVERY_FLOW: tuple[Rule[RunConfig], ...] = (
     *where(lambda config: config.sees_frames, *IMAGES),
     *ELASTIC,
     *SHARING,
+    *WEIGHT_TRANSFER,
     *where(lambda config: config.lora is not None, *LORA),
     *REWARDS,
     *STORAGE,

@@ -86,6 +86,8 @@ class NgramSpeculation(Settings):
 class RolloutConfig(Settings):
     """The rollout engine and its sampling parameters."""
 
+    later = frozenset({"weight_transfer", "weight_transfer_timeout"})
+
     engine: Literal["vllm", "transformers"] = Field(
         "vllm", description="Engine that samples: vLLM, or transformers generation."
     )
@@ -209,11 +211,30 @@ class RolloutConfig(Settings):
         description="Largest allowed mean absolute difference, in nats per token, between the "
         "rollout engine's and the trainer's log-probs on the probe after a weight sync.",
     )
+    weight_transfer: Literal["store", "ipc", "nccl"] = Field(
+        "store",
+        description="How a new version gets to the engines: by the store; from the trainer's device "
+        "to engines on the same one, by CUDA IPC (on CPUs by shared memory); or to other devices and "
+        "machines by an NCCL broadcast (on CPUs by Gloo). It is stored either way, where an engine "
+        "that misses it reads it.",
+    )
+    weight_transfer_timeout: float = Field(
+        60.0,
+        gt=0,
+        description="With weight_transfer = ipc or nccl, seconds for which engines are waited for, "
+        "and in which a version then has to travel; after it they read it from the store.",
+    )
     deadline: float = Field(
         600.0,
         gt=0,
         description="Time after which a shard counts as hung, in seconds; with episodes, one turn.",
     )
+
+    @property
+    def processes(self) -> int:
+        """Of an engine, that have a part of the model each."""
+        stages = self.engine_args.get("pipeline_parallel_size", 1)
+        return self.tensor_parallel_size * (stages if isinstance(stages, int) else 1)
 
     @field_validator("engine_args")
     @classmethod

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextvars
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 from prefect import task
 
 from engines.failures import InfrastructureError, WeightMismatch
-from engines.rollout.weight_probe import Probe
+from engines.rollout.weight_probe import CheckedLoad, Probe
+from engines.weight_transfer.offer import TransferOffer, TransferReport
 from storage.objects.errors import VersionTaken
 from storage.objects.node_cache import is_kept
 from storage.runs.forks import shared_weights
@@ -60,25 +63,51 @@ def publish_and_sync(run: Run, version: int, step: int, whole: bool = True) -> S
         shared = parents_weights(run) if version == run.start else None
         weights = shared or export(run, version, whole)
         exported = time.monotonic()
-        # What the trainer still has to do, one after the other, is done while the engines load.
-        here = (
-            contextvars.copy_context
-        )  # the calls of the thread beside belong to this attempt's span
-        scored = aside.submit(here().run, actor.score, version, tokens, lengths)
-        probe = Probe(tokens=tokens, prompt_lengths=lengths, expected=scored.result)
+        # What the trainer still has to do, one after the other, is done while the engines load. The
+        # calls of the thread beside belong to this attempt's span.
+        here = contextvars.copy_context
         stored_at = exported
-        settling = aside.submit(here().run, settle) if shared is None and goes_behind(run) else None
+        sending: Future[TransferReport] | None = None
+        later: list[Future[Any]] = []
+
+        def go_on() -> None:
+            later.append(aside.submit(here().run, actor.score, version, tokens, lengths))
+            if shared is None and goes_behind(run):
+                later.append(aside.submit(here().run, settle))
+
+        def offered(receivers: int) -> TransferOffer:
+            """Have the trainer send the version first: the engines wait for it."""
+            nonlocal sending
+            assert way != "store", "engines are offered nothing then"
+            offer = actor.offer(version, dtype, way, receivers, timeout)
+            sending = aside.submit(here().run, actor.send, version, dtype)
+            go_on()
+            return offer
+
+        way, timeout = (
+            run.config.rollout.weight_transfer,
+            run.config.rollout.weight_transfer_timeout,
+        )
+        transfers = way != "store" and shared is None
+        if not transfers:
+            go_on()
         if run.config.cluster.share_devices:  # it would take the devices from engines that load
-            wait([scored])
-            wait([] if settling is None else [settling])
+            wait(later)
+        probe = Probe(tokens=tokens, prompt_lengths=lengths, expected=lambda: later[0].result())
         run.tell(WeightsPublished(version=version, nbytes=weights.nbytes))
-        loaded = run.engines[ROLLOUT].sync(weights, probe)
-        if settling is not None:
-            settled, stored_at = settling.result()
+        loaded = run.engines[ROLLOUT].sync(weights, probe, offered if transfers else None)
+        if sending is not None:
+            say_missed(run, version, sending, loaded)
+        if len(later) > 1:
+            settled, stored_at = later[1].result()
             check_settled(run, weights, settled)
         if shared is None:
             say_made_anew(run, weights)
     reports = [load.report for load in loaded.values()]
+    transferred = {}
+    if sending is not None:
+        share = sum(report.transferred for report in reports) / len(reports)
+        transferred["weights/transferred"] = share
     return Synced(
         weights=weights,
         workers=sorted(loaded),
@@ -92,8 +121,34 @@ def publish_and_sync(run: Run, version: int, step: int, whole: bool = True) -> S
                 weights.nbytes if weights.stored is None else weights.stored
             ),
             "weights/probe_error": max(load.logprob_error for load in loaded.values()),
+            **transferred,
         },
     )
+
+
+def say_missed(
+    run: Run,
+    version: int,
+    sending: Future[TransferReport],
+    loaded: Mapping[str, CheckedLoad],
+) -> None:
+    """Say so where engines had to read a version from the store which the trainer was to send them.
+
+    What became of the trainer is none of it: it is asked for more, and built anew if it was lost.
+    """
+    try:
+        why = sending.result().why
+    except InfrastructureError as error:
+        why = str(error)
+    missed = {name: load.report.missed for name, load in loaded.items() if load.report.missed}
+    if missed:
+        run.tell(
+            Note(
+                text=f"{len(missed)} of {len(loaded)} engines read version {version} from the store: "
+                f"{why or next(iter(missed.values()))}.",
+                warning=True,
+            )
+        )
 
 
 def goes_behind(run: Run) -> bool:

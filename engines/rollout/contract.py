@@ -18,6 +18,7 @@ from configs.lora import LoraConfig
 from configs.model import Model
 from configs.rollout import RolloutConfig
 from engines.failures import InfrastructureError
+from engines.weight_transfer.offer import TransferOffer
 from engines.workers.engine import Engine, Memory, Moved
 from storage.batches.columns import SEGMENT
 from storage.batches.refs import BatchRef
@@ -266,6 +267,8 @@ class SyncReport:
     seconds: float  # the whole sync, running shards included
     load_seconds: float  # reading and loading alone
     waited: float = 0.0  # seconds for the store to have what the trainer's machine has
+    transferred: bool = False  # whether the tensors came from the trainer, past the store
+    missed: str = ""  # why they did not, where they were offered
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -300,8 +303,10 @@ class Sampler(Engine):
         """
 
     @abstractmethod
-    def sync(self, weights: WeightsRef, mode: SyncMode = "idle") -> SyncReport:
-        """Load a policy version from the store.
+    def sync(
+        self, weights: WeightsRef, mode: SyncMode = "idle", offer: TransferOffer | None = None
+    ) -> SyncReport:
+        """Load a policy version from the store; offer: from its trainer, if that can be.
 
         Raises WeightMismatch or storage.objects.errors.ObjectDamaged, both naming the tensor; the
         engine then refuses to sample until a sync succeeds, and shards in flight fail. A version
@@ -315,6 +320,7 @@ class Sampler(Engine):
         mode: SyncMode,
         token_ids: list[list[int]],
         prompt_lengths: list[int],
+        offer: TransferOffer | None = None,
     ) -> tuple[SyncReport, list[list[float]]]:
         """`sync`, then log-probs, at temperature 1 and unfiltered, of each sequence's tokens past its
         prompt: one call, for a flow with many engines.

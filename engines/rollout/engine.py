@@ -41,7 +41,8 @@ from engines.rollout.samples import (
     write_samples,
 )
 from engines.rollout.thinking_budget import ThinkingBudget
-from engines.rollout.weight_reader import HeldVersion, LoadReport, check_manifest
+from engines.rollout.weight_reader import HeldVersion, LoadReport, check_manifest, check_shapes
+from engines.weight_transfer.offer import TransferOffer
 from engines.workers.engine import Memory, Moved
 from storage.objects.node_cache import open_node_cache
 from storage.objects.store import Store
@@ -180,14 +181,19 @@ class RolloutEngine(Sampler):
 
         return load_tokenizer(materialize(self._spec.model, Path(self._spec.model_cache)))
 
-    def sync(self, weights: WeightsRef, mode: SyncMode = "idle") -> SyncReport:
-        started = time.monotonic()
-        waited = check_manifest(
-            *(self._store, weights, self._shapes, self._names, self._node_cache)
-        )
+    def sync(
+        self, weights: WeightsRef, mode: SyncMode = "idle", offer: TransferOffer | None = None
+    ) -> SyncReport:
+        started, waited = time.monotonic(), 0.0
+        if offer is None:
+            waited = check_manifest(
+                *(self._store, weights, self._shapes, self._names, self._node_cache)
+            )
+        else:
+            check_shapes(weights, offer.tensors, self._shapes, self._names)
         with self._moving:
             self._rouse()
-        loaded = self._load(weights, mode)
+        loaded = self._load(weights, mode, offer)
         return SyncReport(
             version=loaded.held.version,
             digest=loaded.held.digest,
@@ -195,7 +201,9 @@ class RolloutEngine(Sampler):
             nbytes=loaded.nbytes,
             seconds=time.monotonic() - started,
             load_seconds=loaded.seconds,
-            waited=waited,
+            waited=waited + loaded.waited,
+            transferred=loaded.transferred,
+            missed=loaded.missed,
         )
 
     def sync_and_score(
@@ -204,8 +212,9 @@ class RolloutEngine(Sampler):
         mode: SyncMode,
         token_ids: list[list[int]],
         prompt_lengths: list[int],
+        offer: TransferOffer | None = None,
     ) -> tuple[SyncReport, list[list[float]]]:
-        report = self.sync(weights, mode)
+        report = self.sync(weights, mode, offer)
         return report, self.score(token_ids, prompt_lengths) if token_ids else []
 
     @abstractmethod
@@ -293,8 +302,8 @@ class RolloutEngine(Sampler):
         """All completions of a shard in flight as they stand; None where it is not in flight."""
 
     @abstractmethod
-    def _load(self, weights: WeightsRef, mode: SyncMode) -> LoadReport:
-        """Bring the weights into the model, and `_hold` them."""
+    def _load(self, weights: WeightsRef, mode: SyncMode, offer: TransferOffer | None) -> LoadReport:
+        """Bring the weights into the model, and `_hold` them; from the store where `offer` fails."""
 
     @abstractmethod
     def _end_shards(self, error: Exception) -> int:

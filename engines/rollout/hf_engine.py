@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,8 +33,16 @@ from engines.rollout.engine import RolloutEngine
 from engines.rollout.hf_caches import decoding_of
 from engines.rollout.hf_decoding import Reader, Row
 from engines.rollout.samples import Completion, PromptTokens
-from engines.rollout.weight_reader import LoadedWeights, LoadReport
+from engines.rollout.transferred_weights import take
+from engines.rollout.weight_reader import (
+    IncomingWeights,
+    LoadedWeights,
+    LoadReport,
+    check_manifest,
+)
 from engines.start_progress import report
+from engines.weight_transfer.offer import TransferOffer
+from engines.weight_transfer.receiver import Receiver
 from engines.workers.device_memory import Storages, checksum, fill
 from engines.workers.engine import Moved
 from storage.runs.weights import WeightsRef
@@ -84,6 +93,7 @@ class HFEngine(RolloutEngine):
         self._asking: list[Callable[[], bool]] = []  # who waits for the model, beside shards
         self._base = ""  # digest of the base below the adapter that is held, if one is
         self._storages = Storages()
+        self._receiver = Receiver(self._model.device)
 
     def score(self, token_ids: list[list[int]], prompt_lengths: list[int]) -> list[list[float]]:
         """Log-probs, at temperature 1 and unfiltered, of each sequence's tokens past its prompt."""
@@ -123,6 +133,7 @@ class HFEngine(RolloutEngine):
         self._end_shards(RolloutCancelled(f"{self._label}: closed"))
         with self._changed:
             self._changed.wait_for(lambda: not self._busy and not self._shards)
+            self._receiver.close()
             self._model.to_empty(device="meta")  # frees the weights
 
     @property
@@ -135,21 +146,26 @@ class HFEngine(RolloutEngine):
             running = sum(map(self._decoding.holds, rows))
             return running, len(rows) - running, sum(shard.tokens for shard in self._shards)
 
-    def _load(self, weights: WeightsRef, mode: SyncMode) -> LoadReport:
+    def _load(self, weights: WeightsRef, mode: SyncMode, offer: TransferOffer | None) -> LoadReport:
         with self._model_for_sync(mode):
             began = time.monotonic()
             self._let_go()
-            loaded = LoadedWeights(self._store, weights, self._node_cache, self._base)
-            self._base = ""
+            base, self._base = self._base, ""
             state = self._model.state_dict()
-            named_tensors = ((self._names.own(name), tensor) for name, tensor in loaded)
-            try:
-                fill(
-                    self._model.device,
-                    ((state[own], tensor) for own, tensor in named_tensors if own is not None),
+
+            def fill_in(transferred: IncomingWeights | None) -> IncomingWeights:
+                incoming = transferred or LoadedWeights(
+                    self._store, weights, self._node_cache, base
                 )
-                version = self._hold(weights, loaded.held())
-                self._base = loaded.base
+                named_tensors = ((self._names.own(name), tensor) for name, tensor in incoming)
+                pairs = ((state[own], tensor) for own, tensor in named_tensors if own is not None)
+                fill(self._model.device, pairs, there=transferred is not None)
+                return incoming
+
+            try:
+                taken = take(self._receiver, offer, fill_in, partial(self._wait_for, weights))
+                version = self._hold(weights, taken.loaded.held())
+                self._base = taken.loaded.base
             except Exception as error:
                 self._end_shards(error)
                 raise
@@ -157,10 +173,17 @@ class HFEngine(RolloutEngine):
                 self._decoding.forget()
             return LoadReport(
                 held=version,
-                tensors=loaded.tensors,
-                nbytes=loaded.nbytes,
+                tensors=taken.loaded.tensors,
+                nbytes=taken.loaded.nbytes,
                 seconds=time.monotonic() - began,
+                waited=taken.waited,
+                transferred=taken.transferred,
+                missed=taken.missed,
             )
+
+    def _wait_for(self, weights: WeightsRef) -> float:
+        """Return once the store has a version that fits; with the seconds."""
+        return check_manifest(*(self._store, weights, self._shapes, self._names, self._node_cache))
 
     def _put_away(self, level: int) -> Moved:
         with self._model_for_sync("idle"):

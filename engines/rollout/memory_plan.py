@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from configs.lora import LoraConfig
 from configs.rollout import RolloutConfig
 from engines.models.traced_shape import Shape, adapter_parameters
+from engines.weight_transfer.offer import BUFFERS, PIECE, UNHASHED
 
 GIB = 2**30
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -94,6 +95,16 @@ def adapter_bytes(rollout: RolloutConfig, shape: Shape, lora: LoraConfig | None)
         return 0
     tables = lora.model_copy(update={"rank": adapter_rank(lora.rank)})
     return BYTES[rollout.dtype] * adapter_parameters(shape, tables)
+
+
+def transfer_bytes(rollout: RolloutConfig, shape: Shape) -> int:
+    """What comes of a version at once on each device, where the trainer sends it.
+
+    Tensors come whole, and pieces of those that follow beside them.
+    """
+    if rollout.weight_transfer == "store":
+        return 0
+    return BUFFERS * PIECE + UNHASHED + BYTES[rollout.dtype] * shape.largest
 
 
 def engine_bytes(

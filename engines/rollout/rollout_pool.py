@@ -17,8 +17,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Concatenate, Literal, ParamSpec
 
 from engines.failures import InfrastructureError, WorkerLost
-from engines.rollout.contract import RolloutRequest, RolloutResult, Sampler, SyncMode, SyncReport
+from engines.rollout.contract import (
+    RolloutRequest,
+    RolloutResult,
+    RolloutSpec,
+    Sampler,
+    SyncMode,
+    SyncReport,
+)
 from engines.rollout.weight_probe import CheckedLoad, Probe, check_report, check_scores
+from engines.weight_transfer.offer import TransferOffer
 from engines.workers.calls import control, stop
 from engines.workers.cluster import Cluster
 from engines.workers.engine import Call, CallId, EngineSpec, Moved
@@ -158,17 +166,24 @@ class RolloutPool(EnginePool[Sampler]):
         cut = self._cut.get(request.step)
         return request.may_be_cut and cut is not None and request.shard not in cut
 
-    def sync(self, weights: WeightsRef, probe: Probe | None) -> dict[str, CheckedLoad]:
+    def sync(
+        self,
+        weights: WeightsRef,
+        probe: Probe | None,
+        offered: Callable[[int], TransferOffer] | None = None,
+    ) -> dict[str, CheckedLoad]:
         """Load a version into every live engine; returns worker name -> report.
 
-        probe: None where no trainer holds the version: the digest alone is compared then.
+        probe: None where no trainer holds the version: the digest alone is compared then. offered:
+        has a trainer send it to so many processes; engines that are used later load it from the
+        store.
 
         A worker that fails for infrastructure's sake loads the version when it is next used. If all
         fail, the last failure is raised.
         """
         self.use(weights, probe)
         with self.cluster.devices.held(self, self.cancel):
-            return self._sync_all()
+            return self._sync_all(offered)
 
     def use(self, weights: WeightsRef, probe: Probe | None = None) -> None:
         """Have every engine load a version when it is next used."""
@@ -176,7 +191,7 @@ class RolloutPool(EnginePool[Sampler]):
         with self._lock:
             self.synced[weights.version] = weights
 
-    def _sync_all(self) -> dict[str, CheckedLoad]:
+    def _sync_all(self, offered: Callable[[int], TransferOffer] | None) -> dict[str, CheckedLoad]:
         workers = self.live()
         failures: list[InfrastructureError] = []
 
@@ -192,7 +207,8 @@ class RolloutPool(EnginePool[Sampler]):
                 list(threads.map(built, new))
         ready = {name: address for name, address in workers.items() if address in self._ready}
         reports: dict[str, CheckedLoad] = {}
-        for name, loaded in self.submit_to_all(ready, self._load_call()).items():
+        offer = offered(len(ready) * self._receivers) if offered is not None and ready else None
+        for name, loaded in self.submit_to_all(ready, self._load_call(offer)).items():
             if isinstance(loaded, InfrastructureError):
                 failures.append(loaded)
             else:
@@ -281,7 +297,16 @@ class RolloutPool(EnginePool[Sampler]):
         # Shards in flight may fill all slots.
         return self._checked(name, address, self.submit(address, self._load_call(), slot=False))
 
-    def _load_call(self) -> Call[tuple[SyncReport, list[list[float]]]]:
+    @property
+    def _receivers(self) -> int:
+        """Processes of an engine that take its weights."""
+        payload = self.spec.payload
+        assert isinstance(payload, RolloutSpec)
+        return payload.rollout.processes
+
+    def _load_call(
+        self, offer: TransferOffer | None = None
+    ) -> Call[tuple[SyncReport, list[list[float]]]]:
         """The load of the current weights; what is scored is the probe, if there is one."""
         probe = self._probe
         digest = self.weights.digest.rpartition(":")[
@@ -295,6 +320,7 @@ class RolloutPool(EnginePool[Sampler]):
             mode=self.mode,
             token_ids=[] if probe is None else probe.tokens,
             prompt_lengths=[] if probe is None else probe.prompt_lengths,
+            offer=offer,
         )
 
     def _checked(

@@ -32,6 +32,7 @@ from engines.rollout.samples import Completion, PromptTokens
 from engines.rollout.vllm_arguments import ScoredTokens
 from engines.rollout.vllm_process import VllmProcess
 from engines.rollout.weight_reader import HeldVersion, LoadReport
+from engines.weight_transfer.offer import TransferOffer
 from engines.workers.engine import Moved
 from storage.objects.errors import ObjectDamaged, ObjectMissing, StoreUnavailable
 from storage.objects.usage import COUNTER
@@ -190,8 +191,8 @@ class VllmEngine(RolloutEngine):
     def _so_far(self, out_key: str) -> list[Completion] | None:
         return self._process.run(self._look_at(out_key))
 
-    def _load(self, weights: WeightsRef, mode: SyncMode) -> LoadReport:
-        return self._process.run(self._sync(weights, mode))
+    def _load(self, weights: WeightsRef, mode: SyncMode, offer: TransferOffer | None) -> LoadReport:
+        return self._process.run(self._sync(weights, mode, offer))
 
     def _end_shards(self, error: Exception) -> int:
         return self._process.run(self._cancel_tasks(error))
@@ -372,14 +373,16 @@ class VllmEngine(RolloutEngine):
             task.cancel()
         return len(self._shards)
 
-    async def _sync(self, weights: WeightsRef, mode: SyncMode) -> LoadReport:
+    async def _sync(
+        self, weights: WeightsRef, mode: SyncMode, offer: TransferOffer | None
+    ) -> LoadReport:
         async with self._syncing:
             self._refuse_endless_wait(mode, bool(self._shards))
             how, drop_cache = _PAUSES[mode]
             self._admitted.clear()
             try:
                 await self._process.llm.pause_generation(mode=how, clear_cache=drop_cache)
-                report = await self._load_into_vllm(weights)
+                report = await self._load_into_vllm(weights, offer)
                 await self._wake_cache()
                 return report
             except Exception as error:
@@ -418,14 +421,18 @@ class VllmEngine(RolloutEngine):
         """Bytes of all the engine's devices."""
         return sum(await self._process.llm.collective_rpc("free_memory"))
 
-    async def _load_into_vllm(self, weights: WeightsRef) -> LoadReport:
+    async def _load_into_vllm(self, weights: WeightsRef, offer: TransferOffer | None) -> LoadReport:
         """Have vLLM load `weights`; what its workers report counts, not that they were told."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         began, llm = time.monotonic(), self._process.llm
         base, self._base = self._base, ""
         update = WeightTransferUpdateRequest(
-            update_info={"weights": weights.model_dump(mode="json"), "base_held": base}
+            update_info={
+                "weights": weights.model_dump(mode="json"),
+                "base_held": base,
+                "offer": None if offer is None else offer.model_dump(mode="json"),
+            }
         )
         try:
             await llm.start_weight_update()
@@ -451,4 +458,7 @@ class VllmEngine(RolloutEngine):
             tensors=reports[0]["tensors"],
             nbytes=reports[0]["nbytes"],
             seconds=time.monotonic() - began,
+            waited=max(one["waited"] for one in reports),
+            transferred=all(one["transferred"] for one in reports),
+            missed=next((one["missed"] for one in reports if one["missed"]), ""),
         )

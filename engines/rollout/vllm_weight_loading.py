@@ -1,5 +1,7 @@
 """The weight-transfer engine `fsspec`: a vLLM worker reads a policy version from the store.
 
+Or, where the trainer offers it, gets it from there (engines/weight_transfer).
+
 Runs inside vLLM's worker processes (engines/rollout/vllm_plugin.py registers it there). vLLM drives
 it: start_weight_update, update_weights, finish_weight_update; `WeightsReporter` lets the owner of
 the engine ask what was loaded.
@@ -26,11 +28,14 @@ from vllm.model_executor.model_loader.reload import (
 from engines.failures import WeightMismatch
 from engines.models.tensor_files import CheckpointNames, checkpoint_names
 from engines.rollout.read_back import LoadCheck
-from engines.rollout.weight_reader import LoadedWeights
+from engines.rollout.transferred_weights import take
+from engines.rollout.weight_reader import IncomingWeights, LoadedWeights
+from engines.weight_transfer.offer import TransferOffer
+from engines.weight_transfer.receiver import Receiver
 from storage.objects.node_cache import open_node_cache
 from storage.objects.store import Store
 from storage.objects.usage import COUNTER
-from storage.runs.weights import ALL, FileNames, Share, WeightsRef
+from storage.runs.weights import ALL, FileNames, Share, WeightsRef, wait_until_readable
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +64,9 @@ class VersionToLoad(WeightTransferUpdateInfo):
 
     weights: dict[str, Any]  # WeightsRef as JSON
     base_held: str = ""  # digest of the base that is in the model, where adapters are beside it
+    offer: dict[str, Any] | None = (
+        None  # TransferOffer as JSON, where the trainer sends the version
+    )
 
 
 class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
@@ -80,6 +88,7 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
         self.reloading = False  # whether layers wait for their weights
         self.adapter: tuple[dict[str, torch.Tensor], Adapter | None] = ({}, None)
         self.check = LoadCheck(self.model, self.parallel_config.tensor_parallel_size)
+        self.receiver = Receiver(self.device)
 
     def start_weight_update(self) -> None:
         self.report = {}
@@ -98,7 +107,7 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
         """Load the version; on failure leave the model whole in form, though not in content."""
         ref = WeightsRef.model_validate(update_info.weights)
         try:
-            self._load(ref, update_info.base_held)
+            self._load(ref, update_info.base_held, update_info.offer)
         except Exception as error:
             # vLLM keeps half-loaded layers for the next update otherwise, which then fails too.
             self._end_reload()
@@ -131,15 +140,50 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
             raise
 
     def shutdown(self) -> None:
-        """Nothing stays open between updates."""
+        """Leave the trainer's group; nothing else stays open between updates."""
+        self.receiver.close()
 
     def _end_reload(self) -> None:
         if self.reloading:
             finalize_layerwise_reload(self.model, self.model_config)
             self.reloading = False
 
-    def _load(self, ref: WeightsRef, base_held: str) -> None:
+    def _load(self, ref: WeightsRef, base_held: str, offer: dict[str, Any] | None) -> None:
         before = COUNTER.total().bytes_read
+
+        def load(transferred: IncomingWeights | None) -> IncomingWeights:
+            self._end_reload()  # of layers that a transfer which failed has begun
+            if transferred is None:
+                return self._load_stored(ref, base_held)
+            self._load_whole(ref, transferred)
+            return transferred
+
+        def wait() -> float:
+            return 0.0 if self.cache is None else wait_until_readable(self.store, ref, self.cache)
+
+        taken = take(
+            self.receiver,
+            None if offer is None else TransferOffer.model_validate(offer),
+            load,
+            wait,
+        )
+        incoming = taken.loaded
+        if incoming.apart:
+            self.adapter = (dict(incoming.factors), incoming.adapter)
+        version = incoming.held()
+        self.report = {
+            "version": version.version,
+            "digest": version.digest,
+            "tensors": incoming.tensors,
+            "nbytes": incoming.nbytes,
+            "bytes_read": COUNTER.total().bytes_read - before,
+            "base": incoming.base if incoming.apart else "",
+            "waited": taken.waited,
+            "transferred": taken.transferred,
+            "missed": taken.missed,
+        }
+
+    def _load_stored(self, ref: WeightsRef, base_held: str) -> LoadedWeights:
         offered = self._offered(ref, base_held)
         if not offered.apart:  # layers are loaded whole
             offered = self._offered(ref, "")
@@ -148,17 +192,7 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
                 raise AssertionError(f"{name} is of the base, which is loaded")
         else:
             self._load_whole(ref, offered)
-        if offered.apart:
-            self.adapter = (offered.factors, offered.adapter)
-        version = offered.held()
-        self.report = {
-            "version": version.version,
-            "digest": version.digest,
-            "tensors": offered.tensors,
-            "nbytes": offered.nbytes,
-            "bytes_read": COUNTER.total().bytes_read - before,
-            "base": offered.base if offered.apart else "",
-        }
+        return offered
 
     def _offered(self, ref: WeightsRef, base_held: str) -> LoadedWeights:
         lora = self.vllm_config.lora_config
@@ -167,7 +201,7 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
             apart_to_rank=0 if lora is None else lora.max_lora_rank,
         )
 
-    def _load_whole(self, ref: WeightsRef, offered: LoadedWeights) -> None:
+    def _load_whole(self, ref: WeightsRef, offered: IncomingWeights) -> None:
         names = {_unwrapped(name) for name, _ in self.model.named_parameters()}
         self.check.begin()
         initialize_layerwise_reload(self.model)
@@ -179,7 +213,7 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
         if missing:
             raise ValueError(f"policy version {ref.version} left {missing[0]} as it was")
 
-    def _but_unknown_head(self, offered: LoadedWeights) -> Iterator[tuple[str, torch.Tensor]]:
+    def _but_unknown_head(self, offered: IncomingWeights) -> Iterator[tuple[str, torch.Tensor]]:
         """Without an output head that is the embedding, where vLLM's model has none: Gemma 2's."""
         paths = (path.rpartition(".")[2] for path, _ in self.model.named_modules())
         has_head = "lm_head" in paths

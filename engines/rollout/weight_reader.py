@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,9 +14,12 @@ from storage.objects.node_cache import NodeCache
 from storage.objects.store import Store
 from storage.runs.weights import (
     ALL,
+    Adapter,
     BaseVersion,
     Manifest,
     Share,
+    TensorEntry,
+    TensorOutline,
     WeightsRef,
     adapter_digest,
     open_manifest,
@@ -44,9 +48,43 @@ class LoadReport:
     tensors: int
     nbytes: int
     seconds: float  # reading and loading alone
+    waited: float = 0.0  # of these, until the store had the version
+    transferred: bool = False  # whether the tensors came from the trainer
+    missed: str = ""  # why not, where they were offered
 
 
-class LoadedWeights:
+class IncomingWeights(ABC):
+    """The tensors of a version on their way into a model; what passed is counted."""
+
+    apart = False  # whether an adapter's factors are not merged into its base's tensors
+    base = ""  # digest of the base below an adapter; empty where the version is none
+    adapter: Adapter | None = None
+    factors: Mapping[str, torch.Tensor] = {}
+
+    @property
+    @abstractmethod
+    def tensors(self) -> int:
+        """That came."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Of the tensors that came."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All of them, once."""
+
+    @abstractmethod
+    def is_copy(self, name: str) -> bool:
+        """Whether another tensor of the version has the same bytes."""
+
+    @abstractmethod
+    def held(self) -> HeldVersion:
+        """The version with the digest of the tensors that came, not of those that were meant to."""
+
+
+class LoadedWeights(IncomingWeights):
     """The whole tensors of a version in the order of publication; each one read is verified.
 
     Several readers at once, such as the ranks that an engine is split over, may each verify a share:
@@ -81,7 +119,6 @@ class LoadedWeights:
         self.factors: dict[str, torch.Tensor] = {}  # of an adapter, by PEFT's names
         self.adapter = adapter = manifest.adapter
         self.apart = adapter is not None and not adapter.experts and adapter.rank <= apart_to_rank
-        self.base = ""  # digest of the base below an adapter; empty where the version is none
         if manifest.adapter is not None and manifest.base is not None:
             base = open_manifest(cache or store, manifest.base)
             self.base = base.digest
@@ -92,12 +129,10 @@ class LoadedWeights:
 
     @property
     def tensors(self) -> int:
-        """That were read."""
         return sum(part.read for part in {self._whole, self._factors})
 
     @property
     def nbytes(self) -> int:
-        """Of the tensors that were read."""
         return sum(part.nbytes for part in {self._whole, self._factors})
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -120,11 +155,9 @@ class LoadedWeights:
         return stream(self._store, version, names, self._cache, self._share)
 
     def is_copy(self, name: str) -> bool:
-        """Whether another tensor of the version has the same bytes."""
         return self._whole.is_copy(name)
 
     def held(self) -> HeldVersion:
-        """The version with the digest of the tensors that were taken, not of those offered."""
         adapter, digest = self._manifest.adapter, self._whole.digest()
         if adapter is not None:
             digest = adapter_digest(self._factors.digest(), adapter, digest)
@@ -175,7 +208,17 @@ def check_manifest(
     expected: shapes by the model's names; names: what the version may call them instead.
     """
     waited = 0.0 if cache is None else wait_until_readable(store, weights, cache)
-    entries = whole_entries(cache or store, weights)
+    check_shapes(weights, whole_entries(cache or store, weights), expected, names)
+    return waited
+
+
+def check_shapes(
+    weights: WeightsRef,
+    entries: Mapping[str, TensorEntry | TensorOutline],
+    expected: Mapping[str, tuple[int, ...]],
+    names: CheckpointNames,
+) -> None:
+    """The same of what a version is said to hold."""
     offered = {own: entries[name].shape for name, own in names.in_model(entries).items()}
     for name, shape in expected.items():
         if name not in offered:
@@ -194,4 +237,3 @@ def check_manifest(
             f"Policy version {weights.version} ({weights.key}) has a tensor {extra[0]} that the "
             "rollout engine's model has not."
         )
-    return waited

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from configs.algorithm.algorithm import AlgorithmConfig
     from engines.models.tokens import ModelTokens
     from engines.train.batching.mfu import CostModel
+    from engines.weight_transfer.offer import Transfer, TransferOffer, TransferReport
     from storage.objects.store import Store
 
 
@@ -301,6 +302,24 @@ class TrainEngine(Ranked):
     @abstractmethod
     def settle_weights(self, version: int, dtype: str, whole: bool = False) -> WeightsRef:
         """Return once the store has what `export_weights` has published with these arguments."""
+
+    @abstractmethod
+    def offer_transfer(
+        self, version: int, dtype: str, way: Transfer, receivers: int, timeout: float
+    ) -> TransferOffer:
+        """Listen for engines that get the weights held, as `export_weights` publishes them.
+
+        receivers: processes that come; timeout: seconds in which they do, and in which the tensors
+        travel then.
+        """
+
+    @abstractmethod
+    def transfer_weights(self, version: int, dtype: str) -> TransferReport:
+        """Send the weights held to those who have come for what was offered.
+
+        One that fails is left out, and is named in the report. Returns after twice the offer's
+        timeout at the latest.
+        """
 
     @abstractmethod
     def digest(self, dtype: str | None = None) -> str:

@@ -78,7 +78,9 @@ from engines.train.optimizer import Optimizer
 from engines.train.policy import Forward, HeadedModel, Policy
 from engines.train.publication import AdapterVersions, Versions
 from engines.train.snapshots import DeferredTensor, load_snapshot, save_snapshot
+from engines.train.transfer import WeightSending
 from engines.train.updater import PolicyUpdater, TrainRank, Updater, prepare_fixed_order
+from engines.weight_transfer.offer import Transfer, TransferOffer, TransferReport
 from engines.workers.device_memory import Storages
 from engines.workers.engine import Memory, Moved
 from storage.batches.refs import BatchRef
@@ -119,6 +121,7 @@ class FSDPEngine(TrainEngine):
         self._masters = MasterWeights()
         self._optimizer: Optimizer | None = None
         self._published: Versions | None = None
+        self._sending: WeightSending | None = None
         self._meeting: Meeting | None = None
         self._sequence: SequenceGroup | None = None
         self._storages = Storages()
@@ -134,6 +137,7 @@ class FSDPEngine(TrainEngine):
         self._meeting = meet(
             rank, world, host, port, self._device, timeout, self._spec.train.deadline
         )
+        self._sending = WeightSending(self._meeting.group, self._device, host)
         began = time.monotonic()
         config = self._spec.train
         self._sequence = sequence_group(self._meeting, config.sequence_parallel, config.deadline)
@@ -173,6 +177,9 @@ class FSDPEngine(TrainEngine):
             return
         if self._published is not None:
             self._published.close()
+        if self._sending is not None:
+            self._sending.close()
+        self._sending = None
         self._meeting = self._policy = self._optimizer = self._published = self.version = None
         self._parameters, self._masters = (), MasterWeights()
         self._storages = Storages()
@@ -213,6 +220,18 @@ class FSDPEngine(TrainEngine):
     def settle_weights(self, version: int, dtype: str, whole: bool = False) -> WeightsRef:
         self._joined()
         return self._versions().settle(version, DTYPES[dtype], whole)
+
+    def offer_transfer(
+        self, version: int, dtype: str, way: Transfer, receivers: int, timeout: float
+    ) -> TransferOffer:
+        self._joined()
+        _, outlines = self._versions().whole(DTYPES[dtype])
+        return self._transfers().offer(way, version, outlines, receivers, timeout)
+
+    def transfer_weights(self, version: int, dtype: str) -> TransferReport:
+        self._joined()
+        state, _ = self._versions().whole(DTYPES[dtype])
+        return self._transfers().send(version, state)
 
     def digest(self, dtype: str | None = None) -> str:
         self._joined()
@@ -432,6 +451,10 @@ class FSDPEngine(TrainEngine):
         )
 
     # --- what is held -------------------------------------------------------------------------
+
+    def _transfers(self) -> WeightSending:
+        assert self._sending is not None
+        return self._sending
 
     def _versions(self) -> Versions:
         assert self._published is not None

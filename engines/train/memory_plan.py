@@ -29,6 +29,8 @@ from engines.models.traced_shape import (
 from engines.models.vla.shapes import TowerShape
 from engines.train.batching.packing import WHOLE
 from engines.train.optimizer_pieces import CODED, FEWEST, JOINED, PIECE, SLOTS, block_of
+from engines.weight_transfer.offer import BUFFERS
+from engines.weight_transfer.offer import PIECE as PIECE_SENT
 
 FUSED = 4  # as engines/train/logprobs.py has it
 RESULTS = 2  # copies of attention's result that its kernel on a GPU keeps (seen on an H200)
@@ -81,6 +83,16 @@ class MemoryPlan:
     def resident(self) -> int:
         """Most that the process of a rank on a CPU holds beyond what it began with."""
         return self.peak + self.holes + LIBRARIES
+
+
+def with_transfer(plan: MemoryPlan, shape: Shape, number: int, ranks: int) -> MemoryPlan:
+    """The same of ranks that send versions to engines in numbers of so many bytes.
+
+    Rank 0 gathers a tensor at a time where it is sharded, and copies it into pieces.
+    """
+    gathered = number * shape.largest if ranks > 1 else 0
+    sending = sum(plan.held.values()) + gathered + BUFFERS * PIECE_SENT
+    return replace(plan, stages={**plan.stages, "weight transfer": sending})
 
 
 def moment_bytes(shape: Shape, train: TrainConfig, trained: int, adapter: bool) -> int:

@@ -107,7 +107,7 @@ def publish_together(
     and on which base.
     """
     key = key or RunStore(store, run).weights_key(version)
-    outlines = _outlines(state, dtype, unrounded)
+    outlines = outlines_of(state, dtype, unrounded)
     there, token = on_first(group, lambda: (find_manifest(store, key), new_token()))
     if there is not None:
         digest = digest_together(state, dtype, group, unrounded)
@@ -320,7 +320,7 @@ class _Writer:
                 self._changed.notify_all()
 
 
-def _outlines(
+def outlines_of(
     state: Mapping[str, Tensor], dtype: torch.dtype | None, unrounded: Collection[str]
 ) -> dict[str, TensorOutline]:
     """Of tensors that are cast to `dtype`, but for those of these names."""
@@ -344,7 +344,7 @@ def digest_together(
 
     unrounded: see `publish_together`.
     """
-    outlines = _outlines(state, dtype, unrounded)
+    outlines = outlines_of(state, dtype, unrounded)
     owners = share(outlines, group.size())
     digests = on_owners(
         state, _formats(outlines), owners, group, lambda _, whole: tensor_digest(whole)
@@ -394,7 +394,7 @@ def compare_together(
         )
         return digest, difference
 
-    outlines = _outlines(state, dtype, unrounded)
+    outlines = outlines_of(state, dtype, unrounded)
     pairs = on_owners(state, _formats(outlines), owners, group, beside)
     return WeightsComparison(
         digest=weights_digest(
@@ -482,6 +482,11 @@ class Versions:
             self.publish(version, dtype, whole)
         assert self._last is not None
         return self._last.settle()
+
+    def whole(self, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, TensorOutline]]:
+        """What `publish` gives a version, as it is held here, and what it will be cast to `dtype`."""
+        state = self._weights(dtype)
+        return state, outlines_of(state, dtype, self._unrounded)
 
     def leave(self, version: int, dtype: torch.dtype, key: str) -> WeightsRef:
         """Write the weights held, cast to `dtype`, to the store, into a folder of their own.
@@ -577,6 +582,11 @@ class AdapterVersions(Versions):
             None,
             self._group,
             adapter=(adapter, base),
+        )
+
+    def whole(self, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, TensorOutline]]:
+        raise ValueError(
+            "The factors of an adapter are read from the store. Set rollout.weight_transfer = store."
         )
 
     def digest(self, dtype: torch.dtype | None) -> str:

@@ -28,6 +28,7 @@ from engines.failures import GangFailed
 from engines.models.tokens import ModelTokens
 from engines.train.batching.mfu import CostModel
 from engines.train.contract import LogprobRequest, TeachRequest, TrainEngine, UpdateRequest
+from engines.weight_transfer.offer import Transfer, TransferOffer, TransferReport
 from engines.workers.cluster import Cluster
 from engines.workers.engine import CallId, EngineSpec
 from engines.workers.gang import E, Gang
@@ -242,6 +243,28 @@ class Trainer:
                 TrainEngine.settle_weights, version, version=version, dtype=dtype, whole=whole
             )
 
+    def offer(
+        self, version: int, dtype: str, way: Transfer, receivers: int, timeout: float
+    ) -> TransferOffer:
+        """Have the gang listen for engines that get a version's tensors from it (`send`)."""
+        with self._lock:
+            self.at(version)
+            return self._once(
+                TrainEngine.offer_transfer,
+                version,
+                version=version,
+                dtype=dtype,
+                way=way,
+                receivers=receivers,
+                timeout=timeout,
+            )
+
+    def send(self, version: int, dtype: str) -> TransferReport:
+        """Send a version's tensors to the engines that have come for what was offered."""
+        with self._lock:
+            self.at(version)
+            return self._once(TrainEngine.transfer_weights, version, version=version, dtype=dtype)
+
     def score(
         self, version: int, tokens: list[list[int]], prompt_lengths: list[int]
     ) -> list[list[float]]:
@@ -375,6 +398,18 @@ class Trainer:
     ) -> R:
         """Call the gang for step `at`."""
         call_id = self._call_id(method.__name__, at)
+        return self._gang.call(method, call_id, self._settings.cancel, *nothing, **arguments)
+
+    def _once(
+        self,
+        method: Callable[Concatenate[TrainEngine, P], R],
+        at: int,
+        /,
+        *nothing: P.args,
+        **arguments: P.kwargs,
+    ) -> R:
+        """The same, made anew whenever it is asked for: what it returned before is of no use."""
+        call_id = self._call_id(f"{method.__name__}-{uuid.uuid4().hex[:8]}", at)
         return self._gang.call(method, call_id, self._settings.cancel, *nothing, **arguments)
 
     def _call_id(self, name: str, step: int) -> CallId:

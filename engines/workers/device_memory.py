@@ -121,18 +121,11 @@ def on_lanes(device: torch.device, work: Iterable[Callable[[Lane], T]]) -> list[
     Each begins after what the device was told to do before. After an error what has not begun is left
     out; the first one, in order, is raised.
     """
-    lanes, ready = _lanes(device), None
-    if device.type == "cuda":
-        ready = torch.cuda.current_stream(device).record_event()
+    ready = told(device)
 
     def run(piece: Callable[[Lane], T]) -> T:
-        lane = lanes.get()
-        try:
-            lane.after(ready)
+        with a_lane(device, ready) as lane:
             return piece(lane)
-        finally:
-            lane.wait()
-            lanes.put(lane)
 
     with ThreadPoolExecutor(LANES, thread_name_prefix="lane") as pool:
         coming: list[Future[T]] = []
@@ -145,14 +138,35 @@ def on_lanes(device: torch.device, work: Iterable[Callable[[Lane], T]]) -> list[
             raise
 
 
+def told(device: torch.device) -> torch.cuda.Event | None:
+    """What a device has been told to do by now; None on a CPU, which does it at once."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+@contextmanager
+def a_lane(device: torch.device, ready: torch.cuda.Event | None) -> Iterator[Lane]:
+    """A free lane of a device, after the device has come to `ready`."""
+    lanes = _lanes(device)
+    lane = lanes.get()
+    try:
+        lane.after(ready)
+        yield lane
+    finally:
+        lane.wait()
+        lanes.put(lane)
+
+
 def by_lanes(device: torch.device) -> bool:
     """Whether bytes from and to a device go on lanes; a CPU's go nowhere."""
     return device.type == "cuda"
 
 
-def fill(device: torch.device, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy each second tensor, of the host, into the first, as `copy_` does one after the other."""
-    if not by_lanes(device):
+def fill(device: torch.device, pairs: Iterable[tuple[Tensor, Tensor]], there: bool = False) -> None:
+    """Copy each second tensor, of the host, into the first, as `copy_` does one after the other.
+
+    there: they are on the device already.
+    """
+    if there or not by_lanes(device):
         for target, source in pairs:
             target.copy_(source)
         return

@@ -188,6 +188,7 @@ MEANINGS: dict[str, str] = {
     "weights/stored_seconds": "seconds until the store had it",
     "weights/load_seconds": "longest loading of an engine",
     "weights/waited_seconds": "longest wait of an engine for the store",
+    "weights/transferred": "share of engines that got the version from the trainer",
     "weights/bytes": "bytes of the version",
     "weights/bytes_stored": "bytes that were stored, less for differences",
     "weights/probe_error": "distance of engine and trainer on the probe, in nats",

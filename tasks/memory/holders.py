@@ -23,7 +23,15 @@ from configs.rollout import RolloutConfig
 from engines.models.checkpoints import present
 from engines.models.facts import model_facts
 from engines.models.traced_shape import Shape, TracedShape
-from engines.rollout.memory_plan import GIB, UNPLANNED, VllmShare, engine_bytes, vllm_share
+from engines.rollout.memory_plan import (
+    BYTES,
+    GIB,
+    UNPLANNED,
+    VllmShare,
+    engine_bytes,
+    transfer_bytes,
+    vllm_share,
+)
 from engines.train.memory_plan import (
     LIBRARIES,
     Batch,
@@ -33,6 +41,7 @@ from engines.train.memory_plan import (
     plan_aggregator,
     plan_rank,
     plan_worker,
+    with_transfer,
 )
 from engines.train.model_probes import BrokeOff, traced_shape
 
@@ -219,6 +228,8 @@ def plan_of(config: GRPOConfig, shape: Shape, role: Role) -> MemoryPlan:
     lora = config.lora if role == "actor" else None
     gpu = pool.gpus > 0
     plan = plan_rank(shape, train, batch, role=role, ranks=ranks, on_gpu=gpu, lora=lora)
+    if role == "actor" and config.rollout.weight_transfer != "store":
+        plan = with_transfer(plan, shape, BYTES[config.rollout.dtype], ranks)
     return plan_worker(plan) if alone else plan
 
 
@@ -258,7 +269,10 @@ def rollout_bytes(config: GRPOConfig, shape: Shape, role: Role = "rollout") -> d
     if config.sees_frames and config.episodes is not None and shape.vision is not None:
         turn = config.episodes.max_turn_tokens or 0
         longest = config.data.max_prompt_tokens + shape.vision.patches + turn
-    return engine_bytes(config.rollout, shape, most, longest, _beside(config))
+    sizes = engine_bytes(config.rollout, shape, most, longest, _beside(config))
+    if role == "rollout" and (size := transfer_bytes(config.rollout, shape)):
+        sizes["weight transfer"] = size
+    return sizes
 
 
 def _beside(config: GRPOConfig) -> LoraConfig | None:
@@ -337,6 +351,9 @@ def places(demand: MemoryDemand) -> Iterator[Place]:
                     if vllm.pool == name:
                         share = vllm.settings.gpu_memory_utilization
                         of_gpu[vllm.holder] = int(share * total)
+                        if vllm.role == "rollout" and vllm.shape is not None:
+                            size = transfer_bytes(vllm.settings, vllm.shape)
+                            of_gpu |= {"vLLM's weight transfer": size} if size else {}
             if config.cluster.share_devices:
                 of_gpu, away = _in_turn(of_gpu)
                 of_host = {**of_host, **away}

@@ -40,6 +40,7 @@ def a_run(calls: list[str], kept: bool, shared: bool = False, digest: str = "d")
     run.engines.__getitem__.side_effect = clients.__getitem__
     run.probe.return_value = ([[1, 2]], [1])
     run.files.store.backend.remote = True
+    run.config.rollout.weight_transfer = "store"
     run.config.store.node_cache_bytes = 1024 if kept else 0
     run.config.cluster.share_devices = shared
     run.engines[ACTOR].export.return_value = REF
@@ -108,7 +109,7 @@ def test_the_trainer_scores_the_probe_while_engines_load(shared: bool, order: li
         calls.append("score")
         return [[-0.5]]
 
-    def sync(weights: WeightsRef, probe: Probe) -> dict[str, Any]:
+    def sync(weights: WeightsRef, probe: Probe, offered: None) -> dict[str, Any]:
         calls.append("load")
         assert probe.expected() == [[-0.5]]
         calls.append("compare")
@@ -124,6 +125,6 @@ def test_the_trainer_scores_the_probe_while_engines_load(shared: bool, order: li
 def test_a_trainer_that_fails_to_score_is_what_the_step_fails_of() -> None:
     run = a_run([], kept=False)
     run.engines[ACTOR].score.side_effect = WorkerLost("train-0", "killed")
-    run.engines[ROLLOUT].sync.side_effect = lambda weights, probe: probe.expected()
+    run.engines[ROLLOUT].sync.side_effect = lambda weights, probe, offered: probe.expected()
     with pytest.raises(WorkerLost, match="train-0"):
         weight_sync.publish_and_sync(run, 3, 3)

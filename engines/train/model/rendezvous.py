@@ -8,8 +8,6 @@ and is made anew when some rank does not know it, because its worker was restart
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 import uuid
 from collections.abc import Callable
@@ -22,6 +20,7 @@ import torch.distributed as dist
 
 from engines.failures import InfrastructureError
 from engines.processes.bounded import Overdue, bounded
+from engines.processes.loopback import listen_at, pin_to_loopback
 
 T = TypeVar("T")
 
@@ -80,23 +79,6 @@ def meet(
     return Meeting(group=group, rank=rank, world=world, device=device, seconds=seconds)
 
 
-def pin_to_loopback(host: str) -> bool:
-    """Have Gloo and NCCL use the loopback device when all ranks are on this host.
-
-    A loopback meeting point shows it. Nothing is opened to the network then, and a host that cannot
-    reach its own address works too. True if pinned.
-    """
-    try:
-        alone = socket.gethostbyname(host).startswith("127.")
-    except OSError:
-        alone = host == "localhost"
-    if not alone:
-        return False
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(name, "lo")
-    return True
-
-
 def _phase(
     phase: str, where: str, timeout: float, seconds: dict[str, float], run: Callable[[], T]
 ) -> T:
@@ -119,8 +101,7 @@ def _store(rank: int, world: int, host: str, port: int, timeout: float) -> dist.
     if world == 1:
         return dist.HashStore()
     # torch 2.13 would listen on every interface (not reported): give it a socket at `host` alone.
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    server = socket.create_server((host, port), family=family).detach() if rank == 0 else None
+    server = listen_at(host, port).detach() if rank == 0 else None
     return dist.TCPStore(
         host,
         port,

@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from engines.processes.loopback import pin_to_loopback
 from engines.train.model import rendezvous
-from engines.train.model.rendezvous import RendezvousFailed, meet, pin_to_loopback
+from engines.train.model.rendezvous import RendezvousFailed, meet
 from tests.engines.train.train_ranks import Ranks
 
 CPU = torch.device("cpu")
