@@ -27,7 +27,8 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test
 	$(BIN)/python -m tests.twice $(TEST_PROCESSES) $(PYTEST_ARGS)
 
-# What is left of the checkout without a feature; of several, without each in turn: make without FEATURE="trees teachers"
+# What is left of the checkout without a feature; of several, without each in turn: make without FEATURE="trees teachers";
+# without all of them at once: make without FEATURE="all --together"
 without: $(VENV)/.dev
 	$(BIN)/python -m tests.without_feature $(FEATURE)
 

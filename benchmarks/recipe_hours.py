@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from configs.dapo import DAPOConfig
-from configs.distill import DistillConfig
-from configs.grpo import GRPOConfig
 from configs.recipe import load_recipe
+from configs.recipe_files import FOLDER, flow_of
 from configs.resolving import ANY_MACHINE, resolve
+from flows.recipe import settings_of
 
 FLOPS = 0.4 * 989e12  # a second, of a GPU
 HOST = 50e-6  # seconds of a vLLM for a token of a sequence
@@ -47,9 +46,8 @@ SIZES = {
     "Qwen/Qwen2.5-7B": Size(7.62, 28, 3584, 1024),
 }
 
-FLOWS: dict[str, type[GRPOConfig]] = {
-    "dapo-math-17k": DAPOConfig,
-    "distill-7b-1.5b": DistillConfig,
+TEACHERS = {
+    "distill-7b-1.5b": "Qwen/Qwen2.5-7B-Instruct",
 }
 
 # Tokens of a mean sample: prompt, what the environment says, and what the model writes.
@@ -78,14 +76,14 @@ def flops(size: Size, tokens: float, length: float, passes: int) -> float:
 
 def hours(name: str) -> tuple[float, float]:
     """Of a recipe's whole run, and GPU hours."""
-    kind = FLOWS.get(name, GRPOConfig)
+    kind = settings_of(flow_of(FOLDER / f"{name}.yaml") or "grpo")
     config = resolve(load_recipe(kind, name), ANY_MACHINE).settings
     assert config.model.kind == "pretrained"
     size, (read, written) = SIZES[config.model.path], TOKENS[name]
     gpus = config.cluster.pools["gpu"].workers
     samples, length = config.prompts_per_step * config.group_size, read + written
-    # Of what dynamic sampling draws, half is taken to teach nothing.
-    sampled = 2 * samples if isinstance(config, DAPOConfig) else samples
+    # Of what a step draws in rounds, half is taken to teach nothing.
+    sampled = 2 * samples if config.most_rounds > 1 else samples
     at_once = min(config.rollout.max_sequences, sampled / gpus)
     cache = 2 * size.layers * size.kept * at_once * (read + written / 2)  # bytes
     device = (2e9 * size.billions + cache) / READ + flops(size, at_once, length, 1) / FLOPS
@@ -97,9 +95,8 @@ def hours(name: str) -> tuple[float, float]:
     update = flops(size, samples * length, length, passes) / FLOPS / gpus
     sync = SYNC * size.billions * (0.3 if config.lora else 1)
     teacher = 0.0
-    if isinstance(config, DistillConfig):
-        large = SIZES["Qwen/Qwen2.5-7B-Instruct"]
-        teacher = flops(large, samples * length, length, 1) / FLOPS
+    if name in TEACHERS:
+        teacher = flops(SIZES[TEACHERS[name]], samples * length, length, 1) / FLOPS
     seconds = sampling + update + sync + teacher
     found = STARTED + config.steps * seconds / 3600
     return found, found * sum(pool.workers for pool in config.cluster.pools.values() if pool.gpus)

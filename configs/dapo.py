@@ -78,6 +78,10 @@ class DAPOConfig(GRPOConfig):
 
     unfit: ClassVar[tuple[str, ...]] = (*GRPOConfig.unfit, "remax")
     rules: ClassVar[tuple[Rule[Any], ...]] = (*GRPOConfig.rules, *ROUNDS)
+    may_change: ClassVar[tuple[str, ...]] = (
+        "dynamic_sampling.max_rounds",
+        "dynamic_sampling.on_shortage",
+    )
 
     dynamic_sampling: DynamicSampling = Field(
         default_factory=DynamicSampling, description="Rounds of sampling until a batch is full."

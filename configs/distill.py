@@ -197,6 +197,13 @@ class DistillConfig(GRPOConfig):
         *TEACHERS,
     )
     deciders: ClassVar[tuple[Decider, ...]] = (*GRPOConfig.deciders, teachers_pool)
+    may_change: ClassVar[tuple[str, ...]] = (
+        *(f"teachers.*.{name}" for name in ("service", "key_variable", "patience")),
+        *(
+            f"teachers.*.engine.{name}"
+            for name in ("max_sequences", "kv_cache_gib", "gpu_memory_utilization")
+        ),
+    )
 
     rewards: RewardsConfig = Field(
         default_factory=lambda: RewardsConfig(functions=()),

@@ -1,10 +1,12 @@
 """Take a feature out of a copy of the checkout, and see that what is left stands by itself.
 
     make without FEATURE=trees
+    python -m tests.without_feature trees teachers --together
 
-Deleted are the feature's rooms, its record (a line or two in tables) and the tests that name what is in its
-rooms. Then, of what is left: lint, types, the rules of imports, `tiny` with the same weights to the bit, and
-the tests of `make test`; `--tests` chooses others, or none.
+Deleted are the feature's rooms, its record (a line or two in tables) and the tests that import what is in
+its rooms. Then, of what is left: lint, types, the rules of imports, `tiny` with the same weights to the
+bit, and the tests of `make test`; `--tests` chooses others, or none. `--together` takes several out of
+one copy.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("configs", "engines", "flows", "storage", "tasks")
+PACKAGES = ("benchmarks", "configs", "engines", "examples", "flows", "storage", "tasks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +50,18 @@ def record(name: str) -> dict[str, Sequence[str]]:
     return {"tasks/run/features.py": [rf'    "{name}": .*\n']}
 
 
+def layer(room: str) -> dict[str, Sequence[str]]:
+    """Its place among the rooms of engines, with a bar beside it; the line where it is alone."""
+    return {"pyproject.toml": [rf'  "{room}",\n| \| {room}\b|(?<="){room} \| ']}
+
+
 COMMANDS = "tests/tasks/launch/test_command_line.py"
-PAGES = "tests/test_docs.py::test_what_a_page_names_exists"  # pages name what was taken out
+DEPLOYMENTS = "tests/tasks/launch/test_deployment_file.py"
+LEFT = "tests/tasks/run/test_features.py::test_guards_that_were_taken_out_still_have_what_a_commit_decided"
+WHOLE_TREE = (  # pages, and the table below, name what was taken out
+    "tests/test_docs.py::test_what_a_page_names_exists",
+    "tests/test_without_feature.py::test_nothing_outside_its_rooms_and_records_imports_a_feature",
+)
 STORED = "tests/stored_runs/test_stored_runs.py::test_settings_and_commits_are_read"
 FEATURES = {
     "critic": Rooms(
@@ -58,6 +71,7 @@ FEATURES = {
             *(f"{STORED}[ppo]", f"{STORED}[ppo-killed]"),
             f"{COMMANDS}::test_a_refused_setting_answers_at_once[ppo-critic.epochs=0]",
             f"{COMMANDS}::test_a_resumed_run_is_checked_at_once_too",
+            f"{DEPLOYMENTS}::test_what_takes_no_recipe_has_settings_too[resume-words2-config2]",
             "tests/configs/test_recipes.py::test_the_flow_process_imports_no_engine_library[flows.ppo]",
             "tests/deploy/test_wheel.py::test_the_command_names_what_there_is",
             "tests/flows/test_own_flow.py::test_a_flow_is_found_by_its_path",
@@ -66,7 +80,7 @@ FEATURES = {
         records={
             **record("critic"),
             "infra/prefect.yaml": [deployment("tiny-ppo")],
-            "pyproject.toml": [r" \| critic(?= \||\")"],
+            **layer("critic"),
         },
     ),
     "elastic": Rooms(
@@ -74,13 +88,13 @@ FEATURES = {
             *("engines/elastic", "tasks/elastic", "storage/runs/gradients.py"),
             *("configs/rules/elastic.py", "benchmarks/elastic.py"),
         ),
-        tests=("tests/faults/test_elastic.py",),
+        tests=("tests/configs/test_elastic.py", "tests/faults/test_elastic.py"),
         unfit=("tests/faults/test_membership.py::test_elastic_train_workers_come_and_go",),
         records={
             **record("elastic"),
             "engines/train/trainer.py": [r'    "elastic": .*\n'],
             "configs/grpo.py": [r"from configs.rules.elastic .*\n", r"    \*ELASTIC,\n"],
-            "pyproject.toml": [r" \| elastic(?= \|)"],
+            **layer("elastic"),
         },
     ),
     # The section `guards` of the settings stays: every run.json has it.
@@ -88,6 +102,7 @@ FEATURES = {
         rooms=("tasks/guards", "configs/rules/guards.py"),
         tests=("tests/configs/test_guard_rules.py", "tests/flows/test_guards.py"),
         unfit=(
+            LEFT,
             "tests/flows/test_overlap.py::test_beyond_the_guards_bound_the_run_is_synchronous",
             "tests/flows/test_overlap.py::test_beyond_the_guards_bound_the_run_stops",
             "tests/tasks/evaluation/test_schedule.py",
@@ -112,7 +127,7 @@ FEATURES = {
                 r"from configs.rules.promotion .*\n",
                 r"    \*where.*\*PROMOTION\),\n",
             ],
-            "infra/prefect.yaml": [deployment("nightly")],
+            "infra/prefect.yaml": [r"            promotion\..*\n"],
         },
     ),
     "trees": Rooms(
@@ -128,7 +143,7 @@ FEATURES = {
         records={
             **record("trees"),
             "infra/prefect.yaml": [deployment("tiny-tree")],
-            "pyproject.toml": [r" \| trees(?= \|)"],
+            **layer("trees"),
         },
     ),
     "progress": Rooms(
@@ -139,33 +154,43 @@ FEATURES = {
                 "flows/srpo.py",
                 "tasks/progress_rewards",
                 "benchmarks/frozen_lake.py",
+                "examples/libero.yaml",
             ),
         ),
         tests=("tests/flows/test_srpo.py", "tests/examples/test_libero.py"),
-        unfit=(f"{STORED}[srpo]",),
+        unfit=(
+            f"{STORED}[srpo]",
+            "tests/flows/test_seen_lake.py::test_what_it_saw_is_on_record[flows.srpo-words1]",
+        ),
         records={
             **record("progress"),
             "infra/prefect.yaml": [deployment("tiny-srpo")],
-            "pyproject.toml": [r" \| encoders(?= \||\")"],
+            **layer("encoders"),
         },
     ),
     "teachers": Rooms(
         rooms=(
             *("configs/distill.py", "configs/teachers.py", "engines/teachers"),
             *("flows/distill.py", "flows/teacher.py", "tasks/teachers"),
+            "configs/recipes/distill-7b-1.5b.yaml",
         ),
         tests=("tests/flows/test_distill.py", "tests/flows/test_teacher_service.py"),
-        unfit=(f"{STORED}[teacher]",),
+        unfit=(
+            f"{STORED}[teacher]",
+            "tests/flows/test_opponent.py::test_its_samples_do_not_train_in_other_flows[distill]",
+        ),
         records={
             **record("teachers"),
             "infra/prefect.yaml": [deployment("tiny-distill")],
-            "pyproject.toml": [r" \| teachers(?= \|)"],
+            "benchmarks/recipe_hours.py": [r'    "distill-7b-1.5b": .*\n'],
+            **layer("teachers"),
         },
     ),
     "over_sampling": Rooms(
         rooms=("configs/rules/over_sampling.py", "tasks/over_sampling"),
         tests=("tests/flows/test_over_sampling.py",),
         unfit=(
+            LEFT,
             "tests/flows/test_episodes.py::test_unfinished_episodes_are_carried",
             "tests/flows/test_large_steps.py::test_groups_that_share_task_runs_are_cut_and_carried",
             "tests/flows/test_opponent.py::test_unfinished_episodes_are_carried",
@@ -191,7 +216,7 @@ FEATURES = {
                 r"from configs.rules.quarantine .*\n",
                 r"    \*where.*\*QUARANTINE\),\n",
             ],
-            "pyproject.toml": [r" \| rows(?=\")"],
+            **layer("rows"),
         },
     ),
     # The settings of data.source.tasks stay, and the kind `none` of environments.
@@ -225,7 +250,7 @@ FEATURES = {
         ),
         records={
             **record("reward_models"),
-            "pyproject.toml": [r"(?<=\")reward_models \| "],
+            **layer("reward_models"),
         },
     ),
     "coding": Rooms(
@@ -284,12 +309,20 @@ FEATURES = {
     ),
     "dynamic_sampling": Rooms(
         rooms=(
-            *("configs/dapo.py", "configs/recipes/tiny-dapo.yaml", "flows/dapo.py"),
-            "tasks/dynamic_sampling.py",
+            *("configs/dapo.py", "flows/dapo.py", "tasks/dynamic_sampling.py"),
+            *("configs/recipes/tiny-dapo.yaml", "configs/recipes/dapo-math-17k.yaml"),
         ),
         tests=("tests/flows/test_dapo.py",),
-        unfit=(f"{STORED}[dapo]",),
-        records={"infra/prefect.yaml": [deployment("tiny-dapo")]},
+        unfit=(
+            f"{STORED}[dapo]",
+            "tests/configs/test_recipes.py::test_the_flow_process_imports_no_engine_library[flows.dapo]",
+            "tests/flows/test_opponent.py::test_its_samples_do_not_train_in_other_flows[dapo]",
+            "tests/flows/test_seen_lake.py::test_what_it_saw_is_on_record[flows.dapo-words2]",
+        ),
+        records={
+            "infra/prefect.yaml": [deployment("tiny-dapo")],
+            "benchmarks/recipe_hours.py": [r'    "dapo-math-17k": .*\n'],
+        },
     ),
     "serving": Rooms(
         rooms=("configs/serve.py", "flows/serve.py", "tasks/launch/serving.py"),
@@ -306,24 +339,33 @@ def copy_of(folder: Path) -> Path:
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
+    # An editable install finds in the checkout what the copy has not: its finder does nothing there.
+    for finder in Path(sysconfig.get_path("purelib")).glob("__editable__*_finder.py"):
+        (folder / finder.name).write_text("def install() -> None: ...\n")
     return folder
 
 
-def take_out(feature: Rooms, folder: Path) -> list[str]:
-    """Delete a feature; the test files that went with it, beside its own."""
-    modules = {path[:-3].replace("/", ".") for path in files_of(feature.rooms, folder)}
-    for path in (*feature.rooms, *feature.tests):
+def take_out(features: Sequence[Rooms], folder: Path) -> list[str]:
+    """Delete features; the test files that went with them, beside their own."""
+    rooms = [room for feature in features for room in feature.rooms]
+    tests = [test for feature in features for test in feature.tests]
+    modules = {path[:-3].replace("/", ".") for path in files_of([*rooms, *tests], folder)}
+    for path in (*rooms, *tests):
         where = folder / path
         if where.is_dir():
             shutil.rmtree(where)
         else:
             where.unlink()
-    for path, expressions in feature.records.items():
-        text = (folder / path).read_text()
-        for expression in expressions:
-            text, found = re.subn(expression, "", text)
-            assert found, f"{path} has no lines {expression!r}"
-        (folder / path).write_text(text)
+    for feature in features:
+        for path, expressions in feature.records.items():
+            if not (folder / path).exists():
+                assert path in rooms, f"there is no {path}"
+                continue
+            text = (folder / path).read_text()
+            for expression in expressions:
+                text, found = re.subn(expression, "", text)
+                assert found, f"{path} has no lines {expression!r}"
+            (folder / path).write_text(text)
     return with_tests(modules, folder)
 
 
@@ -378,8 +420,12 @@ def tiny(folder: Path) -> list[str]:
         return [json.loads(path.read_text())["body"]["version_out"]["digest"] for path in commits]
 
 
+class Falls(Exception):
+    """What is left does not stand by itself: the command that failed."""
+
+
 def run(words: Sequence[str], where: Path, code: Path) -> None:
-    """Run a command with the packages of a folder; SystemExit where it fails."""
+    """Run a command with the packages of a folder; Falls where it fails."""
     done = subprocess.run(
         words,
         cwd=where,
@@ -390,34 +436,61 @@ def run(words: Sequence[str], where: Path, code: Path) -> None:
     )
     if done.returncode:
         print(done.stdout[-6000:], done.stderr[-3000:], sep="\n")
-        raise SystemExit(f"failed: {' '.join(map(str, words))}")
+        raise Falls(" ".join(map(str, words)))
+
+
+def stands(names: Sequence[str], chosen: Sequence[str], reference: list[str]) -> None:
+    """See that what is left without these features stands; Falls where it does not."""
+    features = [FEATURES[name] for name in names]
+    called = ", ".join(names)
+    own = Path(sys.executable).parent
+    with tempfile.TemporaryDirectory(prefix="without-") as temporary:
+        folder = copy_of(Path(temporary))
+        gone = take_out(features, folder)
+        print(f"{called}: taken out; tests that named it went too: {', '.join(gone) or 'none'}")
+        if len(names) > 1:  # what several import, and each alone leaves to the others
+            run(
+                [str(own / "ruff"), "check", "--fix", "--quiet", "--select", "F401", "."],
+                folder,
+                folder,
+            )
+        for command in (["ruff", "check", "."], ["mypy"], ["lint-imports"]):
+            run([str(own / command[0]), *command[1:]], folder, folder)
+        if tiny(folder) != reference:
+            raise Falls("tiny has other weights")
+        print(
+            f"{called}: lint, types and imports pass, and tiny is the same to the bit", flush=True
+        )
+        if chosen:
+            unfit = [test for feature in features for test in feature.unfit]
+            run(
+                [
+                    *(sys.executable, "-m", "pytest", *chosen),
+                    *(f"--deselect={test}" for test in (*WHOLE_TREE, *unfit)),
+                ],
+                folder,
+                folder,
+            )
+            print(f"{called}: the tests {', '.join(chosen)} pass")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("features", nargs="+", choices=FEATURES, metavar="FEATURE")
+    parser.add_argument("features", nargs="+", choices=[*FEATURES, "all"], metavar="FEATURE")
     parser.add_argument("--tests", nargs="*", default=["tests"], help="none: no tests")
+    parser.add_argument("--together", action="store_true", help="all of them out of one copy")
     asked = parser.parse_args()
-    own = Path(sys.executable).parent
+    names = list(FEATURES) if "all" in asked.features else asked.features
     reference = tiny(ROOT)
-    for name in asked.features:
-        with tempfile.TemporaryDirectory(prefix=f"without-{name}-") as temporary:
-            folder = copy_of(Path(temporary))
-            gone = take_out(FEATURES[name], folder)
-            print(f"{name}: taken out; tests that named it went too: {', '.join(gone) or 'none'}")
-            for command in (
-                [own / "ruff", "check", "."],
-                [own / "mypy"],
-                [own / "lint-imports"],
-            ):
-                run([str(word) for word in command], folder, folder)
-            assert tiny(folder) == reference, f"tiny has other weights without {name}"
-            print(f"{name}: lint, types and imports pass, and tiny is the same to the bit")
-            if asked.tests:
-                unfit = [f"--deselect={test}" for test in (PAGES, *FEATURES[name].unfit)]
-                tests = [sys.executable, "-m", "pytest", *asked.tests, *unfit]
-                run(tests, folder, folder)
-                print(f"{name}: the tests {', '.join(asked.tests)} pass")
+    fallen = []
+    for group in [names] if asked.together else [[name] for name in names]:
+        try:
+            stands(group, asked.tests, reference)
+        except Falls as failure:
+            fallen.append(f"without {', '.join(group)}: {failure}")
+            print(f"failed {fallen[-1]}", flush=True)
+    if fallen:
+        raise SystemExit("\n".join(fallen))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import datetime
 import json
 import re
 import secrets
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -231,7 +232,8 @@ def begin(opened: OpenedRun, position: Position) -> None:
 
 
 # What may change between the parts of a run without making its past unrepeatable. A name stands
-# for the setting and all below it; * is any entry of a list, and any name.
+# for the setting and all below it; * is any entry of a list, and any name. A flow's settings have
+# their own (GRPOConfig.may_change).
 MAY_CHANGE = (
     "steps",
     "cluster",
@@ -253,8 +255,6 @@ MAY_CHANGE = (
     "data.quarantine",
     "guards",
     "max_rollbacks",
-    "dynamic_sampling.max_rounds",
-    "dynamic_sampling.on_shortage",
     "rollout.deadline",
     "rollout.max_sequences",
     "rollout.kv_cache_gib",
@@ -264,11 +264,6 @@ MAY_CHANGE = (
     "rewards.timeout",
     "rewards.functions.*.url",  # of a judge, which may have moved; commits say so
     *(f"rewards.functions.*.{name}" for name in HOW_ASKED),
-    *(f"teachers.*.{name}" for name in ("service", "key_variable", "patience")),
-    *(
-        f"teachers.*.engine.{name}"
-        for name in ("max_sequences", "kv_cache_gib", "gpu_memory_utilization")
-    ),
     "train.deadline",
     "train.unit_lease",
     "train.expert_parallel",  # goes by the number of workers, which may change
@@ -322,12 +317,15 @@ def check_unchanged(files: RunStore, config: GRPOConfig, flow: str) -> None:
     check_same_flow(files, flow, config.store)
     recorded = settings_of(files).model_dump(mode="json")
     changed = [
-        key for key in differing(recorded, config.model_dump(mode="json")) if not may_change(key)
+        key
+        for key in differing(recorded, config.model_dump(mode="json"))
+        if not may_change(key, config.may_change)
     ]
     if changed:
         raise ConfigError(
             f"Run {files.run} was made with other values of {', '.join(changed)}. Set them back, or "
-            f"start a new run. On resuming only these may change: {', '.join(MAY_CHANGE)}."
+            "start a new run. On resuming only these may change: "
+            f"{', '.join((*MAY_CHANGE, *config.may_change))}."
         )
 
 
@@ -394,9 +392,10 @@ def told_kept(before: GRPOConfig, opened: GRPOConfig) -> list[Finding]:
     return [Finding(check="settings", found=sentence, warning=True)]
 
 
-def may_change(key: str) -> bool:
-    """Whether a setting may be another on resuming, by its dotted name."""
-    patterns = (re.escape(name).replace(r"\*", "[^.]+") for name in MAY_CHANGE)
+def may_change(key: str, own: Sequence[str] = ()) -> bool:
+    """Whether a setting may be another on resuming, by its dotted name; own: as in GRPOConfig."""
+    names = (*MAY_CHANGE, *own)
+    patterns = (re.escape(name).replace(r"\*", "[^.]+") for name in names)
     return any(re.fullmatch(rf"{pattern}(\..*)?", key) for pattern in patterns)
 
 

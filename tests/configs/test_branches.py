@@ -8,7 +8,6 @@ import pytest
 
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
-from configs.ppo import PPOConfig
 from configs.recipe import load_recipe
 from configs.rules.rule import check_rules
 
@@ -57,12 +56,6 @@ def test_advantages_that_go_along_one_path_are_refused(advantage: str, said: str
 )
 def test_max_tokens_is_of_episodes_that_branch(words: list[str], said: str) -> None:
     assert said in refused(words)
-
-
-def test_a_critics_estimator_is_taken_without_discount() -> None:
-    assert refused([AGENT], PPOConfig) == ""
-    assert "lam = 0.9 goes" in refused([AGENT, "algorithm.advantage.lam=0.9"], PPOConfig)
-    assert "gamma = 0.9 goes" in refused([AGENT, "algorithm.advantage.gamma=0.9"], PPOConfig)
 
 
 def test_the_longest_sample_is_an_episode_with_all_its_branches() -> None:

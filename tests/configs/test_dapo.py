@@ -1,11 +1,16 @@
 """What a DAPO run's settings add, which are the paper's unless told, and what is refused."""
 
+from pathlib import Path
+
 import pytest
 
 from configs.dapo import DAPOConfig
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from configs.recipe import load_recipe
+from storage.objects.store import Store
+from storage.runs.run_store import RunStore
+from tasks.run.opening import check_unchanged
 from tests.configs.flow_settings import any_flows_recipes
 
 
@@ -91,3 +96,20 @@ def test_a_form_has_the_settings_of_its_own_flow() -> None:
     assert with_rounds == [DAPOConfig]
     limits = forms[DAPOConfig]["$defs"]["DynamicSampling"]["properties"]
     assert all(field["description"] for field in limits.values())
+
+
+def test_its_rounds_may_change_on_resuming(tmp_path: Path) -> None:
+    flow, files = "flows.dapo:dapo", RunStore(Store(f"file://{tmp_path}"), "mine")
+    config = load_recipe(DAPOConfig, "tiny-dapo")
+    files.write_run({"config": config.model_dump(mode="json"), "flow": flow})
+    for word in ("dynamic_sampling.max_rounds=3", "dynamic_sampling.on_shortage=train"):
+        check_unchanged(files, load_recipe(DAPOConfig, "tiny-dapo", [word]), flow)
+    with pytest.raises(
+        ConfigError,
+        match=r"dynamic_sampling\.over_sampling\. .*may change: .*dynamic_sampling\.max_rounds",
+    ):
+        check_unchanged(
+            files,
+            load_recipe(DAPOConfig, "tiny-dapo", ["dynamic_sampling.over_sampling=1.75"]),
+            flow,
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,14 +12,21 @@ from configs.algorithm.algorithm import AlgorithmConfig
 from configs.algorithm.distillation import DistillAlgorithm, recorded_algorithm
 from configs.distill import DistillConfig
 from configs.grpo import GRPOConfig
+from configs.help_topics import help_on
 from configs.overrides import ConfigError, change
-from configs.recipe import load_recipe
+from configs.recipe import load_recipe, read_recipe
+from configs.resolving import resolve
 from configs.settings_help import fields
 from configs.teachers import TeacherServiceConfig
+from storage.objects.store import Store
+from storage.runs.run_store import RunStore
+from tasks.run.opening import check_unchanged
 from tests.configs.flow_settings import any_flows_recipes
+from tests.configs.test_resolving import FAST, SLOW
 
 TEACHER = ("teachers.tutor.model.kind=random", "teachers.tutor.model.seed=1")
 IN_VLLM = "teachers.tutor.engine.kind=vllm"
+SERVICE = "teachers.tutor.service=http://127.0.0.1:8200"
 WORDS = "algorithm.distillation.loss.kind=forward_kl_topk"
 
 
@@ -188,3 +196,48 @@ def test_teachers_of_a_student_whose_workers_come_and_go_have_their_own_pool() -
     assert config.cluster.roles.teacher in config.used_pools
     assert config.cluster.roles.teacher != config.cluster.roles.actor
     assert set(config.features) == {"elastic", "teachers"}
+
+
+def test_how_a_teacher_is_asked_may_change_on_resuming(tmp_path: Path) -> None:
+    flow, files = "flows.distill:distill", RunStore(Store(f"file://{tmp_path}"), "mine")
+    config = loaded(SERVICE)
+    files.write_run({"config": config.model_dump(mode="json"), "flow": flow})
+    for word in ("teachers.tutor.key_variable=KEY", "teachers.tutor.patience=7"):
+        check_unchanged(files, loaded(SERVICE, word), flow)
+    with pytest.raises(
+        ConfigError,
+        match=r"algorithm\.distillation\.coefficient\. .*may change: .*teachers\.\*\.service",
+    ):
+        check_unchanged(files, loaded(SERVICE, "algorithm.distillation.coefficient=0.5"), flow)
+
+
+def test_teachers_have_a_pool_like_the_actors() -> None:
+    read = read_recipe(DistillConfig, "tiny", [*TEACHER, "cluster.pools.train.threads=3"])
+    assert read.cluster.roles.teacher is None
+    resolved = resolve(read, SLOW)
+    assert [str(one) for one in resolved.decisions] == [
+        "cluster.pools.teacher = {threads: 3}: like the actor's, with one worker",
+        "cluster.roles.teacher = teacher: teachers have a pool of their own",
+    ]
+    assert list(resolved.settings.cluster.pools) == ["teacher", *read.cluster.pools]
+
+
+def test_a_rule_looks_at_settings_as_they_will_be() -> None:
+    """The teacher's pool, which is to be made, is no pool that the actor shares."""
+    with pytest.raises(ValueError, match=r"no two roles share a pool .*teacher on teacher"):
+        read_recipe(DistillConfig, "tiny", [*TEACHER, "cluster.share_devices=true"])
+
+
+def test_a_service_of_teachers_computes_in_float32_too() -> None:
+    words = ["model.kind=random"]
+    read = change(TeacherServiceConfig, {}, words)
+    assert read.train.compute_dtype == "bfloat16"
+    assert resolve(read, SLOW).settings.train.compute_dtype == "float32"
+    assert resolve(read, FAST).settings == read
+    on_gpus = change(TeacherServiceConfig, {}, [*words, "cluster.pools.teacher.gpus=1"])
+    assert resolve(on_gpus, SLOW).decisions == ()
+
+
+def test_help_on_all_has_what_a_teacher_may_have() -> None:
+    lines = help_on(DistillConfig, "all").splitlines()
+    assert any(line.startswith("  teachers.NAME.") for line in lines)

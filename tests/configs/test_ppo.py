@@ -10,6 +10,7 @@ from configs.overrides import ConfigError
 from configs.ppo import PPOConfig
 from configs.recipe import load_recipe
 from configs.resolving import Machine
+from tests.configs import test_branches as branches
 from tests.configs.flow_settings import any_flows_recipes
 
 
@@ -105,3 +106,10 @@ def test_it_multiplies_in_float32_where_a_cpu_is_slow_in_bfloat16(
 def test_other_flows_have_no_critic() -> None:
     forms = {model: model.model_json_schema() for model in (GRPOConfig, PPOConfig)}
     assert [model for model, form in forms.items() if "critic" in form["properties"]] == [PPOConfig]
+
+
+def test_its_estimator_goes_with_branches_without_discount() -> None:
+    agent, refused = branches.AGENT, branches.refused
+    assert refused([agent], PPOConfig) == ""
+    assert "lam = 0.9 goes" in refused([agent, "algorithm.advantage.lam=0.9"], PPOConfig)
+    assert "gamma = 0.9 goes" in refused([agent, "algorithm.advantage.gamma=0.9"], PPOConfig)

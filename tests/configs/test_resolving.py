@@ -5,19 +5,16 @@ from __future__ import annotations
 import pytest
 
 import configs.resolving
-from configs.distill import DistillConfig
 from configs.grpo import GRPOConfig
 from configs.overrides import change
 from configs.recipe import read_recipe
 from configs.resolving import Machine, resolve, slow_formats
-from configs.teachers import TeacherServiceConfig
 from tests.configs.flow_settings import any_flows_recipes
 
 FAST, SLOW = Machine(multiplies_bfloat16=True), Machine(multiplies_bfloat16=False)
 DEMO = "smollm2-arithmetic"
 MANY = ("prompts_per_step=8", "rollout={engine: vllm}")
 GPU = "cluster.pools.rollout.gpus=1"
-TEACHER = ("teachers.tutor.model.kind=random", "cluster.pools.train.threads=3")
 
 
 def decided(*words: str, machine: Machine = SLOW, recipe: str = DEMO) -> list[str]:
@@ -84,33 +81,6 @@ def test_how_episodes_are_driven_is_in_no_key() -> None:
     keys = [one.in_keys() for one in read if one is not None]
     assert keys[0] == keys[1]
     assert not {"drive", "deadline", "fewest_at_once"} & keys[0].keys()
-
-
-def test_teachers_have_a_pool_like_the_actors() -> None:
-    read = read_recipe(DistillConfig, "tiny", TEACHER)
-    assert read.cluster.roles.teacher is None
-    resolved = resolve(read, SLOW)
-    assert [str(one) for one in resolved.decisions] == [
-        "cluster.pools.teacher = {threads: 3}: like the actor's, with one worker",
-        "cluster.roles.teacher = teacher: teachers have a pool of their own",
-    ]
-    assert list(resolved.settings.cluster.pools) == ["teacher", *read.cluster.pools]
-
-
-def test_a_rule_looks_at_settings_as_they_will_be() -> None:
-    """The teacher's pool, which is to be made, is no pool that the actor shares."""
-    with pytest.raises(ValueError, match=r"no two roles share a pool .*teacher on teacher"):
-        read_recipe(DistillConfig, "tiny", [*TEACHER, "cluster.share_devices=true"])
-
-
-def test_a_service_of_teachers_computes_in_float32_too() -> None:
-    words = ["model.kind=random"]
-    read = change(TeacherServiceConfig, {}, words)
-    assert read.train.compute_dtype == "bfloat16"
-    assert resolve(read, SLOW).settings.train.compute_dtype == "float32"
-    assert resolve(read, FAST).settings == read
-    on_gpus = change(TeacherServiceConfig, {}, [*words, "cluster.pools.teacher.gpus=1"])
-    assert resolve(on_gpus, SLOW).decisions == ()
 
 
 def test_a_run_that_was_begun_elsewhere_is_told_what_is_slow_here() -> None:

@@ -12,6 +12,7 @@ from configs.grpo import GRPOConfig
 from configs.ppo import PPOConfig
 from configs.recipe import load_recipe
 from tasks.critic.role import CRITIC
+from tasks.memory import check as memory
 from tasks.run.contract import Clients
 from tasks.run.engines import Engines
 from tasks.run.features import PreflightError
@@ -39,6 +40,14 @@ def test_the_policy_is_the_last_that_is_trained(monkeypatch: pytest.MonkeyPatch)
 
 def test_it_is_in_the_memory_plan() -> None:
     assert any(line.startswith("critic, ") for line in plan(config_of()))
+
+
+def test_beside_an_adapter_all_its_weights_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(memory, "sizes_of", lambda *given: asked.append(given))
+    plan(config_of("lora.rank=4"))
+    ((*_, lora),) = asked
+    assert lora is None
 
 
 def test_its_rank_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ deployments:
     schedules: [{cron: "0 2 * * *", timezone: Europe/Berlin}]
     tags: [team-a]
   - name: sums
-    flow: ppo
+    flow: grpo
     recipe: tiny
     settings: {steps: 7, store.uri: "s3://bucket/x", rollout.stop: [a, b]}
     concurrency_limit: {limit: 2, collision_strategy: CANCEL_NEW}
@@ -153,8 +153,8 @@ def test_a_file_with_settings_that_nothing_has_is_refused(
 
 
 def test_those_that_come_say_that_nobody_sees_their_curves() -> None:
-    (said,) = deployments(PREFECT_FILE, ["tiny", "tiny-dapo"], [], None).warnings()
-    assert "Curves of tiny, tiny-dapo go to sqlite:///.refrain/mlflow.db" in said
+    (said,) = deployments(PREFECT_FILE, ["tiny", "smollm2-arithmetic"], [], None).warnings()
+    assert "Curves of tiny, smollm2-arithmetic go to sqlite:///.refrain/mlflow.db" in said
     assert "tracking.uri=http://" in said
 
 
@@ -164,10 +164,10 @@ def test_a_team_changes_those_that_come_and_has_its_own(tmp_path: Path) -> None:
     nightly = entry(found, "nightly")
     assert (nightly["tags"], nightly["schedules"][0]["cron"]) == (["team-a"], "0 2 * * *")
     assert nightly["concurrency_limit"]["collision_strategy"] == "CANCEL_NEW", "as it comes"
-    assert settings(found, "nightly")["promotion.alias"] == "champion"
+    assert settings(found, "nightly")["continue_from"] == "models:/smollm2-arithmetic@champion"
     assert settings(found, "nightly")["tracking.uri"] == "http://mlflow:5000"
     sums = entry(found, "sums")
-    assert sums["entrypoint"] == "flows.ppo.ppo" and sums["concurrency_limit"]["limit"] == 2
+    assert sums["entrypoint"] == "flows.grpo.grpo" and sums["concurrency_limit"]["limit"] == 2
     assert sums["parameters"] == {"config": "{{ recipe.config }}", "resume": None}
     assert settings(found, "sums")["rollout.stop"] == '["a", "b"]'
     config = entry(found, "evaluate")["parameters"]["config"]

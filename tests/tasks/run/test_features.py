@@ -62,15 +62,16 @@ def test_every_record_is_there(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_feature_without_a_record_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    config: Any = SimpleNamespace(features=("cahce", "trees"))
+    config: Any = SimpleNamespace(features=("cahce", *FEATURES))
     with pytest.raises(LookupError, match="The settings use cahce, and there is no such feature"):
         features_of(config)
 
 
 def test_one_feature_of_a_run_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     drawing = Feature(draw=lambda run, step: None)
+    monkeypatch.setattr(features, "FEATURES", {"one": "a:A", "another": "b:B"})
     monkeypatch.setattr(features, "_record", lambda path: drawing)
-    config: Any = SimpleNamespace(features=("trees", "elastic"))
+    config: Any = SimpleNamespace(features=("one", "another"))
     with pytest.raises(AssertionError, match="two features of a run have the hook draw"):
         features_of(config)
 

@@ -36,9 +36,6 @@ from tasks.run.run_record import settings_of
         ("data.source.params.timeout", False),
         ("data.source.path", False),
         ("storey", False),
-        ("teachers.tutor.service", True),
-        ("teachers.tutor.digest", False),
-        ("teachers.tutor.model.seed", False),
     ],
 )
 def test_where_and_how_others_are_asked_may_change(key: str, may: bool) -> None:
