@@ -52,6 +52,10 @@ class RandomVision(Settings):
         return self
 
 
+# Of a random model, a Llama: its linear layers, by the last part of their names.
+RANDOM_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
 class RandomModel(Settings):
     """A small Llama with random weights and a character tokenizer, for tests and smoke runs."""
 

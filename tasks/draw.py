@@ -90,8 +90,13 @@ def draw_groups(
             rows, cursor = next_rows.draw(cursor, known_rows)
         else:
             rows, cursor = draw_rows(
-                *(run.source, cursor, last - group, config.data.epochs, run.fresh),
-                *(known_rows.kept_out, known_rows.ranks),
+                run.source,
+                cursor,
+                last - group,
+                config.data.epochs,
+                run.fresh,
+                known_rows.kept_out,
+                known_rows.ranks,
             )
         if not rows:  # all that was left is in quarantine
             continue

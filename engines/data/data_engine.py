@@ -113,8 +113,14 @@ class DataEngine(Scorer):
     ) -> AnswersGiven:
         """Write the answers that the rows of some prompts have, as n samples of each."""
         return write_answers(
-            *(self._store, prompts, column, n, self._tokenizer, self._spec.max_new_tokens),
-            *(out_key, attempt),
+            self._store,
+            prompts,
+            column,
+            n,
+            self._tokenizer,
+            self._spec.max_new_tokens,
+            out_key,
+            attempt,
         )
 
     def reward_code(self) -> dict[str, RewardCode]:
@@ -186,9 +192,7 @@ class DataEngine(Scorer):
 
     def _choose(self, request: AdvantagesRequest) -> Choice:
         spec = self._spec
-        return choose(
-            *(self._store, request, spec.rewards, spec.max_new_tokens, spec.data.right_from)
-        )
+        return choose(self._store, request, spec.rewards, spec.max_new_tokens, spec.data.right_from)
 
     def informative(self, request: AdvantagesRequest) -> InformativeResult:
         """Which groups of a step's samples so far `advantages` would choose."""

@@ -112,7 +112,10 @@ class UnitLeases:
         slow = ", ".join(lease.worker for lease in now.leases if lease.unit == unit)
         logger.warning(
             "Unit %d has been with %s for longer than its lease of %g s; %s takes it over.",
-            *(unit, slow, self._lease, worker),
+            unit,
+            slow,
+            self._lease,
+            worker,
         )
         now.taken_over += 1
         return unit

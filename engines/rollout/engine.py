@@ -104,7 +104,7 @@ class RolloutEngine(Sampler):
         self._check_awake()
         started = time.monotonic()
         prompts = read_prompts(
-            *(self._store, request.prompts, self._spec.max_model_len, request.sampling.n)
+            self._store, request.prompts, self._spec.max_model_len, request.sampling.n
         )
         partial = PartialSamples(self._store, request.out_key)
         saved = None if request.save_every is None else partial.read()
@@ -187,7 +187,7 @@ class RolloutEngine(Sampler):
         started, waited = time.monotonic(), 0.0
         if offer is None:
             waited = check_manifest(
-                *(self._store, weights, self._shapes, self._names, self._node_cache)
+                self._store, weights, self._shapes, self._names, self._node_cache
             )
         else:
             check_shapes(weights, offer.tensors, self._shapes, self._names)

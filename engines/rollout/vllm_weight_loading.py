@@ -197,7 +197,11 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
     def _offered(self, ref: WeightsRef, base_held: str) -> LoadedWeights:
         lora = self.vllm_config.lora_config
         return LoadedWeights(
-            *(self.store, ref, self.cache, base_held, self._share),
+            self.store,
+            ref,
+            self.cache,
+            base_held,
+            self._share,
             apart_to_rank=0 if lora is None else lora.max_lora_rank,
         )
 

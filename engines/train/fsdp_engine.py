@@ -144,13 +144,18 @@ class FSDPEngine(TrainEngine):
         report("building the model")
         whole = whole_on(self._spec, world, self._device)
         policy = build(
-            *(self._spec, self._with_head, self._directory, self._sequence.size),
-            *(self._compute, whole, world // config.replicas),
+            self._spec,
+            self._with_head,
+            self._directory,
+            self._sequence.size,
+            self._compute,
+            whole,
+            world // config.replicas,
         )
         parameters = sum(parameter.numel() for parameter in policy.parameters())
         self._cost = cost_model(policy)
         self._masters = materialize(
-            *(policy, self._spec, self._checkpoint, self._meeting, self._store, self._compute)
+            policy, self._spec, self._checkpoint, self._meeting, self._store, self._compute
         )
         self._policy, self._parameters = policy.train(), tuple(policy.parameters())
         self._begin_versions(policy)
@@ -618,7 +623,10 @@ def materialize(
     else:
         where = "cpu"
         shard(
-            *(policy, group, meeting.device, compute),
+            policy,
+            group,
+            meeting.device,
+            compute,
             reshard=config.reshard_after_forward,
             replicas=config.replicas,
             experts=policy.experts,

@@ -237,7 +237,9 @@ def _moments(
         whole = scales
         if isinstance(parameter, DTensor):
             whole = DTensor.from_local(
-                *(scales, parameter.device_mesh, parameter.placements),
+                scales,
+                parameter.device_mesh,
+                parameter.placements,
                 run_check=False,
                 shape=torch.Size([len(parameter), blocks]),
                 stride=(blocks, 1),

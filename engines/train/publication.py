@@ -177,7 +177,10 @@ class _Parts:
         if self.base is None:
             return {
                 number: write_shard(
-                    *(store, key, shard_name(number, self.token), outlines),
+                    store,
+                    key,
+                    shard_name(number, self.token),
+                    outlines,
                     tensors(len(outlines)),
                     self.behind,
                 )

@@ -214,7 +214,11 @@ class Updater(ABC):
     ) -> AbstractContextManager[Iterator[MicroBatch]]:
         """The micro-batches of these rows; see `read_ahead`."""
         return read_ahead(
-            *(self._store, batch, parts, columns, self._meeting.device),
+            self._store,
+            batch,
+            parts,
+            columns,
+            self._meeting.device,
             tree_training=self._config.tree_training,
             patches=self._cost.patches,
             needs=self._needs,

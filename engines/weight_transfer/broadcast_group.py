@@ -62,7 +62,7 @@ class BroadcastGroup:
 
         def meet() -> Backend:
             shared = store or dist.TCPStore(
-                *(seat.host, seat.port, None, False), timeout=timedelta(seconds=timeout)
+                seat.host, seat.port, None, False, timeout=timedelta(seconds=timeout)
             )
             backend = _backend(shared, seat, device, timeout)
             work = _broadcast(backend, torch.zeros(1, device=device))  # connects all
@@ -129,7 +129,10 @@ def open_meeting_point(host: str, timeout: float) -> tuple[dist.Store, int]:
     port: int = listener.getsockname()[1]
     limit = timedelta(seconds=timeout)
     store = dist.TCPStore(
-        *(host, port, None, True),
+        host,
+        port,
+        None,
+        True,
         timeout=limit,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),

@@ -56,7 +56,7 @@ class Receiver:
             until = time.monotonic() + PATIENCE * offer.timeout
             sizes = _sizes(offer)
             pieces = (self._shared if offer.way == "ipc" else self._broadcast)(
-                *(line, begin, sizes, until, offer)
+                line, begin, sizes, until, offer
             )
             yield from _assembled(offer.tensors, pieces, self._device)
             line.send({"done": True}, until)

@@ -21,7 +21,7 @@ from configs.credentials import credential_sentence
 from configs.environment import installed, pip_install
 from configs.grpo import GRPOConfig, check_finite, check_new_run, warnings_of
 from configs.lora import LoraConfig
-from configs.model import Model, PretrainedModel, RandomModel
+from configs.model import RANDOM_LAYERS, Model, PretrainedModel, RandomModel
 from configs.overrides import ConfigError
 from configs.resolving import slow_formats, this_machine
 from configs.rollout import RolloutConfig
@@ -600,6 +600,9 @@ def models_tested(
     It raises PreflightError for a model of which the train engine would compute something else. A
     resumed run is only warned: its steps were made so.
     """
+    of_random = config.lora if isinstance(config.model, RandomModel) else None
+    if of_random is not None and (unfit := of_random.unfit(RANDOM_LAYERS, ())):
+        raise PreflightError(unfit)
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     waits: list[Callable[[], Finding]] = []
     with ExitStack() as stack:

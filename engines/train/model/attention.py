@@ -210,7 +210,7 @@ def _varlen(
     else:
         k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
     out = varlen_attn(
-        *(q, k, v, edges, edges, longest, longest), scale=scale, window_size=sight, **options
+        q, k, v, edges, edges, longest, longest, scale=scale, window_size=sight, **options
     )
     assert isinstance(out, Tensor)
     return out

@@ -79,7 +79,7 @@ def compile_layers(model: PreTrainedModel, threads: int, gpu: bool) -> None:
         options = {"compile_threads": threads}
     for layer in layers(model):
         compiled = torch.compile(
-            *(layer.forward,), fullgraph=gpu, dynamic=True, backend=BACKEND, options=options
+            layer.forward, fullgraph=gpu, dynamic=True, backend=BACKEND, options=options
         )
         layer.forward = _with_room(compiled)
 

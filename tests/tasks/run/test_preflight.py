@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from configs.grpo import GRPOConfig, warnings_of
-from configs.model import PretrainedModel, RandomModel
+from configs.model import RANDOM_LAYERS, PretrainedModel, RandomModel
 from configs.recipe import load_recipe
 from engines.models.checkpoints import materialize
 from engines.models.facts import ModelShape, model_facts
@@ -31,7 +32,7 @@ from engines.workers import placement
 from tasks.memory import holders
 from tasks.run import preflight
 from tasks.run.features import PreflightError
-from tasks.run.preflight import OTHERWISE_ON_CPU, check, check_settings
+from tasks.run.preflight import OTHERWISE_ON_CPU, check, check_settings, models_tested
 from tasks.run.preflight_data import check_data
 
 MESSAGES = [{"role": "user", "content": "What is 2 + 2?"}]
@@ -877,3 +878,16 @@ def test_a_model_that_it_computes_as_transformers_does_is_good(tmp_path: Path) -
     found = check(settings(tmp_path, words))[-1]
     assert not found.warning
     assert found.found.endswith("gives transformers' own log-probs and gradients")
+
+
+def test_a_target_of_lora_that_a_random_model_lacks_is_told_before_the_start(
+    tmp_path: Path,
+) -> None:
+    config = load_recipe(GRPOConfig, "tiny", ["lora.rank=2", "lora.target_modules=[q_proj,query]"])
+    refused = pytest.raises(PreflightError, match="target_modules has query, and no linear layer")
+    with refused, models_tested(config):
+        pass
+    file, *_ = materialize(config.model, tmp_path).glob("*.safetensors")
+    matrices = [name for name, values in load_file(file).items() if values.ndim == 2]
+    layers = {name.split(".")[-2] for name in matrices}
+    assert layers - {"embed_tokens", "lm_head"} == set(RANDOM_LAYERS)
