@@ -74,7 +74,8 @@ def check_data(config: GRPOConfig, resumed: bool = False) -> tuple[str, str]:
         feature.check_rewards(config.rewards)
     for name, part in parts.items():
         with naming(name):
-            check_rewards(part.rewards, part.data, part.source, columns)
+            given = (*columns, TASK) if name else columns
+            check_rewards(part.rewards, part.data, part.source, given)
             if not resumed:
                 check_tests(part.rewards, part.source)
     if config.evaluation is not None:

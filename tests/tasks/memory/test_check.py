@@ -150,3 +150,14 @@ def test_an_adapter_is_planned_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     plan(settings("lora.rank=4"))
     ((*_, lora),) = asked
     assert lora is not None
+
+
+def test_what_a_transfer_of_weights_holds_is_counted() -> None:
+    words = ("rollout.weight_transfer=nccl",)
+    actor, rollout, _ = plan(settings(*words))
+    assert "weight transfer" in actor
+    # Two pieces of 64 MiB, 256 MiB that are not hashed yet, and the largest tensor.
+    found = re.search(r"weight transfer ([\d.]+) MiB", rollout)
+    assert found is not None
+    assert 384 <= float(found.group(1)) < 400
+    assert not any("weight transfer" in line for line in plan(settings()))

@@ -255,6 +255,15 @@ def test_prompts_that_are_all_empty_are_refused(
     check(settings(tmp_path, rows(tmp_path / "rows.jsonl", "", "2 + 2")))
 
 
+def test_a_reward_may_ask_for_the_task_where_there_are_several(tmp_path: Path) -> None:
+    (tmp_path / "by_task.py").write_text("def by_task(completions, task): return [0.0] * len(task)")
+    reward = f"rewards.functions=[{{kind: function, path: {tmp_path}/by_task.py:by_task}}]"
+    word = rows(tmp_path / "rows.jsonl", "2 + 2")
+    assert "needs a column 'task'" in refused(tmp_path, reward, word)
+    one = f"{{source: {{kind: file, path: {tmp_path}/rows.jsonl}}}}"
+    check(settings(tmp_path, reward, f"data.source={{kind: tasks, tasks: {{a: {one}, b: {one}}}}}"))
+
+
 def test_values_nested_too_deep_are_refused_where_a_run_begins(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     word = f"data.source={{kind: file, path: {file}}}"
