@@ -202,8 +202,9 @@ class Family:
         )
         facts = model_facts(model)
         assert facts is not None
-        check_vllm(rollout, facts, 4 * LONGEST, "rollout")
-        check_vllm_on_cpu(rollout, facts, 4 * LONGEST, "rollout")
+        if kind == "vllm":
+            check_vllm(facts, 4 * LONGEST, "rollout")
+            check_vllm_on_cpu(rollout, facts, 4 * LONGEST, "rollout")
         engine = imported_class(engine_class(rollout))(
             RolloutSpec(
                 model=model,

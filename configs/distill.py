@@ -154,8 +154,7 @@ ANSWERS_OF_THE_DATA: tuple[Rule["DistillConfig"], ...] = (
 
 def _suites_of_the_task(config: "DistillConfig") -> Iterable[str]:
     """Suites that are scored by the run's rewards."""
-    suites = {} if config.evaluation is None else config.evaluation.suites
-    return [name for name, suite in suites.items() if suite.rewards is None]
+    return [name for name, suite in config.suites.items() if suite.rewards is None]
 
 
 TEACHERS: tuple[Rule["DistillConfig"], ...] = (

@@ -10,8 +10,8 @@ from pydantic import GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from configs.base import without
 from configs.cluster import ClusterConfig
+from configs.form import FORM, without
 from configs.resolving import (
     ANY_MACHINE,
     Decider,
@@ -22,7 +22,6 @@ from configs.resolving import (
     shards,
     slots,
 )
-from configs.rules.branches import BRANCHES
 from configs.rules.coding import CODING
 from configs.rules.elastic import ELASTIC
 from configs.rules.episodes import EPISODES
@@ -84,7 +83,6 @@ OF_EVERY_FLOW: tuple[Rule[RunConfig], ...] = (
     *OVER_SAMPLING,
     *SAMPLING,
     *EPISODES,
-    *BRANCHES,
     *CODING,
     *LOGPROBS,
     *SAMPLING_MASK,
@@ -125,6 +123,8 @@ class GRPOConfig(RunConfig):
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
         schema = super().__get_pydantic_json_schema__(core_schema, handler)
+        if not FORM.get():
+            return schema
         algorithm = handler.resolve_ref_schema(schema["properties"]["algorithm"])
         choices = algorithm["properties"]
         choices["advantage"] = without(choices["advantage"], cls.unfit)

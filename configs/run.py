@@ -1,6 +1,7 @@
 """The settings of a run: the parts put together, and what follows from them."""
 
 import math
+from collections.abc import Mapping
 from typing import ClassVar
 
 from pydantic import Field
@@ -10,7 +11,7 @@ from configs.base import Settings
 from configs.cluster import ClusterConfig, Role
 from configs.data import DataConfig, TasksSource
 from configs.episodes import EpisodesConfig, OpponentConfig
-from configs.evaluation import EvaluationConfig
+from configs.evaluation import EvaluationConfig, SuiteConfig
 from configs.guards import GuardConfig
 from configs.lora import LoraConfig
 from configs.model import Model
@@ -137,6 +138,17 @@ class RunConfig(Settings):
     def played(self) -> dict[str, EpisodesConfig]:
         """The episodes of each task, by name, or of all under no name; nothing of one turn."""
         return {} if self.episodes is None else self.data.played(self.episodes)
+
+    @property
+    def suites(self) -> Mapping[str, SuiteConfig]:
+        """By name, those that test policy versions."""
+        return {} if self.evaluation is None else self.evaluation.suites
+
+    @property
+    def all_rewards(self) -> list[RewardsConfig]:
+        """Of the samples that train, then of the suites that have their own."""
+        of_suites = [suite.rewards for suite in self.suites.values()]
+        return [self.rewards, *(rewards for rewards in of_suites if rewards is not None)]
 
     def rewards_of(self, task: str) -> RewardsConfig:
         """The functions that score one of several tasks, with its sandbox."""
@@ -274,11 +286,6 @@ class RunConfig(Settings):
     @property
     def features(self) -> tuple[str, ...]:
         """Names of the features that a run uses; tasks/run/features.py has their records."""
-        suites = () if self.evaluation is None else self.evaluation.suites.values()
-        rewards = [
-            self.rewards,
-            *(section.rewards for section in suites if section.rewards is not None),
-        ]
         used = {
             "elastic": self.train.engine == "elastic",
             "over_sampling": self.over_samples,
@@ -287,7 +294,7 @@ class RunConfig(Settings):
             "quarantine": self.data.keeps_history,
             "guards": bool(self.guards),
             "promotion": self.promotion is not None,
-            "reward_models": any(section.on_engines for section in rewards),
+            "reward_models": any(rewards.on_engines for rewards in self.all_rewards),
         }
         return tuple(name for name, uses in used.items() if uses)
 
@@ -357,7 +364,7 @@ class RunConfig(Settings):
         """The same of each suite, by its name."""
         data, longest = self.data.max_prompt_tokens, self.rollout.max_new_tokens
         lengths = {}
-        for name, suite in {} if self.evaluation is None else self.evaluation.suites.items():
+        for name, suite in self.suites.items():
             prompt = data if suite.prompt is None else suite.prompt.max_prompt_tokens
             lengths[name] = prompt + (suite.max_new_tokens or longest)
         return lengths
@@ -368,11 +375,10 @@ class RunConfig(Settings):
         roles: list[Role] = [*self.engine_roles, "reward"]
         roles += ["aggregator"] if self.train.engine == "elastic" else []
         roles += [] if self.episodes is None else ["environment"]
-        roles += ["reward_model"] if self.rewards.on_engines else []
-        suites = () if self.evaluation is None else self.evaluation.suites.values()
-        for suite in suites:
-            roles += ["environment"] if suite.episodes is not None else []
-            roles += ["reward_model"] if suite.rewards and suite.rewards.on_engines else []
+        if any(suite.episodes is not None for suite in self.suites.values()):
+            roles.append("environment")
+        if any(rewards.on_engines for rewards in self.all_rewards):
+            roles.append("reward_model")
         roles += ["evaluation"] if self.evaluates_aside else []
         return {self.cluster.roles.pool_of(role) for role in roles}
 

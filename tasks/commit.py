@@ -35,7 +35,6 @@ from tasks.run.events import Note, StepCommitted
 from tasks.run.features import judged
 from tasks.run.features import tidy as tidied
 from tasks.run.flow_options import result_of
-from tasks.run.meaning_changes import code_metrics, meaning_metrics
 from tasks.run.metrics import logged_metrics, step_metrics
 from tasks.run.run import Run
 from tasks.run.run_record import decay_steps
@@ -114,8 +113,7 @@ def commit(
     verdicts = judged(run.features, run, step, metrics)
     metrics |= {BOUND: float(run.gate.max_staleness)} if run.config.max_staleness else {}
     metrics |= verdicts.metrics
-    metrics |= meaning_metrics(run.last, run.config)
-    metrics |= code_metrics(run.files, run.last, run.code_files)
+    metrics |= run.marks
     refs = {
         "prompts": prompts.new,
         "samples": samples if batch.taught is None else samples.with_columns(batch.taught),
@@ -139,7 +137,7 @@ def commit(
         version_out=synced.weights,
         cursor=prompts.cursor.to_json(),
         rng={"seed": run.config.seed, "rollout_seed": run.config.rollout.seed},
-        ledger=ledger_after(run.clock.ledger, prompts, batch, left_over),
+        ledger=ledger_after(run.clock.position.ledger, prompts, batch, left_over),
         first_group=run.clock.first_group(step),
         group_size=run.config.samples_per_prompt,
         carried=list(left_over.carried.groups),

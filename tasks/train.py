@@ -24,7 +24,7 @@ from storage.runs.commit_log import Commit, head
 from storage.runs.live import goes_on_as, is_done
 from storage.runs.run_store import RunStore
 from tasks.commit import snapshot
-from tasks.evaluation.evaluate import Evaluations, evaluation, evaluations
+from tasks.evaluation.evaluate import Evaluations, evaluation
 from tasks.reporting.artifacts import skipped
 from tasks.reporting.listeners import reporting_on
 from tasks.reporting.terminal import Terminal
@@ -85,7 +85,8 @@ def train(
                 opened = open_run(_this_flow(), config, resume, fork, filled_in=form)
             except NothingNew as nothing:
                 return skipped(nothing)
-            findings += told_kept(config, opened.config)
+            if resume is not None:
+                findings += told_kept(config, opened.config)
             reporting = reporting_on(Terminal())
             run = stack.enter_context(started(opened, reporting, waits=tried > 1))
             if resume is not None:
@@ -96,15 +97,18 @@ def train(
         if tried > 1:  # only now: until the run was held, another attempt may have been alive
             part_from_earlier_attempts(tried, (step_flow, evaluation))
         pages = stack.enter_context(contextlib.ExitStack())
-        pages.enter_context(shown(run))
-        start_engines(run)
-        tests = stack.enter_context(evaluations(run))
-        while isinstance(end := make_steps(step_flow, run, tests), BranchEnded):
-            pages.close()
-            run = stack.enter_context(end.successor(run))
+        while True:
             pages.enter_context(shown(run))
             start_engines(run)
-            tests = stack.enter_context(evaluations(run))
+            tests = None
+            if run.config.evaluation is not None:
+                tests = Evaluations(run, run.config.evaluation)
+                stack.callback(tests.close)
+            end = make_steps(step_flow, run, tests)
+            if not isinstance(end, BranchEnded):
+                break
+            pages.close()
+            run = stack.enter_context(end.successor(run))
         results = None if tests is None else tests.end()
         for feature in run.features:
             feature.after_steps(run, results)

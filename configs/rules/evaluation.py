@@ -7,10 +7,6 @@ from configs.rules.rule import Rule, of_each
 from configs.run import RunConfig
 
 
-def _suites(config: RunConfig) -> Iterable[str]:
-    return [] if config.evaluation is None else config.evaluation.suites
-
-
 def _evaluation(config: RunConfig) -> Iterable[EvaluationConfig]:
     return [] if config.evaluation is None else [config.evaluation]
 
@@ -25,12 +21,10 @@ def _roles_beside_evaluations(config: RunConfig) -> Iterable[str]:
 # Other rows than those trained on, and engines that hold one version meanwhile.
 EVALUATION: tuple[Rule[RunConfig], ...] = (
     of_each(
-        _suites,
-        needs=lambda config, name: (
-            config.evaluation is None or config.evaluation.suites[name].source != config.data.source
-        ),
-        says=lambda config, name: (
-            f"evaluation.suites.{name}.source is the same as data.source, so the test would "
+        lambda config: config.suites.items(),
+        needs=lambda config, suite: suite[1].source != config.data.source,
+        says=lambda config, suite: (
+            f"evaluation.suites.{suite[0]}.source is the same as data.source, so the test would "
             "be on rows that are trained on. Set it to other rows."
         ),
     ),

@@ -435,8 +435,7 @@ def _alone(config: RunConfig) -> str | None:
     setting, size = config.smallest_group
     if size == 1:
         return f"{setting} = 1"
-    suites = {} if config.evaluation is None else config.evaluation.suites
-    for name, suite in suites.items():
+    for name, suite in config.suites.items():
         if suite.rewards is None and suite.samples == 1:
             return f"evaluation.suites.{name}.samples = 1"
     if config.algorithm.needs_baselines:

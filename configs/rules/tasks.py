@@ -45,18 +45,14 @@ def _suites(config: RunConfig) -> list[str]:
     """Suites that would be asked, or scored, as the run's rows are."""
     return [
         name
-        for name, one in _all_suites(config).items()
+        for name, one in config.suites.items()
         if one.task is None and (one.prompt is None or one.rewards is None)
     ]
 
 
-def _all_suites(config: RunConfig) -> dict[str, SuiteConfig]:
-    return {} if config.evaluation is None else config.evaluation.suites
-
-
 def _of_tasks(config: RunConfig) -> Iterable[tuple[str, SuiteConfig]]:
     """Suites that are of a task."""
-    return [(name, one) for name, one in _all_suites(config).items() if one.task is not None]
+    return [(name, one) for name, one in config.suites.items() if one.task is not None]
 
 
 def _sandboxed(
@@ -231,17 +227,13 @@ def _compared_by_task(config: RunConfig) -> list[str]:
     return [name for name in ("baseline", "normalize") if getattr(advantage, name) == "task"]
 
 
-def _suites_of_tasks(config: RunConfig) -> list[str]:
-    return [name for name, _ in _of_tasks(config)]
-
-
 ONE_TASK: tuple[Rule[RunConfig], ...] = where(
     lambda config: not isinstance(config.data.source, TasksSource),
     of_each(
-        _suites_of_tasks,
-        needs=lambda config, name: False,
-        says=lambda config, name: (
-            f"evaluation.suites.{name}.task is one of several tasks, and data.source.kind = "
+        _of_tasks,
+        needs=lambda config, suite: False,
+        says=lambda config, suite: (
+            f"evaluation.suites.{suite[0]}.task is one of several tasks, and data.source.kind = "
             f"{config.data.source.kind} is one. Set it to null."
         ),
     ),

@@ -7,7 +7,6 @@ JSON. Every rank writes its shards as one object, and any number of ranks can re
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.futures import Future
 
-from storage.batches.format import DTYPES
+from storage.batches.format import DTYPES, head_of
 from storage.batches.tensors import bytes_of, code_of, dtype_of, tensor_of
 from storage.objects import documents
 from storage.objects.documents import digest
@@ -195,12 +194,11 @@ class _Writer(StorageWriter):
                 "data_offsets": [end, end + size],
             }
             end += size
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-(8 + len(text)) % 64)
+        head = head_of(header)
         results = []
         with self._files.store.write_stream(f"{self._folder}/{plan.storage_data}") as out:
-            out.write(len(text).to_bytes(8, "little") + text)
-            place = 8 + len(text)
+            out.write(head)
+            place = len(head)
             for item in plan.items:
                 tensor = cast("Tensor", planner.resolve_data(item)).detach()
                 data = bytes_of(tensor).data

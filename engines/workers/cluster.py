@@ -574,6 +574,28 @@ class Cluster:
                 raise TimeoutError(f"a worker cannot be reached: {error}") from error
             raise self.why_lost(f"the Dask scheduler cannot be reached: {error}") from error
 
+    def ask_each(
+        self, question: Callable[..., object], addresses: Iterable[str], patience: float
+    ) -> dict[str, Any]:
+        """What workers answer, by address; one that is busy or has gone holds up none of the others.
+
+        Without those that have not answered after `patience` seconds. Raises as `ask`.
+        """
+
+        async def answer_of(address: str) -> dict[str, Any]:
+            answer = self.client.run(question, workers=[address], on_error="ignore")
+            try:
+                return dict(await asyncio.wait_for(answer, patience))
+            except (TimeoutError, OSError, ValueError):
+                return {}
+
+        async def answers() -> dict[str, Any]:
+            each = await asyncio.gather(*map(answer_of, addresses))
+            return {address: value for answer in each for address, value in answer.items()}
+
+        by_address: dict[str, Any] = self.ask(answers)
+        return by_address
+
     def _answers(self) -> bool:
         """Whether the scheduler answers."""
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -98,24 +97,10 @@ def running_calls(
             for pool in pools
             for member in list(cluster.members(pool, max_age=10.0).values())[: max(1, share)]
         ]
-        answers: Mapping[str, HostStatus] = cluster.ask(_statuses, cluster, addresses)
+        answers: Mapping[str, HostStatus] = cluster.ask_each(host.status, addresses, STATUS_TIMEOUT)
     except (ClusterLost, TimeoutError, OSError, ValueError):
         return {}
     return {status.worker: status.running for status in answers.values()}
-
-
-async def _statuses(cluster: Cluster, addresses: Sequence[str]) -> dict[str, HostStatus]:
-    """Of the workers that answer; one that is busy holds up none of the others."""
-
-    async def ask(address: str) -> dict[str, HostStatus]:
-        answer = cluster.client.run(host.status, workers=[address], on_error="ignore")
-        try:
-            return dict(await asyncio.wait_for(answer, STATUS_TIMEOUT))
-        except (TimeoutError, OSError, ValueError):
-            return {}
-
-    answers = await asyncio.gather(*map(ask, addresses))
-    return {address: status for answer in answers for address, status in answer.items()}
 
 
 def look_at_machines(cluster: Cluster, besides: str = "") -> list[MachineSample]:
@@ -127,14 +112,11 @@ def look_at_machines(cluster: Cluster, besides: str = "") -> list[MachineSample]
     try:
         for member in cluster.members(max_age=60.0).values():
             by_host.setdefault(member.host, member.address)
-        answers: Mapping[str, object] = cluster.ask(
-            cluster.client.run,
-            machine_sample,
-            workers=list(by_host.values()),
-            on_error="return",
-            timeout=MACHINES_TIMEOUT,
+        samples: Mapping[str, MachineSample] = cluster.ask_each(
+            machine_sample, by_host.values(), MACHINES_TIMEOUT
         )
     except (ClusterLost, TimeoutError, OSError, ValueError):
         return []
-    samples = [answer for answer in answers.values() if isinstance(answer, MachineSample)]
-    return sorted((each for each in samples if each.host != besides), key=attrgetter("host"))
+    return sorted(
+        (each for each in samples.values() if each.host != besides), key=attrgetter("host")
+    )

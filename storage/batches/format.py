@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -165,11 +165,19 @@ def _join(
         column = columns[name]
         first = rows if column.offsets is None else int(column.offsets[-1])
         place(name, column.dtype, (first, *column.shape), column.values.nbytes)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGN)
-    head = len(text).to_bytes(8, "little") + text
+    head = head_of(header)
     head += b"".join(array.data.cast("B") for array in indices.values() if array.size)
     return head + bytes(padding), [columns[name].values.data for name in order]
+
+
+def head_of(header: Mapping[str, object]) -> bytes:
+    """What a safetensors file begins with; its tensors begin at a multiple of ALIGN bytes.
+
+    Source: the safetensors format, https://github.com/huggingface/safetensors#format
+    """
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGN)
+    return len(text).to_bytes(8, "little") + text
 
 
 def parse(head: memoryview, rows: int | None = None) -> dict[str, StoredColumn]:

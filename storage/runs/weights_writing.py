@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from storage.batches import tensors as torch_bytes
-from storage.batches.format import DTYPES
+from storage.batches.format import DTYPES, head_of
 from storage.objects import documents
 from storage.objects.documents import Digester, digest
 from storage.objects.errors import VersionTaken
@@ -129,9 +129,7 @@ def write_shard(
             "shape": list(outline.shape),
             "data_offsets": edges[-2:],
         }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % 64)
-    head = len(text).to_bytes(8, "little") + text
+    head = head_of(header)
     total = Digester()
     total.update(head)
     entries = {}

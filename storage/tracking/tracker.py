@@ -17,8 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal
 
 import yaml
 
@@ -380,7 +379,6 @@ def watched_machine(run_id: str, uri: str, every: int, resumed: bool) -> SystemM
 class Tracker:
     """One run in MLflow. Safe to use from several threads once it has started.
 
-    As a context it ends the run by itself: FINISHED, KILLED on Ctrl-C and cancellation, else FAILED.
     Every method raises TrackingError when MLflow fails.
     """
 
@@ -673,22 +671,6 @@ class Tracker:
             self._machine = None
         with as_tracking_errors(self._place.uri):
             self.client.set_terminated(self.run_id, status)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._run is None:
-            return
-        if kind is None:
-            self.finish()
-        else:
-            self.finish("FAILED" if issubclass(kind, Exception) else "KILLED")
 
     @property
     def client(self) -> MlflowClient:

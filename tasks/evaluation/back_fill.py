@@ -109,10 +109,9 @@ def subjects_of(config: BackFillConfig) -> list[Subject]:
 def subject_of(files: RunStore, settings: BackFillConfig, versions: str) -> Subject:
     """A run with the suites and versions that are asked for."""
     before = settings_of(files)
-    own_suites = {} if before.evaluation is None else before.evaluation.suites
     raw = before.model_dump(mode="json")
     suites = {
-        name: own_suites[name].model_dump(mode="json") if name in own_suites else {}
+        name: before.suites[name].model_dump(mode="json") if name in before.suites else {}
         for name in settings.suites
     }
     raw |= {"evaluation": {"suites": suites}, "promotion": None}

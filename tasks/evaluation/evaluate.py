@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -519,16 +518,3 @@ def _place(run: Run) -> EvaluationPlace:
         aside=aside,
         shared=None if aside else engines,
     )
-
-
-@contextlib.contextmanager
-def evaluations(run: Run) -> Iterator[Evaluations | None]:
-    """The evaluations of a run for the body; None where it has none."""
-    if run.config.evaluation is None:
-        yield None
-        return
-    tests = Evaluations(run, run.config.evaluation)
-    try:
-        yield tests
-    finally:
-        tests.close()

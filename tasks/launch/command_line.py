@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from configs.base import Settings
 from configs.flows import command, program, resume_command
+from configs.form import no_form
 from configs.grpo import GRPOConfig
 from configs.help_topics import common_settings, help_on
 from configs.imports import described
@@ -114,7 +115,8 @@ def _begin(flow: str, resolved: Resolved[GRPOConfig], arguments: argparse.Namesp
     except RuntimeError as error:  # of the store
         print_text(f"{type(error).__name__}: {error}", error=True)
         return FAILED
-    findings += told_kept(config, opened.config)
+    if resume is not None:
+        findings += told_kept(config, opened.config)
     if arguments.check:
         from tasks.launch.check_page import print_checks
         from tasks.launch.server import server_sentence
@@ -133,7 +135,8 @@ def _begin(flow: str, resolved: Resolved[GRPOConfig], arguments: argparse.Namesp
             print_text(sentence)
     from tasks.run.run_record import load_flow
 
-    call = load_flow(flow)
+    with no_form():  # a flow has one for its deployments
+        call = load_flow(flow)
     return _run(lambda run: call(config=config, resume=resume, fork=fork, run=run), opened, waits)
 
 

@@ -411,7 +411,11 @@ def _gpus(look: Machinery) -> Iterable[Metric]:
     """Each GPU once on its machine, with the worker that has it."""
     names = ["gpu", "worker", "pool", "role", "host"]
     gauges = (
-        ("utilization_ratio", "Share of the last moments in which a kernel ran.", _utilization),
+        (
+            "utilization_ratio",
+            "Share of the last moments in which a kernel ran.",
+            lambda gpu: gpu.utilization,
+        ),
         ("memory_used_bytes", "Memory in use, by all processes.", lambda gpu: gpu.memory_used),
         ("memory_size_bytes", "Memory that it has.", lambda gpu: gpu.memory_total),
         ("power_watts", "Power that it draws.", lambda gpu: gpu.power),
@@ -435,10 +439,6 @@ def _gpus(look: Machinery) -> Iterable[Metric]:
         if gpu.joules is not None:
             energy.add_metric(labels, gpu.joules)
     yield energy
-
-
-def _utilization(gpu: GpuState) -> float | None:
-    return gpu.utilization
 
 
 def _engines(look: Machinery) -> Iterable[Metric]:

@@ -53,9 +53,7 @@ def of_suite(caller: Caller, cluster: Cluster, name: str) -> Mapping[EngineRole[
 
 def _variables(config: GRPOConfig) -> PoolVariables:
     """Of judges, those of suites too."""
-    judges = list(config.rewards.judges)
-    for suite in () if config.evaluation is None else config.evaluation.suites.values():
-        judges += [] if suite.rewards is None else suite.rewards.judges
+    judges = [judge for rewards in config.all_rewards for judge in rewards.judges]
     variables: dict[str, str] = {}
     for judge in judges:
         variables |= worker_environment(judge.rollout)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from configs.grpo import GRPOConfig
 from engines.failures import CallCancelled
 from storage.prompts.cursor import Cursor, Ranks, unranked
-from storage.runs.commit_log import Commit, Ledger
+from storage.runs.commit_log import Commit
 from storage.runs.curves import History, read_history, shown
 from storage.runs.run_store import RunStore
 from tasks.results import Carried, LeftOver
@@ -190,11 +190,6 @@ class Clock:
         self._times = threading.Lock()
         self._began: dict[int, float] = {}  # step -> when, in seconds of time.monotonic
         self._committed = 0.0  # when the last one was
-
-    @property
-    def ledger(self) -> Ledger:
-        """Prompts of all steps so far."""
-        return self.position.ledger
 
     def steps_left(self) -> Iterator[int]:
         """The steps that are not committed yet, counted from 1, each when it may begin.

@@ -89,7 +89,7 @@ class Engines:
         self._opened: Future[Opened] | None = None
         self._started: dict[str, Future[None]] = {}
         self._looks = WorkerLooks()
-        self.usage, self._spent = StoreUsage(), SpentSince()
+        self._usage, self._spent = StoreUsage(), SpentSince()
         self.launched = 0.0  # when workers were asked for, in seconds since 1970
         self.ended: float | None = None  # when they were told to end
         self._roles = {role.name: role for role in roles_of(run.config)}
@@ -220,16 +220,12 @@ class Engines:
                 stack.enter_context(assignment.time.held(pool, names, assignment.held))
             yield
 
-    def asked(self) -> Metrics:
-        """What the features' engines have done for the run since the last look."""
-        metrics: Metrics = {}
+    def metrics(self) -> Metrics:
+        """Since the last look: of the store, of turns on shared devices, of the features' engines."""
+        metrics = self._usage.since_last(self.cluster.usage) | self.cluster.devices.metrics()
         for feature in features_of(self.run.config):
             metrics |= feature.metrics(self.clients)
         return metrics
-
-    def turns(self) -> Metrics:
-        """Seconds and bytes of the turns on shared devices since the last look, by role."""
-        return self.cluster.devices.metrics()
 
     @property
     def cluster(self) -> Cluster:

@@ -10,7 +10,6 @@ import contextvars
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from prefect.logging import get_run_logger
@@ -263,7 +262,8 @@ class Listeners:
     def __init__(self) -> None:
         self._at_once: dict[type[Event], list[Callable[[Any], object]]] = {}
         self._later: dict[type[Event], list[Callable[[Any], object]]] = {}
-        self._background = Background()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="background")
+        self._last: Future[None] | None = None  # what is told there last
 
     def on(self, event: type[E], hear: Callable[[E], object]) -> None:
         """Have `hear` called at once with each event of this type."""
@@ -278,7 +278,10 @@ class Listeners:
         for hear in self._at_once.get(type(event), ()):
             hear(event)
         if isinstance(event, CommitEvent):
-            self._background.add(partial(self._tell_later, event, last))
+            if self._last is not None and self._last.done() and not self._last.cancelled():
+                self._last.result()
+            run = contextvars.copy_context().run  # its flow run
+            self._last = self._thread.submit(run, self._tell_later, event, last)
 
     def _tell_later(self, event: CommitEvent, last: Callable[[], object]) -> None:
         try:
@@ -294,37 +297,12 @@ class Listeners:
 
     def drain(self) -> None:
         """Wait until all have heard what was told."""
-        self._background.drain()
-
-    def stop(self) -> None:
-        """Let nobody hear what has not begun to be heard."""
-        self._background.stop()
-
-
-class Background:
-    """One thread that works off what it is given, in order. A failure is raised by the next call."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="background")
-        self._last: Future[object] | None = None
-
-    def add(self, work: Callable[[], object]) -> None:
-        """Do `work` after all that was added before, in the caller's context (its flow run)."""
-        self._raise_failure()
-        self._last = self._thread.submit(contextvars.copy_context().run, work)
-
-    def drain(self) -> None:
-        """Wait until everything is done."""
         if self._last is not None:
             self._last.result()
 
     def stop(self) -> None:
-        """Give up what has not begun."""
+        """Let nobody hear what has not begun to be heard."""
         self._thread.shutdown(wait=True, cancel_futures=True)
-
-    def _raise_failure(self) -> None:
-        if self._last is not None and self._last.done() and not self._last.cancelled():
-            self._last.result()
 
 
 class Tracking(Protocol):

@@ -89,11 +89,10 @@ def started(
         failed.callback(lease.release)
         begin(opened, position)
         run = Run(opened, lease, position, reporting)
-        owner = _before(opened, position)
-        if sentence := meaning_sentence(opened.files, opened.config, position.last, owner):
-            run.tell(Note(text=sentence, warning=True))
-        if sentence := code_sentence(opened.files, opened.config, position.last, owner):
-            run.tell(Note(text=sentence, warning=True))
+        if (owner := _before(opened, position)) is not None:
+            before = (opened.files, opened.config, position.last, owner)
+            for sentence in filter(None, (meaning_sentence(*before), code_sentence(*before))):
+                run.tell(Note(text=sentence, warning=True))
         failed.pop_all()
     for line in warnings_of(opened.config):
         run.tell(Note(text=f"Warning: {line}", warning=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,20 +69,7 @@ class WorkerLooks:
         self._looks += 1
         around = itertools.islice(itertools.cycle(addresses), first, first + len(addresses))
         turn = itertools.islice(around, ASKED_AT_ONCE)
-        run = cluster.client.run
-
-        async def ask(address: str) -> dict[str, WorkerMetrics]:
-            try:
-                asking = run(host.measure, workers=[address], on_error="ignore")
-                return dict(await asyncio.wait_for(asking, PATIENCE))
-            except (TimeoutError, OSError, ValueError):  # it is busy, or has gone
-                return {}
-
-        async def ask_all() -> list[dict[str, WorkerMetrics]]:
-            return await asyncio.gather(*map(ask, turn))
-
-        for answer in cluster.ask(ask_all):
-            self._answers |= answer
+        self._answers |= cluster.ask_each(host.measure, turn, PATIENCE)
         self._answers = {
             address: self._answers[address] for address in addresses if address in self._answers
         }

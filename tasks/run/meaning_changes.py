@@ -29,15 +29,13 @@ MEANINGS = "meanings"  # of run.json: the versions in force when the run began
 
 
 def meaning_sentence(
-    files: RunStore, config: GRPOConfig, last: Commit | None, owner: str | None
+    files: RunStore, config: GRPOConfig, last: Commit | None, owner: str
 ) -> str | None:
     """What a person is told when a run goes on under other meanings; None where nothing changed.
 
     last: the commit that the run goes on from; None: it has none, and began with what run.json says.
-    owner: the run that made the steps so far, of a fork its parent; None: this one is new.
+    owner: the run that made the steps so far, of a fork its parent.
     """
-    if owner is None:
-        return None
     before = _began_with(files) if last is None else last.meanings
     scorers = changes(before, meanings_of(config.model_dump(mode="json")))
     head = changes(before, _of_model(before, config))
@@ -90,13 +88,11 @@ def _command(store: StoreConfig, *words: str) -> str:
     return shlex.join(["refrain", *words, *store.words()])
 
 
-def meaning_metrics(last: Commit | None, config: GRPOConfig) -> dict[str, float]:
+def meaning_metrics(last: Commit, config: GRPOConfig) -> dict[str, float]:
     """Metrics that mark a step as the first under other meanings: meaning_changed/math = 2.
 
     last: the commit before it.
     """
-    if last is None:
-        return {}
     now = {
         **meanings_of(config.model_dump(mode="json")),
         **_of_model(last.meanings, config),
@@ -134,11 +130,7 @@ def code_files(config: GRPOConfig) -> dict[str, str]:
 
 
 def _functions(config: GRPOConfig) -> Iterator[tuple[str, str]]:
-    suites = [] if config.evaluation is None else config.evaluation.suites.values()
-    for rewards in (
-        config.rewards,
-        *(suite.rewards for suite in suites if suite.rewards is not None),
-    ):
+    for rewards in config.all_rewards:
         for reward in rewards.functions:
             if isinstance(reward, FunctionReward):
                 yield reward.label, reward.path
@@ -192,15 +184,13 @@ def _recorded(files: RunStore, last: Commit | None) -> Mapping[str, str]:
 
 
 def code_sentence(
-    files: RunStore, config: GRPOConfig, last: Commit | None, owner: str | None
+    files: RunStore, config: GRPOConfig, last: Commit | None, owner: str
 ) -> str | None:
     """What a person is told once when a run goes on with other code; None where it is the same.
 
     last: the commit that the run goes on from; None: it has none. owner: the run that made the steps
-    so far, of a fork its parent; None: this one is new.
+    so far, of a fork its parent.
     """
-    if owner is None:
-        return None
     labels = changed_code(_recorded(files, last), code_files(config))
     if not labels:
         return None
@@ -219,13 +209,11 @@ def code_sentence(
     return sentence
 
 
-def code_metrics(files: RunStore, last: Commit | None, now: Mapping[str, str]) -> dict[str, float]:
+def code_metrics(files: RunStore, last: Commit, now: Mapping[str, str]) -> dict[str, float]:
     """Metrics that mark a step as the first by other code: meaning_changed/code_of_NAME = 1.
 
     last: the commit before it. now: as `code_files` gave it when this flow began.
     """
-    if last is None:
-        return {}
     return {
         f"{MEANING_CHANGED}code_of_{label.replace(' ', '_')}": 1.0
         for label in changed_code(_recorded(files, last), now)

@@ -54,9 +54,7 @@ def step_metrics(
         **prompts.metrics,
         "prompts/filtered": float(batch.filtered),
         "policy/version": float(updated.version),
-        **run.engines.usage.since_last(run.engines.cluster.usage),
-        **run.engines.turns(),
-        **run.engines.asked(),
+        **run.engines.metrics(),
     }
     return metrics | cost_of(run, step, time.time(), sum(len(shard.ref) for shard in scored))
 

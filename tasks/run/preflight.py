@@ -150,15 +150,11 @@ UNLOADED = {
 OTHERWISE_ON_CPU = ("deepseek_v2", "deepseek_v3", "ernie4_5_moe", "gemma3n_text")
 
 
-def check_vllm(
-    rollout: RolloutConfig, facts: ModelFacts, longest: int, where: str, resumed: bool = False
-) -> None:
+def check_vllm(facts: ModelFacts, longest: int, where: str, resumed: bool = False) -> None:
     """Whether vLLM, with settings to be found at `where`, computes what the train engine does.
 
     resumed: the run was begun before a window was looked at here; its steps were made so.
     """
-    if rollout.engine != "vllm":
-        return
     if fault := UNLOADED.get(facts.kind or ""):
         raise PreflightError(f"model_type = {facts.kind}: {fault}. Set {_other(where)}.")
     beyond = facts.window is not None and longest > facts.window
@@ -183,9 +179,7 @@ def _other(where: str) -> str:
 
 
 def check_vllm_on_cpu(rollout: RolloutConfig, facts: ModelFacts, longest: int, where: str) -> None:
-    """Whether an engine on a CPU, whose settings are to be found at `where`, can run a model."""
-    if rollout.engine != "vllm":
-        return
+    """Whether vLLM on a CPU, with settings to be found at `where`, can run a model."""
     if facts.kind in OTHERWISE_ON_CPU:
         raise PreflightError(
             f"model_type = {facts.kind}: vLLM on a CPU computes other log-probs than transformers. "
@@ -244,7 +238,7 @@ def check_settings(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
         *(Finding(check=check, found=text) for check, text in devices.items()),
         *memory,
         *(Finding(check="warning", found=line) for line in warnings_of(config)),
-        *_credentials_stored(config, resumed),
+        *(_credentials_stored(config) if resumed else ()),
     ]
 
 
@@ -266,9 +260,9 @@ def _traced_memory(config: GRPOConfig, resumed: bool) -> list[Finding]:
         return [Finding(check="memory", found=str(error), warning=True)]
 
 
-def _credentials_stored(config: GRPOConfig, resumed: bool) -> list[Finding]:
+def _credentials_stored(config: GRPOConfig) -> list[Finding]:
     """A run that was stored with a credential goes on; whoever started it is told."""
-    sentence = credential_sentence(config) if resumed else ""
+    sentence = credential_sentence(config)
     if not sentence:
         return []
     sentence += " This run's settings hold it already: replace the credential where it is issued."
@@ -516,13 +510,14 @@ def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
             f"completion together, more than the {limit} of the model's positions. Set "
             f"{where}.prompt.max_prompt_tokens or {where}.max_new_tokens lower."
         )
-    check_vllm(config.rollout, facts, config.longest_sequence, "rollout", resumed)
-    if not _gpus_of(config, "rollout"):
-        if config.train.router_replay and config.rollout.engine == "vllm":
-            raise PreflightError(NO_EXPERTS_ON_CPU)
-        if config.rollout.sampling_mask and config.rollout.engine == "vllm":
-            raise PreflightError(NO_MASK_ON_CPU)
-        check_vllm_on_cpu(config.rollout, facts, config.longest_sequence, "rollout")
+    if config.rollout.engine == "vllm":
+        check_vllm(facts, config.longest_sequence, "rollout", resumed)
+        if not _gpus_of(config, "rollout"):
+            if config.train.router_replay:
+                raise PreflightError(NO_EXPERTS_ON_CPU)
+            if config.rollout.sampling_mask:
+                raise PreflightError(NO_MASK_ON_CPU)
+            check_vllm_on_cpu(config.rollout, facts, config.longest_sequence, "rollout")
     if not resumed:
         check_tokenizer(config.model)
     _check_template(config, facts)
@@ -582,11 +577,10 @@ def _check_turns(config: GRPOConfig, facts: ModelFacts | None, resumed: bool) ->
 def _check_template(config: GRPOConfig, facts: ModelFacts) -> None:
     if facts.chat_template:
         return
-    suites = {} if config.evaluation is None else config.evaluation.suites
     tasks = config.data.tasks
     templates = {f"data.source.tasks.{name}": task.template for name, task in tasks.items()}
     templates |= {} if tasks else {"data": config.data.template}
-    for name, suite in suites.items():
+    for name, suite in config.suites.items():
         if suite.prompt is not None:
             templates[f"evaluation.suites.{name}.prompt"] = suite.prompt.template
     for place, template in templates.items():

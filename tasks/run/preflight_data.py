@@ -283,9 +283,8 @@ def _text(prompt: Prompt) -> str:
 
 def check_suites(config: GRPOConfig, resumed: bool = False) -> str:
     """Whether every suite's rows can be asked and scored. ValueError, one sentence, for a fault."""
-    assert config.evaluation is not None
     summaries = []
-    for name, settings in config.evaluation.suites.items():
+    for name, settings in config.suites.items():
         try:
             suite = Suite.of(config, name, settings)
             summaries.append(f"{name}: {check_suite(config, suite, resumed)}")
@@ -312,8 +311,7 @@ def odd_references(config: GRPOConfig) -> list[str]:
 
 def odd_suites(config: GRPOConfig) -> list[str]:
     """The same of the suites alone, all of whose rows are asked."""
-    settings = {} if config.evaluation is None else config.evaluation.suites
-    suites = [Suite.of(config, name, suite) for name, suite in settings.items()]
+    suites = [Suite.of(config, name, suite) for name, suite in config.suites.items()]
     return [
         f"evaluation.suites.{suite.name}, {sentence}"
         for suite in suites

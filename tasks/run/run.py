@@ -32,7 +32,7 @@ from tasks.run.episode_driver import EpisodeDriver
 from tasks.run.events import Event, Reporting
 from tasks.run.facts import DiskWarnings, OpenedRun, Position, RunFacts
 from tasks.run.features import features_of
-from tasks.run.meaning_changes import code_files
+from tasks.run.meaning_changes import code_files, code_metrics, meaning_metrics
 from tasks.run.roles import ROLLOUT, SCORER
 from tasks.run.run_record import parent_config
 from tasks.run.shard_driver import ShardDriver, task_runs
@@ -48,8 +48,8 @@ class Run:
     __slots__ = (
         "_probe", "attempts", "cancelled", "cancelled_there", "clock", "closed", "code_files",
         "config", "device_time", "disk", "engines", "episodes", "epoch", "evaluated", "features",
-        "files", "flow", "fresh", "history", "lease", "listeners", "measured", "name", "origin",
-        "reporting", "shards", "source", "start", "stopped", "store", "tracking",
+        "files", "flow", "fresh", "history", "lease", "listeners", "marks", "measured", "name",
+        "origin", "reporting", "shards", "source", "start", "stopped", "store", "tracking",
     )  # fmt: skip
 
     def __init__(
@@ -81,6 +81,11 @@ class Run:
         # Metrics of versions that were measured after their step's commit, such as evaluations: they
         # are judged with the step that is committed next.
         self.measured: dict[str, float] = {}
+        # Metrics that mark the next step, where it is the first under other meanings or other code.
+        self.marks: dict[str, float] = {}
+        if position.last is not None:
+            self.marks |= meaning_metrics(position.last, opened.config)
+            self.marks |= code_metrics(opened.files, position.last, self.code_files)
         self.evaluated: set[int] = set()  # versions that wait for no evaluation any more
         self.stopped = False  # by a person: Ctrl-C, SIGTERM or the dashboard; known once it ended
         self.closed = False  # its engines are ended, and its hold on the store
@@ -226,6 +231,7 @@ class Run:
         """A step is committed: the next one draws and trains from here."""
         self.clock.advance(record)
         self.history.add(record)
+        self.marks = {}
         for trainer in self.engines.trained:
             trainer.committed(record.step)
         self.attempts.committed(record.step)

@@ -37,7 +37,7 @@ def check_teachers(config: GRPOConfig) -> list[Finding]:
         if facts is None:
             continue
         settings = engine.engine_of(config.rollout, 0)
-        check_vllm(settings, facts, longest, f"teachers.{name}.engine")
+        check_vllm(facts, longest, f"teachers.{name}.engine")
         if not gpus:
             check_vllm_on_cpu(settings, facts, longest, f"teachers.{name}.engine")
     return [Finding(check="teachers", found=found)]

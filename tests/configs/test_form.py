@@ -12,7 +12,7 @@ from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import ValidationError, validate
 
 from configs.algorithm.advantages import Advantage
-from configs.base import title_of
+from configs.form import title_of
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from configs.recipe import load_recipe

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 from engines.failures import ClusterLost
@@ -49,7 +49,6 @@ def test_one_worker_of_each_machine_looks() -> None:
     asked: list[list[str]] = []
 
     class Cluster:
-        client = SimpleNamespace(run=None)
         lost = False
 
         def members(self, max_age: float) -> dict[str, Member]:
@@ -59,12 +58,14 @@ def test_one_worker_of_each_machine_looks() -> None:
                 for name, place in places.items()
             }
 
-        def ask(self, run: object, function: object, *, workers: list[str], **_: object) -> Any:
+        def ask_each(
+            self, question: object, addresses: Iterable[str], patience: float
+        ) -> dict[str, MachineSample]:
             if self.lost:
                 raise ClusterLost("gone")
-            asked.append(workers)
-            samples = {place: MachineSample(host=place[6], at=1.0, metrics={}) for place in workers}
-            return {**samples, "tcp://c:1": OSError("it has ended")}
+            asked.append(list(addresses))
+            answers = asked[-1][:2]  # the third has ended
+            return {place: MachineSample(host=place[6], at=1.0, metrics={}) for place in answers}
 
     cluster: Any = Cluster()
     assert [one.host for one in look_at_machines(cluster, besides="b")] == ["a"]

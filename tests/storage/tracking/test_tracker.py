@@ -150,8 +150,7 @@ def test_an_experiment_of_an_older_refrain_gets_its_kind(
     old = config.model_copy(update={"experiment": "old"})
     mlflow = TrackingAddress.of(old.uri).connect()
     mlflow.create_experiment("old", artifact_location=(tmp_path / "artifacts").as_uri())
-    with Tracker(old) as tracker:
-        tracker.start(page("kind"))
+    Tracker(old).start(page("kind"))
     kind = mlflow.get_experiment_by_name("old").tags["mlflow.experimentKind"]
     assert kind == "custom_model_development"
 
@@ -235,29 +234,6 @@ def test_versions_are_registered_once(tracker: Tracker, config: TrackingConfig) 
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [(None, "FINISHED"), (ValueError, "FAILED"), (KeyboardInterrupt, "KILLED")],
-)
-def test_leaving_the_context_ends_the_run(
-    config: TrackingConfig, error: type[BaseException] | None, status: str
-) -> None:
-    tracker = Tracker(config)
-    try:
-        with tracker:
-            tracker.start(page(f"ends {status}"))
-            if error is not None:
-                raise error
-    except (ValueError, KeyboardInterrupt) as raised:
-        assert type(raised) is error
-    assert client(config).get_run(tracker.run_id).info.status == status
-
-
-def test_an_unstarted_tracker_can_be_left(config: TrackingConfig) -> None:
-    with Tracker(config):
-        pass
-
-
 def test_failures_of_mlflow_are_tracking_errors(tracker: Tracker, config: TrackingConfig) -> None:
     with pytest.raises(TrackingError, match=r"MLflow at sqlite:///.* failed: "):
         tracker.log_step(1, {"kl": 1.0}, at=1e9, lineage={"a tag with *": "1"})
@@ -299,12 +275,12 @@ def test_two_processes_can_make_the_database_at_once_and_quietly(tmp_path: Path)
         from configs.storage import TrackingConfig
         from storage.tracking.tracker import Tracker
         tracker = Tracker(TrackingConfig(uri="sqlite:///.refrain/mlflow.db"))
-        with tracker:
-            tracker.start(page(sys.argv[1]))
-            tracker.log_step(1, {"kl": 0.0}, at=1e9)
-            tracker.register_version(
-                0, uri="file:///store/" + sys.argv[1], digest="x", step=0, store_uri="file:///store"
-            )
+        tracker.start(page(sys.argv[1]))
+        tracker.log_step(1, {"kl": 0.0}, at=1e9)
+        tracker.register_version(
+            0, uri="file:///store/" + sys.argv[1], digest="x", step=0, store_uri="file:///store"
+        )
+        tracker.finish()
         logging.getLogger("later").info("heard")
         print([thread.name for thread in threading.enumerate()])
         """

@@ -78,7 +78,6 @@ def test_before_the_first_step_run_json_says_what_it_was(
     assert code_sentence(files, config, None, "r") is None
     file.write_text(REWARD + "\n")
     assert "since the run began" in (code_sentence(files, config, None, "r") or "")
-    assert code_sentence(files, config, None, None) is None, "of a new run nothing is said"
 
 
 def test_modules_environments_and_what_is_gone(

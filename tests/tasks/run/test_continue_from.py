@@ -181,11 +181,11 @@ def test_the_champion_is_found_by_its_alias(parent: RunStore, tmp_path: Path) ->
     tracked = TrackedRun(
         run="parent", store_uri=parent.store.uri, settings={}, data=data, model_name="m"
     )
-    with Tracker(config.tracking) as tracker:
-        tracker.start(tracked)
-        number = tracker.register_version(
-            1, uri="file:///w", digest="d", step=1, store_uri=parent.store.uri
-        )
+    tracker = Tracker(config.tracking)
+    tracker.start(tracked)
+    number = tracker.register_version(
+        1, uri="file:///w", digest="d", step=1, store_uri=parent.store.uri
+    )
     Registry(config.tracking).give("m", "champion", number)
     run, cursor = begun(parent, "child", config)
     assert str(origin_of(run)) == "parent@1"

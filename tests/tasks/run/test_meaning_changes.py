@@ -107,10 +107,8 @@ def test_the_sentence_names_the_reward_and_the_evaluations(files: RunStore) -> N
     assert "refrain evaluate parent --suite NAME --versions all" in said
 
 
-def test_nothing_is_said_of_new_runs_and_of_what_means_the_same(files: RunStore) -> None:
-    assert meaning_sentence(files, settings(MATH), None, None) is None
+def test_nothing_is_said_of_what_means_the_same(files: RunStore) -> None:
     assert meaning_sentence(files, settings(), commit(3), "r") is None
-    assert meaning_metrics(None, settings(MATH)) == {}
     assert meaning_metrics(commit(3), settings()) == {}
 
 

@@ -82,6 +82,14 @@ def test_a_long_run_remembers_the_steps_under_way_only(run: Any) -> None:
     assert run.engines.told[0] == (1, 0)
 
 
+def test_what_changed_while_nobody_ran_is_marked_at_the_next_step_alone(run: Any) -> None:
+    run.marks = {"meaning_changed/math": 3.0}
+    run.clock.begin(1)
+    run.clock.leave(1, "cursor", LeftOver())
+    run.advance(SimpleNamespace(step=1))
+    assert run.marks == {}
+
+
 def test_steps_that_overlap_raise_the_failure_of_the_first(run: Any) -> None:
     failed, given_up = [], threading.Event()
 
