@@ -18,6 +18,7 @@ from prefect.logging import get_run_logger
 
 from configs.cluster import Role
 from engines.clusters.opening import open_cluster
+from engines.failures import ClusterLost
 from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster, Say, Wait
 from engines.workers.inspection import look_at_machines, running_calls, start_phases
@@ -127,16 +128,19 @@ class Engines:
         return {} if opened is None else start_phases(opened.cluster)
 
     def at_work(self) -> Work:
-        """What the engines are doing now; nothing while workers start. Takes up to some seconds."""
+        """What the engines are doing now; nothing without workers. Takes up to some seconds."""
         opened, config = self._open_now(), self.run.config
         if opened is None:
             return Work()
         trained = (*config.trained_roles, *config.frozen_roles)
         pools = sorted({config.cluster.roles.pool_of(role) for role in trained})
-        calls = running_calls(opened.cluster, pools)
+        try:
+            calls = running_calls(opened.cluster, pools)
+            tokens = opened.clients[ROLLOUT].tokens()
+        except ClusterLost:  # or closed under the look, as a run is that ends
+            return Work()
         return Work(
-            tokens=opened.clients[ROLLOUT].tokens(),
-            calls=[call for of_worker in calls.values() for call in of_worker],
+            tokens=tokens, calls=[call for of_worker in calls.values() for call in of_worker]
         )
 
     def look(self) -> Machinery | None:
