@@ -46,7 +46,7 @@ SIZES = {
     "Qwen/Qwen2.5-7B": Size(7.62, 28, 3584, 1024),
 }
 
-TEACHERS = {
+TEACHERS: dict[str, str] = {
     "distill-7b-1.5b": "Qwen/Qwen2.5-7B-Instruct",
 }
 
