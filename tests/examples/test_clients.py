@@ -14,7 +14,7 @@ from engines.environments.sessions import Environments
 from storage.audit.audit import audit
 from tests.engines.environments.playing import begin_agent as begin
 from tests.engines.environments.playing import call, new_messages, requests
-from tests.examples import client_agents
+from tests.examples import client_agents, form_clients
 from tests.faults.ledger import committed
 from tests.flows.conftest import Launch
 
@@ -110,4 +110,51 @@ def test_all_train(launch: Launch) -> None:
         assert {*samples.fetch_list(files.store, "episode_error")} == {""}
         assert {*samples.fetch_list(files.store, "episode")} <= {"done", "turns"}
         assert commit.metrics["episode/drift"] == 0
+    assert audit(files).problems == []
+
+
+FORMS = Path(form_clients.__file__)
+
+
+@pytest.mark.cluster
+def test_forms_that_clients_ask_for(launch: Launch) -> None:
+    """Two steps of `tiny` in which clients ask for JSON and for calls: what is whole validates."""
+    run = launch(
+        "tiny",
+        "name=forms",
+        "steps=2",
+        f"prompts_per_step={len(form_clients.CLIENTS)}",
+        "group_size=2",
+        "model.max_positions=4096",
+        "data.source={kind: function, path: form_clients.py:rows}",
+        "data.template=chat",
+        "data.max_prompt_tokens=2048",
+        "episodes={environment: {kind: agent, path: form_clients.py:play}}",
+        f"episodes.python={PYTHON}",
+        "episodes.processes=1",
+        "episodes.turn_timeout=300",
+        "episodes.max_turns=2",
+        "episodes.max_turn_tokens=300",
+        "episodes.full_turn=counts",
+        "rollout.engine=transformers",
+        "rollout.sampling_mask=true",
+        "rollout.max_new_tokens=1000",
+        "rollout.deadline=600",
+        "rewards.functions=[{kind: environment}]",
+        "algorithm.correction=[{kind: reject}]",
+        "train.micro_batch_tokens=4096",
+        files={FORMS.name: FORMS.read_text()},
+    ).whole()
+    files, whole = run.files, set()
+    for commit in committed(files):
+        samples = commit.refs["samples"]
+        assert {*samples.fetch_list(files.store, "episode_error")} == {""}
+        rows = samples.fetch_numpy(files.store, "prompt_row")[0].tolist()
+        rewards = [float(one[-1]) for one in samples.fetch_list(files.store, "turn_rewards")]
+        names = [*form_clients.CLIENTS]
+        whole |= {
+            names[row % len(names)] for row, own in zip(rows, rewards, strict=True) if own >= 1
+        }
+        assert commit.metrics["train/rollout_mismatch"] < 1e-5
+    assert whole == {*form_clients.CLIENTS} - {"openai_json_object"}
     assert audit(files).problems == []

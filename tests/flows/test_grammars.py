@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from storage.audit.audit import audit
 from storage.batches.sampling_mask import read_masks
 from tests.faults.ledger import committed
-from tests.flows.conftest import Launched, starting
+from tests.faults.planted import Fault
+from tests.flows.conftest import Launch, Launched, ends_alike, starting
+from tests.flows.test_over_sampling import replayed
 
 pytestmark = pytest.mark.cluster
 
@@ -111,3 +115,63 @@ def test_the_trainer_has_the_words_that_the_grammar_left(whole: Launched) -> Non
             assert ((np.asarray(own) == 1) == (mask.numbers > 0)).all(), "of what was drawn"
     assert max(rewards) >= 1.0, "some turns are JSON that validates, or calls"
     assert audit(files).problems == []
+
+
+@pytest.mark.slow
+def test_its_steps_can_be_replayed(whole: Launched) -> None:
+    assert "Equal, to the bit." in replayed(whole, 2)
+
+
+FAULTS = {
+    "engine": Fault(
+        id="engine", target="engines.rollout.hf_decoding:Row.add", nth=700, action="kill"
+    ),
+    "environment worker": Fault(
+        id="environment",
+        target="engines.episodes.environment_engine:EnvironmentEngine.go_on",
+        nth=5,
+        action="kill",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_whoever_dies(whole: Launched, launch: Launch, tmp_path: Path, fault: Fault) -> None:
+    """An engine in the middle of a turn with a grammar, too: the story is the same."""
+    (tmp_path / "agent.py").write_text(AGENT)
+    ends_alike(whole, launch, tmp_path, list(WORDS), fault)
+
+
+def test_without_a_mask_a_grammar_is_refused_by_its_setting(launch: Launch) -> None:
+    words = [one for one in WORDS if "sampling_mask" not in one and "correction" not in one]
+    agent = AGENT.replace("assert answer.status_code == 200, answer.text", "assert_told(answer)")
+    agent += """
+
+def assert_told(answer):
+    said = answer.json()["error"]["message"]
+    assert answer.status_code == 400 and "rollout.sampling_mask = false" in said, said
+    raise StopAsking
+
+
+class StopAsking(Exception):
+    pass
+
+
+def play_refused(base_url, api_key, question):
+    try:
+        play(base_url, api_key, question)
+    except StopAsking:
+        pass
+    answer = httpx.post(
+        f"{base_url}/chat/completions",
+        headers={"Authorization": f"Bearer {api_key}"},
+        json={"messages": [{"role": "user", "content": question}], "tool_choice": "none"},
+        timeout=300,
+    )
+    return float(len(answer.json()["choices"][0]["message"]["content"]))
+"""
+    words = [one.replace("agent.py:play", "agent.py:play_refused") for one in words]
+    run = launch(*words, files={"agent.py": agent}).whole()
+    samples = committed(run.files)[-1].refs["samples"]
+    assert {*samples.fetch_list(run.files.store, "episode_error")} == {""}
