@@ -73,7 +73,8 @@ def test_units_are_added_up_as_fsdps_micro_batches_are(undisturbed) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["ipc", "nccl"])
 def test_its_aggregator_sends_versions_too(undisturbed, way: str) -> None:
-    sent = undisturbed(*WORKERS, f"rollout.weight_transfer={way}")
+    patient = ("train.deadline=100", "rollout.deadline=100", "rollout.weight_transfer_timeout=30")
+    sent = undisturbed(*WORKERS, *patient, f"rollout.weight_transfer={way}")
     assert story(sent) == story(undisturbed())
     assert [commit.metrics["weights/transferred"] for commit in sent] == [1.0] * len(sent)
 
