@@ -117,7 +117,7 @@ def write_model(folder: Path, steps: int = 80, seed: int = 0) -> None:
             num_attention_heads=2,
             num_key_value_heads=2,
             max_position_embeddings=128,
-            initializer_range=0.1,  # a narrow model: from 0.02 it does not learn to repeat
+            initializer_range=0.1,  # narrow: from the default, 0.02, it repeated nothing in 120 steps
             tie_word_embeddings=True,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
