@@ -12,6 +12,7 @@ from configs.recipe import load_recipe
 from configs.resolving import Machine
 from tests.configs import test_branches as branches
 from tests.configs.flow_settings import any_flows_recipes
+from tests.tasks.launch import test_deployment_file as files
 
 
 @pytest.mark.parametrize("name", any_flows_recipes())
@@ -113,3 +114,8 @@ def test_its_estimator_goes_with_branches_without_discount() -> None:
     assert refused([agent], PPOConfig) == ""
     assert "lam = 0.9 goes" in refused([agent, "algorithm.advantage.lam=0.9"], PPOConfig)
     assert "gamma = 0.9 goes" in refused([agent, "algorithm.advantage.gamma=0.9"], PPOConfig)
+
+
+def test_a_teams_deployment_names_its_flow(tmp_path: Path) -> None:
+    found = files.team(tmp_path, files.TEAM.replace("flow: grpo", "flow: ppo"))
+    assert files.entry(found, "sums")["entrypoint"] == "flows.ppo.ppo"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from configs.overrides import ConfigError
 from tests.configs.test_evaluation import tiny
+from tests.tasks.launch import test_deployment_file as files
 
 
 @pytest.mark.parametrize(
@@ -21,3 +24,7 @@ from tests.configs.test_evaluation import tiny
 def test_what_cannot_be_is_one_sentence(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         tiny(*words)
+
+
+def test_a_teams_nightly_deployment_promotes_as_it_comes(tmp_path: Path) -> None:
+    assert files.settings(files.team(tmp_path), "nightly")["promotion.alias"] == "champion"
