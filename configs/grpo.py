@@ -22,6 +22,7 @@ from configs.resolving import (
     shards,
     slots,
 )
+from configs.rollout import cut_by
 from configs.rules.coding import CODING
 from configs.rules.elastic import ELASTIC
 from configs.rules.episodes import EPISODES
@@ -42,7 +43,6 @@ from configs.rules.every_run import (
     STORAGE,
     THINKING,
     WHOLE,
-    cut_by,
     has_agents,
 )
 from configs.rules.guards import GUARDS

@@ -20,6 +20,7 @@ OWN_ENGINE_ARGS = {
     "load_format": None,
     "hf_overrides": None,
     "weight_transfer_config": None,
+    "structured_outputs_config": None,
     "worker_extension_cls": None,
     "logprobs_mode": None,
     "generation_config": None,
@@ -106,8 +107,9 @@ class RolloutConfig(Settings):
     )
     sampling_mask: bool = Field(
         False,
-        description="Keep of each token the words that top_p, top_k and min_p left, and renormalise "
-        "the trainer's distributions over the same words (Keep Sampling Mask, arXiv:2512.02556).",
+        description="Keep of each token the words that top_p, top_k, min_p or a grammar left, and "
+        "renormalise the trainer's distributions over the same words (Keep Sampling Mask, "
+        "arXiv:2512.02556).",
     )
     thinking: ThinkingConfig | None = Field(
         None, description="A budget of thinking tokens for each turn. None: no bound but a turn's."
@@ -245,3 +247,11 @@ class RolloutConfig(Settings):
                 remedy = f"Set {instead} instead." if instead else "Remove it."
                 raise ValueError(f"rollout.engine_args.{name} is set by Refrain itself. {remedy}")
         return arguments
+
+
+def cut_by(rollout: RolloutConfig) -> str:
+    """The settings by which tokens are drawn from a part of the distribution; empty: none."""
+    cuts = [f"rollout.top_p = {rollout.top_p:g}"] if rollout.top_p < 1 else []
+    cuts += [f"rollout.top_k = {rollout.top_k}"] if rollout.top_k else []
+    cuts += [f"rollout.min_p = {rollout.min_p:g}"] if rollout.min_p else []
+    return " and ".join(cuts)

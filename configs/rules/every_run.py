@@ -9,7 +9,7 @@ from configs.credentials import credential_sentence
 from configs.data import ReasoningGymSource
 from configs.model import PretrainedModel
 from configs.rewards import RewardModelReward
-from configs.rollout import RolloutConfig, ThinkingConfig
+from configs.rollout import ThinkingConfig, cut_by
 from configs.rules.rule import Rule, of_each, where
 from configs.run import RunConfig
 
@@ -198,14 +198,6 @@ STALE_SAMPLES: tuple[Rule[RunConfig], ...] = (
 )
 
 
-def cut_by(rollout: RolloutConfig) -> str:
-    """The settings by which tokens are drawn from a part of the distribution; empty: none."""
-    cuts = [f"rollout.top_p = {rollout.top_p:g}"] if rollout.top_p < 1 else []
-    cuts += [f"rollout.top_k = {rollout.top_k}"] if rollout.top_k else []
-    cuts += [f"rollout.min_p = {rollout.min_p:g}"] if rollout.min_p else []
-    return " and ".join(cuts)
-
-
 def user_of_rollout_logprobs(algorithm: AlgorithmConfig) -> tuple[str, str]:
     """The setting by which the update uses the rollout engine's log-probs, and one that does not.
 
@@ -310,10 +302,15 @@ SAMPLING_MASK: tuple[Rule[RunConfig], ...] = where(
         ),
     ),
     Rule[RunConfig](
-        needs=lambda config: config.rollout.engine != "vllm" or config.rollout.top_k > 0,
+        needs=lambda config: (
+            config.rollout.engine != "vllm"
+            or config.rollout.top_k > 0
+            or not cut_by(config.rollout)
+        ),
         says=lambda config: (
-            f"{MASK} = true, and vLLM gives words with top_k alone. Set rollout.top_k to more than a "
-            f"token has likely words, such as 1000, or {MASK} = false."
+            f"{MASK} = true and {cut_by(config.rollout)}, and vLLM gives the words left only "
+            "with top_k. Set rollout.top_k to more than a token has likely words, such as 1000, or "
+            f"{MASK} = false."
         ),
     ),
     Rule[RunConfig](

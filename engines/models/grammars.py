@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,6 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.environment import pip_install
+from storage.batches.columns import Author
+from storage.batches.sampling_mask import SamplingMask, Words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,25 +76,58 @@ class TurnGrammar:
         return 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BegunTurn:
+    """A turn with a grammar that goes on."""
+
+    structural_tag: str  # xgrammar's, of the whole turn, or of what follows its thought
+    tokens: list[int]  # those that it has, of what the tag is of
+
+    @classmethod
+    def of(cls, grammar: TurnGrammar, tokens: Sequence[int], authors: bytes) -> BegunTurn:
+        """By the turn's tokens, and the authors of the first ones; the others are the policy's."""
+        closed = authors.rfind(Author.BUDGET) + 1  # after the words that ended its thought
+        return cls(structural_tag=grammar.structural_tag(closed > 0), tokens=list(tokens[closed:]))
+
+
 class Progress:
     """How far the tokens of a turn have come in its grammar."""
 
     def __init__(self, matcher: GrammarMatcher, words: int) -> None:
-        self._matcher = matcher
-        self._words = words
+        self.matcher = matcher
+        self.size = words
 
     def take(self, token: int) -> None:
         """The next token of the turn, one of those that were left."""
-        taken = self._matcher.accept_token(token)
+        taken = self.matcher.accept_token(token)
         assert taken, f"the grammar did not leave the token {token}"
 
     def left(self) -> NDArray[np.bool_]:
         """[V] the words that may come next: at the end those that end a turn alone."""
+        return self._words_of(self._bits())
+
+    def mask(self, tokens: Sequence[int]) -> SamplingMask:
+        """The words that the next tokens of the turn were drawn from, which are taken."""
+        words: list[Words | None] = []
+        sets: dict[bytes, Words | None] = {}
+        for token in tokens:
+            bits = self._bits()
+            key = blake2b(bits.tobytes()).digest()
+            if key not in sets:
+                sets[key] = Words.of(self._words_of(bits))
+            words.append(sets[key])
+            self.take(token)
+        return SamplingMask.of(words)
+
+    def _bits(self) -> NDArray[np.int32]:
         import torch
 
-        bits = np.full((1, -(-self._words // 32)), -1, np.int32)
-        self._matcher.fill_next_token_bitmask(torch.from_numpy(bits))
-        left = np.unpackbits(bits.view(np.uint8), bitorder="little")[: self._words]
+        bits = np.full((1, -(-self.size // 32)), -1, np.int32)
+        self.matcher.fill_next_token_bitmask(torch.from_numpy(bits))
+        return bits
+
+    def _words_of(self, bits: NDArray[np.int32]) -> NDArray[np.bool_]:
+        left = np.unpackbits(bits.view(np.uint8), bitorder="little")[: self.size]
         return left.astype(bool)
 
 
@@ -130,23 +167,24 @@ class Grammars:
 
     def check(self, grammar: TurnGrammar) -> None:
         """ValueError, in a sentence, for one that cannot be compiled."""
-        self._compiled(grammar, False)
+        self.compiled(grammar.structural_tag())
 
-    def begin(self, grammar: TurnGrammar, tokens: Sequence[int], closed: bool = False) -> Progress:
-        """After the turn's first tokens; closed: after words that ended its thought, and these."""
+    def begin(self, begun: BegunTurn) -> Progress:
+        """After what there is of a turn."""
         from xgrammar import GrammarMatcher
 
-        progress = Progress(GrammarMatcher(self._compiled(grammar, closed)), self._words)
-        for token in tokens:
+        progress = Progress(GrammarMatcher(self.compiled(begun.structural_tag)), self._words)
+        for token in begun.tokens:
             progress.take(token)
         return progress
 
-    def _compiled(self, grammar: TurnGrammar, closed: bool) -> CompiledGrammar:
+    def compiled(self, structural_tag: str) -> CompiledGrammar:
+        """A grammar; ValueError, in a sentence, where it cannot be one."""
         try:
-            return self._compiler.compile_structural_tag(grammar.structural_tag(closed))
+            return self._compiler.compile_structural_tag(structural_tag)
         except RuntimeError as error:
-            said = str(error).rpartition("]")[2].partition(": ")[2].strip().rstrip(".")
-            raise ValueError(f"the schema cannot become a grammar: {said or error}") from None
+            said = re.sub(r"^\[[\d:]+\] [^ ]+:\d+: ", "", str(error)).strip().rstrip(".: ")
+            raise ValueError(f"the schema cannot become a grammar: {said}") from None
 
 
 @functools.lru_cache(maxsize=256)

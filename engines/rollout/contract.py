@@ -81,19 +81,14 @@ NO_EXPERTS_ON_CPU = (
 )
 
 NO_MASK_ON_CPU = (
-    "rollout.sampling_mask = true, and vLLM gives the words that a token was drawn from on a GPU "
-    "alone. Set rollout.engine = transformers, or rollout.sampling_mask = false."
+    "rollout.sampling_mask = true, and vLLM gives the words that top_p, top_k and min_p leave on a "
+    "GPU alone. Set rollout.engine = transformers, or rollout.sampling_mask = false."
 )
 
 
 NO_GRAMMAR_WITHOUT_MASK = (
     "a grammar leaves out words, and rollout.sampling_mask = false does not keep which: the policy "
     "would be trained as if on all. Set it to true in the recipe, or ask for text without tool_choice"
-)
-
-NO_GRAMMAR_BY_VLLM = (
-    "turns are sampled by a grammar with rollout.engine = transformers alone, and it is vllm. Set it "
-    "in the recipe, or ask for text without tool_choice"
 )
 
 

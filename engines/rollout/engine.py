@@ -166,17 +166,17 @@ class RolloutEngine(Sampler):
         """How thoughts are bounded; None where they are not."""
         if not request.sampling.thinking_budget:
             return None
-        words = self._words
+        tokenizer = self._tokenizer
         return ThinkingBudget(
             request=request,
             prompts=prompts,
             max_model_len=self._spec.max_model_len,
-            encode=functools.partial(words.encode, add_special_tokens=False),
-            decode=lambda ids: str(words.decode(list(ids))),
+            encode=functools.partial(tokenizer.encode, add_special_tokens=False),
+            decode=lambda ids: str(tokenizer.decode(list(ids))),
         )
 
     @functools.cached_property
-    def _words(self) -> PreTrainedTokenizerBase:
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
         from engines.models.checkpoints import load_tokenizer, materialize
 
         return load_tokenizer(materialize(self._spec.model, Path(self._spec.model_cache)))

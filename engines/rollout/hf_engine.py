@@ -20,7 +20,7 @@ import torch
 
 from engines.models import checkpoints
 from engines.models.checkpoints import prepared
-from engines.models.grammars import Grammars, Progress, TurnGrammar
+from engines.models.grammars import Grammars
 from engines.models.routers import chosen_experts
 from engines.models.tensor_files import checkpoint_names
 from engines.models.vla.openvla import OpenVLA
@@ -47,7 +47,6 @@ from engines.weight_transfer.offer import TransferOffer
 from engines.weight_transfer.receiver import Receiver
 from engines.workers.device_memory import Storages, checksum, fill
 from engines.workers.engine import Moved
-from storage.batches.columns import Author
 from storage.runs.weights import WeightsRef
 
 
@@ -217,7 +216,8 @@ class HFEngine(RolloutEngine):
             frame = frames.get(number)
             own = prompts.sampling(request, number)
             tokens = prompts.tokens_of(number)
-            progress = self._progress(prompts.grammar_of(number), completion)
+            turn = completion.turn_in(prompts.grammar_of(number))
+            progress = None if turn is None else self._grammars.begin(turn)
             rows.append(Row(tokens, seed, own, self._reader, completion, frame, progress))
         with self._in_flight(_Shard(request.out_key, rows)) as shard:
             while self._take_turn(shard):
@@ -230,14 +230,6 @@ class HFEngine(RolloutEngine):
                     self._leave_turn()
             with self._model_for(lambda: not self._busy):  # others step the rows of one that is cut
                 return shard.so_far()
-
-    def _progress(self, grammar: TurnGrammar | None, begun: Completion) -> Progress | None:
-        """In the grammar of a turn, after what there is of it; None where nothing has to be drawn."""
-        if grammar is None or begun.ended:
-            return None
-        turn = begun.turn
-        closed = begun.authors.rfind(Author.BUDGET, turn) + 1  # after words that end a thought
-        return self._grammars.begin(grammar, begun.tokens[max(turn, closed) :], closed=closed > 0)
 
     @functools.cached_property
     def _grammars(self) -> Grammars:

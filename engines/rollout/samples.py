@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.models.grammars import TurnGrammar, grammar_of
+from engines.models.grammars import BegunTurn, TurnGrammar, grammar_of
 from engines.models.routed_experts import (
     OF_PROMPT,
     OF_RESPONSE,
@@ -128,6 +128,12 @@ class Completion:
     def turn(self) -> int:
         """Where the turn begins that the policy is at: after the last token of another author."""
         return len(self.authors.rstrip(OF_TURN))
+
+    def turn_in(self, grammar: TurnGrammar | None) -> BegunTurn | None:
+        """Its turn, where it goes on and its text has a grammar."""
+        if grammar is None or self.ended:
+            return None
+        return BegunTurn.of(grammar, self.tokens[self.turn :], self.authors[self.turn :])
 
     @property
     def ended(self) -> bool:

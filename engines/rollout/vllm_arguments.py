@@ -6,7 +6,7 @@ Nothing here talks to an engine.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.lora import NOT_ADAPTED, LoraConfig
-from configs.rollout import RolloutConfig
+from configs.rollout import RolloutConfig, cut_by
 from engines.models import checkpoints
+from engines.models.grammars import BegunTurn
 from engines.models.routed_experts import RoutedExperts, checked
 from engines.rollout.contract import RolloutSpec, Sampling
 from engines.rollout.memory_plan import adapter_rank
 from engines.rollout.samples import NOTHING, Completion
+from engines.rollout.vllm_grammars import with_grammar
 from engines.rollout.vllm_plugin import TRANSFER_BACKEND
 from storage.batches.columns import UNFINISHED
 from storage.batches.sampling_mask import SamplingMask, Words
@@ -40,7 +42,7 @@ _GPU_STEP_TOKENS = 16384
 def engine_arguments(spec: RolloutSpec, directory: Path) -> AsyncEngineArgs:
     """vLLM's settings for the model in `directory`."""
     from vllm import AsyncEngineArgs
-    from vllm.config import WeightTransferConfig
+    from vllm.config import StructuredOutputsConfig, WeightTransferConfig
     from vllm.config.kernel import IrOpPriorityConfig
     from vllm.platforms import current_platform
 
@@ -78,7 +80,9 @@ def engine_arguments(spec: RolloutSpec, directory: Path) -> AsyncEngineArgs:
         # Engines must not all draw the same noise; a sample's own seed comes with its request.
         seed=int.from_bytes(os.urandom(4), "big") >> 1,
         enable_return_routed_experts=spec.routed_experts,
-        return_sampling_mask=spec.rollout.sampling_mask,
+        return_sampling_mask=gives_masks(spec.rollout),
+        # One that a request names: vLLM takes the first that it is given.
+        structured_outputs_config=StructuredOutputsConfig(backend="xgrammar"),
         disable_log_stats=not spec.measured,
     )
     further: dict[str, Any] = dict(config.engine_args)
@@ -87,6 +91,11 @@ def engine_arguments(spec: RolloutSpec, directory: Path) -> AsyncEngineArgs:
     if spec.lora is not None:
         further |= adapter_arguments(spec.lora, checkpoints.tensor_shapes(directory))
     return replace(arguments, **further) if further else arguments
+
+
+def gives_masks(config: RolloutConfig) -> bool:
+    """Whether vLLM has to say which words are left; a grammar's follow from the tokens."""
+    return config.sampling_mask and bool(cut_by(config))
 
 
 def speculation(config: RolloutConfig) -> dict[str, Any]:
@@ -140,35 +149,39 @@ def sampling_params(
     seed: int | None,
     begun: Completion,
     masks: bool = False,
+    turn: BegunTurn | None = None,
 ) -> SamplingParams:
     """What one completion is drawn with.
 
     ends: the model's end-of-sequence tokens. begun: what it has already, in the prompt. With
     top_k = 1 vLLM draws among tokens with the same logit; a temperature of 0 takes the likeliest one.
     masks: whether the engine gives the words that tokens were drawn from; it takes no request with a
-    temperature of 0 then.
+    temperature of 0 then. turn: with a grammar, which alone says where it ends.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     likeliest = sampling.greedy and not masks
-    return SamplingParams(
+    stop = [] if turn is not None else list(sampling.stop)
+    ignore_eos = sampling.ignore_eos and turn is None
+    params = SamplingParams(
         max_tokens=sampling.most(len(begun.tokens), begun.turn) - len(begun.tokens),
         temperature=0.0 if likeliest else sampling.temperature,
         top_p=1.0 if sampling.greedy else sampling.top_p,
         top_k=0 if likeliest else sampling.top_k,
         min_p=0.0 if sampling.greedy else sampling.min_p,
-        stop=list(sampling.stop),
+        stop=stop,
         include_stop_str_in_output=True,
-        stop_token_ids=[] if sampling.ignore_eos else list(ends),
-        ignore_eos=sampling.ignore_eos,
+        stop_token_ids=[] if ignore_eos else list(ends),
+        ignore_eos=ignore_eos,
         seed=None if sampling.greedy else seed,
         logprobs=0,
         # Kept as an array (vllm_logprobs.py); a stop string is looked for in what vLLM's dicts have.
-        flat_logprobs=not sampling.stop,
-        detokenize=bool(sampling.stop),
+        flat_logprobs=not stop,
+        detokenize=bool(stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+    return params if turn is None else with_grammar(params, turn)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,13 +212,17 @@ def scoring_params(top_k: int = 0, masks: bool = False) -> SamplingParams:
 
 
 def completion(
-    output: RequestOutput, sampling: Sampling, experts: ChosenExperts | None = None
+    output: RequestOutput,
+    sampling: Sampling,
+    experts: ChosenExperts | None = None,
+    mask: Callable[[list[int]], SamplingMask] | None = None,
 ) -> Completion:
     """The one completion of a request that has finished, or was aborted: then it is unfinished.
 
     sampling: how it was asked for. Of the likeliest tokens vLLM gives log-probs of what it did not
     draw from; they are 0.
-    experts: of the model's routers, where those of each token are wanted.
+    experts: of the model's routers, where those of each token are wanted. mask: of the words that
+    tokens were drawn from, where vLLM does not say them.
     """
     (answer,) = output.outputs
     read, cached = len(output.prompt_token_ids or ()), output.num_cached_tokens
@@ -215,6 +232,9 @@ def completion(
     spans, reason = answer.weight_versions, answer.finish_reason
     assert spans is not None, "every version is set by a sync"
     assert reason is not None, "only finished requests are handed on"
+    words = None
+    if sampling.sampling_mask:
+        words = _words_left(answer, len(tokens)) if mask is None else mask(tokens)
     return Completion(
         tokens=tokens,
         logprobs=[0.0] * len(tokens) if sampling.greedy else _drawn_logprobs(answer, tokens),
@@ -225,7 +245,7 @@ def completion(
         routed_experts=None
         if experts is None
         else _routed(answer, read + len(tokens) - 1, experts),
-        sampling_mask=_words_left(answer, len(tokens)) if sampling.sampling_mask else None,
+        sampling_mask=words,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import time
@@ -16,11 +17,11 @@ from prometheus_client import Metric
 from engines.failures import WeightMismatch
 from engines.models import checkpoints
 from engines.models.checkpoints import build_empty, prepared
+from engines.models.grammars import BegunTurn, Grammars, Progress
 from engines.models.tensor_files import checkpoint_names
 from engines.rollout import vllm_arguments
 from engines.rollout.contract import (
     NO_EXPERTS_ON_CPU,
-    NO_GRAMMAR_BY_VLLM,
     NO_MASK_ON_CPU,
     RolloutRequest,
     RolloutSpec,
@@ -35,6 +36,7 @@ from engines.rollout.vllm_process import VllmProcess
 from engines.rollout.weight_reader import HeldVersion, LoadReport
 from engines.weight_transfer.offer import TransferOffer
 from engines.workers.engine import Moved
+from storage.batches.sampling_mask import NO_TOKENS, SamplingMask
 from storage.objects.errors import ObjectDamaged, ObjectMissing, StoreUnavailable
 from storage.objects.usage import COUNTER
 from storage.runs.weights import WeightsRef
@@ -63,15 +65,39 @@ _FAILURES = {
 }
 
 
+class _WordsLeft:
+    """The words that the tokens of a request were drawn from, by its grammar."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        """progress: in the grammar; None: all words are left."""
+        self._progress = progress
+        self._mask = NO_TOKENS
+
+    def __call__(self, tokens: list[int]) -> SamplingMask:
+        """Of the request's tokens so far."""
+        if self._progress is None:
+            return NO_TOKENS.extended(len(tokens))
+        more = self._progress.mask(tokens[len(self._mask) :])
+        self._mask = self._mask.followed_by(more)
+        return self._mask
+
+
 class _Row:
     """A completion in the making."""
 
     def __init__(
-        self, begun: Completion, sampling: Sampling, experts: ChosenExperts | None
+        self,
+        begun: Completion,
+        sampling: Sampling,
+        experts: ChosenExperts | None,
+        turn: BegunTurn | None,
+        words: _WordsLeft | None,
     ) -> None:
         self.begun = begun
         self.sampling = sampling
         self.experts = experts  # where those of each token are wanted
+        self.turn = turn  # that goes on, where its text has a grammar
+        self.words = words  # that its tokens were drawn from, where vLLM does not say it
         self.request = ""  # name of its request, while it has one
 
     def so_far(self, states: Mapping[str, RequestState]) -> Completion:
@@ -86,7 +112,7 @@ class _Row:
         output = state.make_request_output([], None, FinishReason.ABORT, None)
         assert isinstance(output, RequestOutput)
         return self.begun.followed_by(
-            vllm_arguments.completion(output, self.sampling, self.experts)
+            vllm_arguments.completion(output, self.sampling, self.experts, self.words)
         )
 
 
@@ -123,10 +149,10 @@ class VllmEngine(RolloutEngine):
         directory = prepared(spec.model, Path(spec.model_cache))
         shapes, names = checkpoints.tensor_shapes(directory), checkpoint_names(directory)
         experts = _experts_of(directory) if spec.routed_experts else None
-        if spec.rollout.sampling_mask and not _on_gpu():
+        self._masks = vllm_arguments.gives_masks(spec.rollout)
+        if self._masks and not _on_gpu():
             raise ValueError(NO_MASK_ON_CPU)
         super().__init__(spec, shapes, names, experts)
-        self._masks = spec.rollout.sampling_mask
         self._ends = checkpoints.end_token_ids(directory)
         self._requests = 0
         # Shards in flight, each with the error that it must end with, if it must.
@@ -263,15 +289,14 @@ class VllmEngine(RolloutEngine):
     ) -> list[Completion]:
         # While a sync runs nothing is admitted, so that a request's salt is the version whose keys
         # and values it may share with others.
-        if any(prompts.grammars or ()):
-            raise ValueError(NO_GRAMMAR_BY_VLLM)
         await self._admitted.wait()
         salt = f"v{self._holding().version}"
         if request.out_key in self._cut:
             return begun
         experts = self._experts if request.sampling.routed_experts else None
         rows = self._rows[request.out_key] = [
-            _Row(completion, request.sampling, experts) for completion in begun
+            self._row(prompts, request, experts, i, completion)
+            for i, completion in enumerate(begun)
         ]
         tasks = [
             asyncio.create_task(
@@ -292,17 +317,38 @@ class VllmEngine(RolloutEngine):
             for task in tasks:
                 task.cancel()
 
+    def _row(
+        self,
+        prompts: PromptTokens,
+        request: RolloutRequest,
+        experts: ChosenExperts | None,
+        number: int,
+        begun: Completion,
+    ) -> _Row:
+        turn = begun.turn_in(prompts.grammar_of(number))
+        words = None
+        if request.sampling.sampling_mask and not self._masks:
+            words = _WordsLeft(None if turn is None else self._grammars.begin(turn))
+        return _Row(begun, request.sampling, experts, turn, words)
+
+    @functools.cached_property
+    def _grammars(self) -> Grammars:
+        words = self._process.llm.model_config.get_vocab_size()
+        return Grammars(self._tokenizer, self._ends, words)
+
     async def _sample_row(
         self, row: _Row, tokens: list[int], salt: str, sampling: Sampling, seed: int | None
     ) -> Completion:
         before = row.begun
         if before.ended:
             return before
-        params = vllm_arguments.sampling_params(sampling, self._ends, seed, before, self._masks)
+        params = vllm_arguments.sampling_params(
+            sampling, self._ends, seed, before, self._masks, row.turn
+        )
         prompt: TokensPrompt = {"prompt_token_ids": tokens + before.tokens, "cache_salt": salt}
         row.request = self._new_request()
         answer = await self._answer(prompt, params, row.request)
-        turn = vllm_arguments.completion(answer, sampling, row.experts)
+        turn = vllm_arguments.completion(answer, sampling, row.experts, row.words)
         whole = before.followed_by(turn)
         if whole.finish_reason == "length":
             whole = replace(whole, finish_reason=sampling.limit(len(whole.tokens)))

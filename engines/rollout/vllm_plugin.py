@@ -3,8 +3,9 @@
 Everywhere: the weight-transfer engine named `fsspec`. In the processes that a VllmEngine started,
 besides: they die with their parent, what they print goes to the engine's log file, and on a CPU the
 norm is a fused kernel (engines/rollout/vllm_cpu_kernels.py), log-probs of drawn tokens are kept in
-arrays (engines/rollout/vllm_logprobs.py). Nothing else changes for a vLLM that
-merely lives in the same environment.
+arrays (engines/rollout/vllm_logprobs.py), and a turn's grammar begins where the turn was left
+(engines/rollout/vllm_grammars.py). Nothing else changes for a vLLM that merely lives in the same
+environment.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ def register() -> None:
     )
     owner, _, log = os.environ.get(OWNER_VARIABLE, "").partition(":")
     if owner:
-        from engines.rollout import vllm_logprobs
+        from engines.rollout import vllm_grammars, vllm_logprobs
 
         vllm_logprobs.register()
+        vllm_grammars.register()
         _register_cpu_kernels()
     if owner and int(owner) != os.getpid():
         # vLLM's engine loop waits for requests, not for its parent: it would outlive a killed Dask

@@ -24,7 +24,7 @@ from configs.lora import LoraConfig
 from configs.model import RANDOM_LAYERS, Model, PretrainedModel, RandomModel
 from configs.overrides import ConfigError
 from configs.resolving import slow_formats, this_machine
-from configs.rollout import RolloutConfig
+from configs.rollout import RolloutConfig, cut_by
 from configs.run import RunConfig
 from configs.storage import TrackingConfig
 from configs.train import TrainConfig
@@ -515,7 +515,7 @@ def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
         if not _gpus_of(config, "rollout"):
             if config.train.router_replay:
                 raise PreflightError(NO_EXPERTS_ON_CPU)
-            if config.rollout.sampling_mask:
+            if config.rollout.sampling_mask and cut_by(config.rollout):
                 raise PreflightError(NO_MASK_ON_CPU)
             check_vllm_on_cpu(config.rollout, facts, config.longest_sequence, "rollout")
     if not resumed:

@@ -16,7 +16,6 @@ from configs.model import Model
 from configs.rollout import RolloutConfig
 from engines.data.contract import DataSpec, PromptMaker, Scorer
 from engines.rollout.contract import (
-    NO_GRAMMAR_BY_VLLM,
     NO_GRAMMAR_WITHOUT_MASK,
     RolloutSpec,
     Sampler,
@@ -125,8 +124,6 @@ def environment_spec(config: GRPOConfig, episodes: EpisodesConfig, store: Store)
 
 def _no_grammars(rollout: RolloutConfig) -> str:
     """Why no turn is sampled by a grammar; empty: they are."""
-    if rollout.engine == "vllm":
-        return NO_GRAMMAR_BY_VLLM
     return "" if rollout.sampling_mask else NO_GRAMMAR_WITHOUT_MASK
 
 

@@ -1,4 +1,4 @@
-"""The words that tokens were drawn from, as the transformers engine gives them.
+"""The words that top_p, top_k and min_p leave of each token, as the transformers engine gives them.
 
 vLLM gives them on a GPU alone.
 """
