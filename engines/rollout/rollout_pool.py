@@ -307,15 +307,19 @@ class RolloutPool(EnginePool[Sampler]):
     def _load_call(
         self, offer: TransferOffer | None = None
     ) -> Call[tuple[SyncReport, list[list[float]]]]:
-        """The load of the current weights; what is scored is the probe, if there is one."""
+        """The load of the current weights; what is scored is the probe, if there is one.
+
+        An engine that has loaded them takes up another offer all the same: its trainer waits for it.
+        """
         probe = self._probe
         digest = self.weights.digest.rpartition(":")[
             2
         ]  # a version may be made anew with other bits
+        taking = "" if offer is None else f"-{uuid.uuid4().hex[:8]}"
         return Call.of(
             self.role,
             Sampler.sync_and_score,
-            self._call_id(self.weights.version, f"sync-{digest[:12]}"),
+            self._call_id(self.weights.version, f"sync-{digest[:12]}{taking}"),
             weights=self.weights,
             mode=self.mode,
             token_ids=[] if probe is None else probe.tokens,

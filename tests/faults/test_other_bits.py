@@ -33,11 +33,27 @@ OTHER_BITS = Fault(
 )
 # The store's disk has the last of a version's files, and its manifest is not written.
 ON_ITS_WAY = replace(PUBLISHED, id="on_its_way", when="before")
+SENT = (
+    "rollout.weight_transfer=ipc",
+    "rollout.weight_transfer_timeout=15",
+    "rollout.deadline=60",
+    "train.deadline=60",
+)
 
 
-@pytest.mark.parametrize("lost", [PUBLISHED, ON_ITS_WAY], ids=lambda fault: fault.id)
-def test_it_takes_the_place_of_the_first(disturb, undisturbed, lost: Fault) -> None:
-    run, commits, out = disturb([lost, OTHER_BITS], "store.keep_versions=10", resumes=0)
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [
+        (PUBLISHED, ()),
+        (ON_ITS_WAY, ()),
+        pytest.param(ON_ITS_WAY, SENT, marks=pytest.mark.slow),  # engines have the first already
+    ],
+    ids=["published", "on_its_way", "sent"],
+)
+def test_it_takes_the_place_of_the_first(
+    disturb, undisturbed, lost: Fault, words: tuple[str, ...]
+) -> None:
+    run, commits, out = disturb([lost, OTHER_BITS], "store.keep_versions=10", *words, resumes=0)
     reference = undisturbed()
     assert [commit.step for commit in commits] == [commit.step for commit in reference]
     made = [commit.version_out.digest for commit in commits]
@@ -46,6 +62,7 @@ def test_it_takes_the_place_of_the_first(disturb, undisturbed, lost: Fault) -> N
     for commit in commits:  # the store has what the commit names, and engines sampled with that
         assert open_manifest(run.files.store, commit.version_out).digest == made[commit.step - 1]
     assert any("its process ended" in cause for cause in causes(commits, "weight_sync")), out
+    assert all(commit.metrics.get("weights/transferred", 1) == 1 for commit in commits), out
 
 
 def test_where_samples_may_be_of_the_first_the_run_ends_and_is_resumed(

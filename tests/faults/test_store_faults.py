@@ -165,13 +165,20 @@ ON_ITS_WAY = {
         id="engine", target="engines.rollout.engine:RolloutEngine.sync", nth=2, action="kill"
     ),
 }
+# Sent past the store too: the trainer has sent it when it is killed before the manifest.
+SENT = ("rollout.weight_transfer=nccl", "rollout.weight_transfer_timeout=15")
+WAYS = [
+    *((place, case, ()) for place in COMES for case in ON_ITS_WAY),
+    *((place, case, SENT) for place in COMES for case in ("slow", "trainer", "manifest")),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", ON_ITS_WAY)
-@pytest.mark.parametrize("place", COMES)
+@pytest.mark.parametrize(
+    ("place", "case", "sent"), WAYS, ids=lambda part: part if isinstance(part, str) else len(part)
+)
 def test_a_version_on_its_way_to_the_store(
     launch: Launch,
     s3: Endpoint,
@@ -180,6 +187,7 @@ def test_a_version_on_its_way_to_the_store(
     monkeypatch: pytest.MonkeyPatch,
     place: str,
     case: str,
+    sent: tuple[str, ...],
 ) -> None:
     """Engines have it before the store; who is killed then loses nothing, and leaves nothing."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3.url)
@@ -191,6 +199,7 @@ def test_a_version_on_its_way_to_the_store(
         place
     ]
     words = (f"store.uri={uri}", *(["store.node_cache_gib=0.1"] if place == "s3" else []))
+    words = (*words, *sent)
     run = launch(*WORDS, *S3_WORDS, *words, environment=faults.environment)
     run.store_uri = uri
     code, out = run.end(300)
@@ -206,10 +215,12 @@ def test_a_version_on_its_way_to_the_store(
     if case == "slow":
         assert all(c.metrics["weights/waited_seconds"] < 0.5 for c in done)
         for c in done:
-            published, stored = (
-                c.metrics[f"weights/{what}_seconds"] for what in ("publish", "stored")
+            published, loaded, stored = (
+                c.metrics[f"weights/{what}_seconds"] for what in ("publish", "load", "stored")
             )
             assert published < SLOW < stored, "the store had it later than the engines"
+            if sent:
+                assert published + loaded < stored and c.metrics["weights/transferred"] == 1
     assert audit(run.files).problems == []
     versions = [done[0].version_in, *(c.version_out for c in done)]
     assert [key for key in run.files.store.list() if "model-" in key] == sorted(

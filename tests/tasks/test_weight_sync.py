@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, Mock
@@ -12,6 +13,7 @@ import pytest
 
 from engines.failures import InfrastructureError, WeightMismatch, WorkerLost
 from engines.rollout.weight_probe import Probe
+from engines.weight_transfer.offer import TransferOffer
 from storage.runs.weights import WeightsRef
 from tasks import weight_sync
 from tasks.run.roles import ACTOR, ROLLOUT
@@ -20,7 +22,9 @@ REF = WeightsRef(version=3, key="runs/r/weights/3", digest="d", nbytes=8)
 SLOW = 0.3  # seconds for which the store has it later
 
 
-def a_run(calls: list[str], kept: bool, shared: bool = False, digest: str = "d") -> Mock:
+def a_run(
+    calls: list[str], kept: bool, shared: bool = False, digest: str = "d", way: str = "store"
+) -> Mock:
     """A run whose trainer and engines note when they are done."""
 
     def settle(*given: object) -> WeightsRef:
@@ -28,9 +32,15 @@ def a_run(calls: list[str], kept: bool, shared: bool = False, digest: str = "d")
         calls.append("settle")
         return REF.model_copy(update={"digest": digest})
 
-    def sync(*given: object) -> dict[str, Any]:
+    def sync(
+        weights: WeightsRef, probe: Probe, offered: Callable[[int], TransferOffer] | None
+    ) -> dict[str, Any]:
+        if offered is not None:
+            offered(1)
         calls.append("sync")
-        report = SimpleNamespace(seconds=0.0, waited=0.0)
+        report = SimpleNamespace(
+            seconds=0.0, waited=0.0, transferred=offered is not None, missed=""
+        )
         return {"rollout-0": SimpleNamespace(report=report, logprob_error=0.0)}
 
     run = Mock(start=0, head=2)
@@ -40,10 +50,11 @@ def a_run(calls: list[str], kept: bool, shared: bool = False, digest: str = "d")
     run.engines.__getitem__.side_effect = clients.__getitem__
     run.probe.return_value = ([[1, 2]], [1])
     run.files.store.backend.remote = True
-    run.config.rollout.weight_transfer = "store"
+    run.config.rollout.weight_transfer = way
     run.config.store.node_cache_bytes = 1024 if kept else 0
     run.config.cluster.share_devices = shared
     run.engines[ACTOR].export.return_value = REF
+    run.engines[ACTOR].send.side_effect = lambda *given: calls.append("send") or Mock(why="")
     run.engines[ACTOR].score.return_value = [[0.0]]
     run.engines[ACTOR].settle.side_effect = settle
     run.engines[ROLLOUT].sync.side_effect = sync
@@ -73,6 +84,16 @@ def test_order(kept: bool, shared: bool, order: list[str]) -> None:
     assert (later >= SLOW) == kept
 
 
+@pytest.mark.parametrize("remote", [True, False])
+def test_engines_are_sent_a_version_that_is_on_its_way_to_the_store(remote: bool) -> None:
+    calls: list[str] = []
+    run = a_run(calls, kept=True, way="nccl")
+    run.files.store.backend.remote = remote
+    synced = weight_sync.publish_and_sync(run, 3, 3)
+    assert sorted(calls[:2]) == ["send", "sync"] and calls[2:] == ["settle"]
+    assert synced.metrics["weights/transferred"] == 1
+
+
 def test_engines_do_not_wait_for_the_disk_of_a_local_store() -> None:
     calls: list[str] = []
     run = a_run(calls, kept=False)
@@ -81,8 +102,9 @@ def test_engines_do_not_wait_for_the_disk_of_a_local_store() -> None:
     assert calls == ["sync", "settle"]
 
 
-def test_other_weights_in_the_store_than_in_the_engines() -> None:
-    run = a_run([], kept=True, digest="other")
+@pytest.mark.parametrize("way", ["store", "nccl"])
+def test_other_weights_in_the_store_than_in_the_engines(way: str) -> None:
+    run = a_run([], kept=True, digest="other", way=way)
     with pytest.raises(WeightMismatch, match=r"digest other, not d.*max_staleness = 1 samples may"):
         weight_sync.publish_and_sync(run, 3, 3)
     run.config.max_staleness = 0  # no sample is of them: the next attempt loads what the store has

@@ -12,7 +12,7 @@ from engines.rollout.contract import RolloutRequest, SyncReport
 from engines.rollout.rollout_pool import RolloutPool
 from engines.rollout.weight_probe import CheckedLoad, Probe
 from engines.workers.devices import DeviceTurns
-from engines.workers.engine import Call
+from engines.workers.engine import Call, CallId
 from storage.runs.weights import WeightsRef
 
 WORKERS = {"rollout-0": "tcp://a:1", "rollout-1": "tcp://b:1"}
@@ -123,3 +123,27 @@ def test_without_a_probe_the_digest_alone_is_compared(monkeypatch: pytest.Monkey
     assert calls == [("sync_and_score", "opponent-sync-5")]  # one message for all
     with pytest.raises(WeightMismatch, match="reports version 5 with digest 6"):
         pool.sync(weights(5), probe=None)
+
+
+def test_each_offer_of_one_version_is_taken_up(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its task is tried again, and the trainer waits for engines that had loaded it already."""
+    ids: list[CallId] = []
+
+    def submit_to_all(workers: Any, call: Call[Any]) -> Any:
+        assert call.id is not None
+        ids.append(call.id)
+        return dict.fromkeys(workers)
+
+    monkeypatch.setattr(Pool, "_receivers", 2)  # of each engine
+    monkeypatch.setattr(pool, "submit_to_all", submit_to_all)
+    receivers: list[int] = []
+
+    def offered(count: int) -> Any:
+        receivers.append(count)
+        return SimpleNamespace()
+
+    for offers in (offered, offered, None, None):
+        pool.sync(weights(3), PROBE, offers)
+    assert receivers == [4, 4]
+    assert len({*ids[:3]}) == 3
+    assert ids[2] == ids[3], "a worker makes a call with no offer once"
