@@ -18,6 +18,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -107,7 +108,12 @@ def strike(fault: dict[str, Any]) -> None:
     if fault["action"] == "hang":
         time.sleep(3600)
     sent = signal.SIGKILL if fault["action"] == "kill" else signal.SIGSTOP
-    os.kill(os.getpid() if fault["victim"] == "self" else victim(fault["victim"]), sent)
+    if fault["victim"] == "self":
+        # This thread takes it at once. Sent to the process, a stop may be another thread's to take,
+        # which a busy machine lets wait, and this one goes on.
+        signal.pthread_kill(threading.get_ident(), sent)
+    else:
+        os.kill(victim(fault["victim"]), sent)
 
 
 def drift(fault: dict[str, Any], optimizer: Any) -> None:
