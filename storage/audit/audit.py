@@ -51,7 +51,7 @@ from storage.runs.run_store import (
     start_of,
 )
 from storage.runs.seen_rows import ROWS, SEEN
-from storage.runs.weights import MANIFEST, WeightsRef
+from storage.runs.weights import MANIFEST, WeightsRef, of_registration
 
 WINDOW_BYTES = 64 * 2**20
 
@@ -770,6 +770,9 @@ def _leftovers(run: RunStore, head: int, report: Audit, live_keys: set[str]) -> 
         top, *rest = key.removeprefix(f"{run.run}/").split("/")
         of_run = (not rest and top in RECORDS) or top in FOLDERS or rest[1:] == ["commit.json"]
         if of_run or key in live_keys or key in damaged or _part_of_bad(key, report):
+            continue
+        of_version = top == "weights" and of_registration("/".join(rest[1:]))
+        if of_version and f"{run.run}/weights/{rest[0]}/{MANIFEST}" in live_keys:
             continue
         number = rest[0].removeprefix("v") if rest else ""
         later = number.isascii() and number.isdigit() and int(number) > head

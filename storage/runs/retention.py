@@ -38,7 +38,7 @@ from storage.runs.commit_log import Commit, read_commit, read_commit_digest, rea
 from storage.runs.commit_log import head as committed_head
 from storage.runs.run_store import DATA_SUFFIX, TRAINED_ROLES, RunStore, start_of
 from storage.runs.snapshots import MARKER, is_marked
-from storage.runs.weights import MANIFEST, open_manifest_at
+from storage.runs.weights import MANIFEST, of_registration, open_manifest_at
 
 log = logging.getLogger(__name__)
 
@@ -488,6 +488,6 @@ def _beside_manifest(run: RunStore, version: int) -> list[str]:
         manifest = open_manifest_at(run.store, key)
     except ObjectMissing:
         return files
-    return [
-        file for file in files if file.removeprefix(f"{key}/") not in {*manifest.files, MANIFEST}
-    ]
+    named = {*manifest.files, MANIFEST}
+    paths = {file: file.removeprefix(f"{key}/") for file in files}
+    return [file for file, path in paths.items() if path not in named and not of_registration(path)]

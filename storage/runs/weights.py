@@ -66,6 +66,15 @@ THREADS = 8  # that check windows of local files
 
 FILE_NAMES = "checkpoint_names.json"  # beside a version's tensors, where some differ
 
+# By which MLflow loads a registered version, in its folder of a bucket (registered_files.py).
+MLMODEL, REQUIREMENTS, ENVIRONMENT = "MLmodel", "requirements.txt", "python_env.yaml"
+COMPONENTS = "components"  # folder
+
+
+def of_registration(name: str) -> bool:
+    """Whether a path in a version's folder is of a file by which MLflow loads the version."""
+    return name in (MLMODEL, REQUIREMENTS, ENVIRONMENT) or name.startswith(f"{COMPONENTS}/")
+
 
 class BaseVersion(StoredRecord):
     """The version without which another one cannot be read."""

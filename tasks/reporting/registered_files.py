@@ -28,7 +28,17 @@ from engines.models.adapters import stream_whole
 from storage.objects.documents import JsonValue
 from storage.objects.errors import ObjectMissing, StoreError
 from storage.objects.store import Store
-from storage.runs.weights import FILE_NAMES, MANIFEST, WeightsRef, open_chain, open_manifest_at
+from storage.runs.weights import (
+    COMPONENTS,
+    ENVIRONMENT,
+    FILE_NAMES,
+    MANIFEST,
+    MLMODEL,
+    REQUIREMENTS,
+    WeightsRef,
+    open_chain,
+    open_manifest_at,
+)
 from storage.runs.weights_writing import INDEX, copy_whole
 from storage.tracking.connection import TrackingError
 from storage.tracking.tracker import Tracker
@@ -38,10 +48,9 @@ if TYPE_CHECKING:
 
 
 SCHEME = "refrain-"  # before the address of a version that artifact_repository.py reads for MLflow
-MLMODEL = "MLmodel"
-TOKENIZER = "components/tokenizer"  # folder; MLflow looks nowhere else
+TOKENIZER = f"{COMPONENTS}/tokenizer"  # folder; MLflow looks nowhere else
 # What loads one, in the versions of the process that describes it.
-REQUIREMENTS = ("mlflow", "transformers", "torch", "accelerate")
+PACKAGES = ("mlflow", "transformers", "torch", "accelerate")
 TASK, PIPELINE = "text-generation", "TextGenerationPipeline"
 TEXT = json.dumps([{"type": "string", "required": True}])  # a column of MLflow's signatures
 
@@ -112,7 +121,7 @@ def described(
         "python_function": {
             "loader_module": "mlflow.transformers",
             "python_version": python,
-            "env": {"virtualenv": "python_env.yaml"},
+            "env": {"virtualenv": ENVIRONMENT},
         },
     }
     model = {
@@ -125,13 +134,13 @@ def described(
         "metadata": {"refrain.version": ref.version, "refrain.digest": ref.digest},
         "utc_time_created": time.strftime("%Y-%m-%d %H:%M:%S.000000", time.gmtime()),
     }
-    versions = {name: installed(name) for name in REQUIREMENTS}
+    versions = {name: installed(name) for name in PACKAGES}
     needed = [f"{name}=={number.partition('+')[0]}" for name, number in versions.items() if number]
-    environment = {"python": python, "dependencies": ["-r requirements.txt"]}
+    environment = {"python": python, "dependencies": [f"-r {REQUIREMENTS}"]}
     return {
         MLMODEL: yaml.safe_dump(model, sort_keys=False).encode(),
-        "requirements.txt": "\n".join([*needed, ""]).encode(),
-        "python_env.yaml": yaml.safe_dump(environment, sort_keys=False).encode(),
+        REQUIREMENTS: "\n".join([*needed, ""]).encode(),
+        ENVIRONMENT: yaml.safe_dump(environment, sort_keys=False).encode(),
         **{f"{TOKENIZER}/{name}": data for name, data in small.items()},
     }
 

@@ -34,8 +34,8 @@ def committed(files: RunStore, max_staleness: int = 0) -> list[Commit]:
     last = commits[-1]
     for _ in stream(files.store, last.version_out):
         pass
-    assert orphans(files, last.step) == []
-    assert half_written(files) == []
+    unnamed, unfinished = orphans(files, last.step), half_written(files)
+    assert not unnamed and not unfinished, (unnamed, unfinished)
     return commits
 
 

@@ -9,7 +9,7 @@ from storage.batches.writing import write_batch
 from storage.objects import documents
 from storage.runs.commit_log import FORMAT, Commit, read_commit
 from storage.runs.forks import begin_at, pin
-from storage.runs.retention import sweep
+from storage.runs.retention import orphans, sweep
 from storage.runs.run_store import RunStore
 from tests.storage.audit import small_run
 
@@ -98,6 +98,9 @@ def test_an_orphan(good: RunStore) -> None:
     (key,) = late.objects
     good.finish(key, {"ref": late.to_json()})
     good.store.write("run/weights/v000002/model-00001-dead.safetensors", b"a writer died")
+    for name in ("MLmodel", "requirements.txt", "components/tokenizer/tokenizer.json"):
+        good.store.write(f"run/weights/v000002/{name}", b"by which MLflow loads it from a bucket")
+    good.store.write("run/weights/v000002/tokenizer/tokenizer.json", b"whose?")
     good.store.write("run/notes.txt", b"whose?")
     found = audit(good)
     assert found.good
@@ -106,7 +109,10 @@ def test_an_orphan(good: RunStore) -> None:
         key.replace(".safetensors", ".json"),
         key,
         "run/weights/v000002/model-00001-dead.safetensors",
+        "run/weights/v000002/tokenizer/tokenizer.json",
     ]
+    # What a resumed run removes of steps in which a flow has died; a marker goes with its data.
+    assert {*orphans(good, 4)} == {*found.orphans[2:]}
 
 
 def test_a_step_under_way_is_no_orphan(good: RunStore) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from configs.storage import TrackingConfig
 from engines.models.adapters import stream_whole
 from storage.objects.store import Store
-from storage.runs.weights import WeightsRef, open_manifest_at
+from storage.runs.weights import WeightsRef, of_registration, open_manifest_at
 from storage.tracking.connection import TrackingError
 from storage.tracking.tracker import TrackedEvaluation
 from tasks.reporting.registered_files import MLMODEL, TOKENIZER, Page, version_at
@@ -152,6 +152,8 @@ def test_a_version_in_a_bucket_is_read_from_there(
     numbers = [register(one, bucket, ref) for ref in (whole, lora)]
     sources = [client_of(mlflow).get_model_version(request.node.name, n).source for n in numbers]
     assert sources == [bucket.url(whole.key), f"refrain-{bucket.url(lora.key)}"]
+    beside = {*bucket.list(whole.key)} - {*here.list(whole.key)}
+    assert beside and all(of_registration(key.removeprefix(f"{whole.key}/")) for key in beside)
     for name in ("MLFLOW_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL"):
         monkeypatch.setenv(name, str(bucket.options["endpoint_url"]))
     for number, ref in zip(numbers, (whole, lora), strict=True):
