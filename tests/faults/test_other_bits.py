@@ -45,7 +45,7 @@ SENT = (
     ("lost", "words"),
     [
         (PUBLISHED, ()),
-        (ON_ITS_WAY, ()),
+        pytest.param(ON_ITS_WAY, (), marks=pytest.mark.slow),
         pytest.param(ON_ITS_WAY, SENT, marks=pytest.mark.slow),  # engines have the first already
     ],
     ids=["published", "on_its_way", "sent"],
@@ -65,6 +65,7 @@ def test_it_takes_the_place_of_the_first(
     assert all(commit.metrics.get("weights/transferred", 1) == 1 for commit in commits), out
 
 
+@pytest.mark.slow
 def test_where_samples_may_be_of_the_first_the_run_ends_and_is_resumed(
     launch: Launch, tmp_path: Path
 ) -> None:
