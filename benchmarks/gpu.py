@@ -37,6 +37,7 @@ from engines.processes.process_tree import descendants, kill_all
 CHECKS = ("logprobs", "round_trip", "lora", "replay", "master_weights", "ranks")
 MEASUREMENTS = ("update", "update_compiled", "rollout", "sync_paths", "transfer", "sleep")
 LIMIT = 240.0  # seconds of one part
+SMALL_LIMIT = 480.0  # on a CPU, which may be a busy one: an engine's start alone can take minutes
 ENOUGH = 20.0  # seconds without which no part is begun
 # samples, prompt and response tokens of each
 SIZES = {
@@ -192,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 }
                 found |= {"failed": None, "skipped": "no time left"}
             else:
-                limit = min(LIMIT, left)
+                limit = min(SMALL_LIMIT if options.small else LIMIT, left)
                 found = outcome(part, shape, Path(folder), limit, options.device_gib)
             results.append(found)
             print(line(found), flush=True)
