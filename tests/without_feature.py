@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import json
 import os
 import re
@@ -399,16 +400,19 @@ def with_tests(modules: set[str], folder: Path) -> list[str]:
 
 def names(text: str, modules: set[str]) -> bool:
     """Whether a text imports one of the modules."""
+    return not modules.isdisjoint(imported(text))
+
+
+@functools.cache
+def imported(text: str) -> frozenset[str]:
+    """The modules that a text imports, and what it takes from them by their full names."""
+    found: set[str] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            found = {one.name for one in node.names}
+            found |= {one.name for one in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found = {node.module, *(f"{node.module}.{one.name}" for one in node.names)}
-        else:
-            continue
-        if found & modules:
-            return True
-    return False
+            found |= {node.module, *(f"{node.module}.{one.name}" for one in node.names)}
+    return frozenset(found)
 
 
 def tiny(folder: Path) -> list[str]:
@@ -424,22 +428,25 @@ class Falls(Exception):
     """What is left does not stand by itself: the command that failed."""
 
 
-def run(words: Sequence[str], where: Path, code: Path) -> None:
-    """Run a command with the packages of a folder; Falls where it fails."""
+def run(words: Sequence[str], where: Path, code: Path, *, shown: bool = False) -> None:
+    """Run a command with the packages of a folder; Falls where it fails, and then shows what it said."""
     done = subprocess.run(
         words,
         cwd=where,
         env={**os.environ, "PYTHONPATH": str(code)},
-        capture_output=True,
+        capture_output=not shown,
         text=True,
         check=False,
     )
     if done.returncode:
-        print(done.stdout[-6000:], done.stderr[-3000:], sep="\n")
+        if not shown:
+            print(done.stdout[-6000:], done.stderr[-3000:], sep="\n")
         raise Falls(" ".join(map(str, words)))
 
 
-def stands(names: Sequence[str], chosen: Sequence[str], reference: list[str]) -> None:
+def stands(
+    names: Sequence[str], chosen: Sequence[str], processes: int, reference: list[str]
+) -> None:
     """See that what is left without these features stands; Falls where it does not."""
     features = [FEATURES[name] for name in names]
     called = ", ".join(names)
@@ -447,7 +454,10 @@ def stands(names: Sequence[str], chosen: Sequence[str], reference: list[str]) ->
     with tempfile.TemporaryDirectory(prefix="without-") as temporary:
         folder = copy_of(Path(temporary))
         gone = take_out(features, folder)
-        print(f"{called}: taken out; tests that named it went too: {', '.join(gone) or 'none'}")
+        print(
+            f"{called}: taken out; tests that named it went too: {', '.join(gone) or 'none'}",
+            flush=True,
+        )
         if len(names) > 1:  # what several import, and each alone leaves to the others
             run(
                 [str(own / "ruff"), "check", "--fix", "--quiet", "--select", "F401", "."],
@@ -465,19 +475,21 @@ def stands(names: Sequence[str], chosen: Sequence[str], reference: list[str]) ->
             unfit = [test for feature in features for test in feature.unfit]
             run(
                 [
-                    *(sys.executable, "-m", "pytest", *chosen),
+                    *(sys.executable, "-m", "tests.twice", str(processes), *chosen),
                     *(f"--deselect={test}" for test in (*WHOLE_TREE, *unfit)),
                 ],
                 folder,
                 folder,
+                shown=True,
             )
-            print(f"{called}: the tests {', '.join(chosen)} pass")
+            print(f"{called}: the tests {', '.join(chosen)} pass", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("features", nargs="+", choices=[*FEATURES, "all"], metavar="FEATURE")
     parser.add_argument("--tests", nargs="*", default=["tests"], help="none: no tests")
+    parser.add_argument("--processes", type=int, default=3, help="that run the tests (3)")
     parser.add_argument("--together", action="store_true", help="all of them out of one copy")
     asked = parser.parse_args()
     names = list(FEATURES) if "all" in asked.features else asked.features
@@ -485,7 +497,7 @@ def main() -> None:
     fallen = []
     for group in [names] if asked.together else [[name] for name in names]:
         try:
-            stands(group, asked.tests, reference)
+            stands(group, asked.tests, asked.processes, reference)
         except Falls as failure:
             fallen.append(f"without {', '.join(group)}: {failure}")
             print(f"failed {fallen[-1]}", flush=True)
