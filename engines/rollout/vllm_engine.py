@@ -348,7 +348,9 @@ class VllmEngine(RolloutEngine):
         prompt: TokensPrompt = {"prompt_token_ids": tokens + before.tokens, "cache_salt": salt}
         row.request = self._new_request()
         answer = await self._answer(prompt, params, row.request)
-        turn = vllm_arguments.completion(answer, sampling, row.experts, row.words)
+        # In a thread: to find the words of long answers again would hold up all others.
+        read = vllm_arguments.completion
+        turn = await asyncio.to_thread(read, answer, sampling, row.experts, row.words)
         whole = before.followed_by(turn)
         if whole.finish_reason == "length":
             whole = replace(whole, finish_reason=sampling.limit(len(whole.tokens)))

@@ -35,7 +35,11 @@ OTHER_BITS = Fault(
 ON_ITS_WAY = replace(PUBLISHED, id="on_its_way", when="before")
 
 
-@pytest.mark.parametrize("lost", [PUBLISHED, ON_ITS_WAY], ids=lambda fault: fault.id)
+@pytest.mark.parametrize(
+    "lost",
+    [PUBLISHED, pytest.param(ON_ITS_WAY, marks=pytest.mark.slow)],
+    ids=lambda fault: fault.id,
+)
 def test_it_takes_the_place_of_the_first(disturb, undisturbed, lost: Fault) -> None:
     run, commits, out = disturb([lost, OTHER_BITS], "store.keep_versions=10", resumes=0)
     reference = undisturbed()
@@ -48,6 +52,7 @@ def test_it_takes_the_place_of_the_first(disturb, undisturbed, lost: Fault) -> N
     assert any("its process ended" in cause for cause in causes(commits, "weight_sync")), out
 
 
+@pytest.mark.slow
 def test_where_samples_may_be_of_the_first_the_run_ends_and_is_resumed(
     launch: Launch, tmp_path: Path
 ) -> None:

@@ -165,6 +165,7 @@ def test_in_vllm_too(launch: Launch, prefect_api: str, tmp_path: Path) -> None:
     check(run, 1e-3)
 
 
+@pytest.mark.slow
 def test_without_a_mask_a_grammar_is_refused_by_its_setting(launch: Launch) -> None:
     words = [one for one in WORDS if "sampling_mask" not in one and "correction" not in one]
     agent = AGENT.replace("assert answer.status_code == 200, answer.text", "assert_told(answer)")

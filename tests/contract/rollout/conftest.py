@@ -43,6 +43,8 @@ SLOW_WITH_VLLM = (
     "test_resumable_generation.py",
     "test_thinking_budget.py",
     "test_turns.py",
+    "test_grammars.py",
+    "test_weight_transfer.py",
 )
 
 

@@ -26,6 +26,7 @@ from storage.objects.errors import ObjectDamaged
 from storage.runs.run_store import OwnRunStore
 from storage.runs.weights import open_manifest
 from storage.runs.weights_writing import publish
+from tests.contract.rollout import test_grammars, test_weight_transfer
 from tests.contract.rollout.world import LONG, MAX_MODEL_LEN, RUN, SHORT, World, begun, until
 
 
@@ -281,6 +282,21 @@ def test_a_sequence_ends_at_the_engines_limit(engine: RolloutEngine, world: Worl
     assert world.column(result, "finish_reason") == ["length"] * 2
     with pytest.raises(ValueError, match=f"group 100 has {MAX_MODEL_LEN} tokens"):
         engine.generate(world.request(world.prompts((MAX_MODEL_LEN,)), LONG))
+
+
+@pytest.mark.vllm
+def test_vllm_has_turns_with_a_grammar_and_versions_from_their_trainer(
+    built: Callable[[str], RolloutEngine], world: World
+) -> None:
+    """One case of each; test_grammars.py and test_weight_transfer.py have all of them."""
+    engine = built("vllm")
+    engine.sync(world.weights[0])
+    test_grammars.test_they_are_drawn_among_the_words_that_the_grammar_leaves(
+        engine, world, "json", "alone"
+    )
+    trainer = test_weight_transfer.Sending(engine)
+    test_weight_transfer.test_the_same_version_as_by_the_store(engine, world, trainer, "ipc")
+    trainer.close()
 
 
 def test_a_sync_brings_the_new_policy(engine: RolloutEngine, world: World) -> None:

@@ -35,6 +35,10 @@ class Sending:
         )
         self.threads = ThreadPoolExecutor(1)
 
+    def close(self) -> None:
+        self.rank.close()
+        self.threads.shutdown()
+
     def sync(
         self,
         way: Transfer,
@@ -57,8 +61,7 @@ class Sending:
 def trainer(engine: RolloutEngine) -> Iterator[Sending]:
     made = Sending(engine)
     yield made
-    made.rank.close()
-    made.threads.shutdown()
+    made.close()
 
 
 def state(world: World, version: int) -> dict[str, Tensor]:

@@ -47,7 +47,7 @@ def fits(tokenizer: PreTrainedTokenizerBase) -> Fits:
     grammars = Grammars(tokenizer, [tokenizer.eos_token_id])
 
     def whole(grammar: TurnGrammar, text: str) -> bool:
-        matcher = GrammarMatcher(grammars._compiled(grammar, False))
+        matcher = GrammarMatcher(grammars.compiled(grammar.structural_tag()))
         return bool(matcher.accept_string(text) and matcher.is_completed())
 
     return whole

@@ -16,7 +16,13 @@ from storage.prompts.coding.trees import File, keep
 from tests.engines.environments.coding.conftest import SETTINGS, TASKS, Open
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if place < 2 else pytest.mark.slow)
+        for place, name in enumerate(TASKS)
+    ],
+)
 def test_the_solution_of_each_small_repository_passes(
     name: str, rows: dict[str, Row], opened: Open
 ) -> None:
