@@ -30,7 +30,7 @@ test: $(VENV)/.test
 # What is left of the checkout without a feature; of several, without each in turn: make without FEATURE="trees teachers";
 # without all of them at once: make without FEATURE="all --together"
 without: $(VENV)/.dev
-	$(BIN)/python -m tests.without_feature $(FEATURE)
+	$(BIN)/python -m tests.without_feature $(FEATURE) --processes $(TEST_PROCESSES)
 
 check: pythons lint docs check-pythons
 

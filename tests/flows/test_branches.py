@@ -67,6 +67,7 @@ def whole(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Launche
         return start(*words(folder), files={"traced.py": TRACED}).whole()
 
 
+@pytest.mark.slow
 def test_what_trains_is_what_was_sent(whole: Launched) -> None:
     lines = (whole.folder / "log").read_text().splitlines()
     sent = Counter(str(json.loads(line)) for line in lines)

@@ -62,6 +62,7 @@ def same_samples(one: Launched, other: Launched) -> None:
                 np.testing.assert_array_equal(left, right, err_msg=name)  # NaN is itself
 
 
+@pytest.mark.slow
 def test_the_samples_are_those_of_playing_them_together(whole: Launched, launch: Launch) -> None:
     run = launch(*APART).whole()
     assert story(committed(run.files)) == story(whole.commits())

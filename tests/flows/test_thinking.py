@@ -122,6 +122,7 @@ def logged(file: Path) -> list[list[list[list[int]]]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_by_setting_each_turn_is_after_a_rendering(
     model: Path, launch: Launch, tmp_path: Path
 ) -> None:
@@ -181,6 +182,7 @@ def test_whoever_dies(
         ends_alike(whole, launch, tmp_path, words(model, tmp_path), fault)
 
 
+@pytest.mark.slow
 def test_a_budget_of_thoughts_over_turns(model: Path, launch: Launch, tmp_path: Path) -> None:
     run = launch(
         *words(model, tmp_path),
