@@ -20,7 +20,6 @@ OWN_ENGINE_ARGS = {
     "load_format": None,
     "hf_overrides": None,
     "weight_transfer_config": None,
-    "structured_outputs_config": None,
     "worker_extension_cls": None,
     "logprobs_mode": None,
     "generation_config": None,

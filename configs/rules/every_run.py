@@ -376,6 +376,13 @@ SAMPLING: tuple[Rule[RunConfig], ...] = (
         ),
         new_runs_only=True,
     ),
+    Rule(
+        needs=lambda config: "structured_outputs_config" not in config.rollout.engine_args,
+        says=lambda config: (
+            "rollout.engine_args.structured_outputs_config is set by Refrain itself. Remove it."
+        ),
+        new_runs_only=True,
+    ),
     *SPECULATION,
 )
 

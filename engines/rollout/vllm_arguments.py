@@ -81,7 +81,7 @@ def engine_arguments(spec: RolloutSpec, directory: Path) -> AsyncEngineArgs:
         seed=int.from_bytes(os.urandom(4), "big") >> 1,
         enable_return_routed_experts=spec.routed_experts,
         return_sampling_mask=gives_masks(spec.rollout),
-        # One that a request names: vLLM takes the first that it is given.
+        # vLLM would choose by the first request.
         structured_outputs_config=StructuredOutputsConfig(backend="xgrammar"),
         disable_log_stats=not spec.measured,
     )

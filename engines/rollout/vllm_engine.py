@@ -210,7 +210,9 @@ class VllmEngine(RolloutEngine):
     def _sample(
         self, prompts: PromptTokens, request: RolloutRequest, begun: list[Completion]
     ) -> list[Completion]:
-        return self._process.run(self._sample_shard(prompts, request, begun))
+        # Here, in the caller's thread: to compile a grammar would hold up all shards.
+        rows = [self._row(prompts, request, number, one) for number, one in enumerate(begun)]
+        return self._process.run(self._sample_shard(prompts, request, rows))
 
     def _cut_shards(self) -> None:
         self._process.run(self._abort_cut())
@@ -268,10 +270,10 @@ class VllmEngine(RolloutEngine):
         )
 
     async def _sample_shard(
-        self, prompts: PromptTokens, request: RolloutRequest, begun: list[Completion]
+        self, prompts: PromptTokens, request: RolloutRequest, rows: list[_Row]
     ) -> list[Completion]:
         """All completions of a shard, row i of prompt i // n; may be ended by _cancel_tasks."""
-        task = asyncio.create_task(self._sample_all(prompts, request, begun))
+        task = asyncio.create_task(self._sample_all(prompts, request, rows))
         self._shards[task] = None
         try:
             return await task
@@ -285,19 +287,15 @@ class VllmEngine(RolloutEngine):
             del self._shards[task]
 
     async def _sample_all(
-        self, prompts: PromptTokens, request: RolloutRequest, begun: list[Completion]
+        self, prompts: PromptTokens, request: RolloutRequest, rows: list[_Row]
     ) -> list[Completion]:
         # While a sync runs nothing is admitted, so that a request's salt is the version whose keys
         # and values it may share with others.
         await self._admitted.wait()
         salt = f"v{self._holding().version}"
         if request.out_key in self._cut:
-            return begun
-        experts = self._experts if request.sampling.routed_experts else None
-        rows = self._rows[request.out_key] = [
-            self._row(prompts, request, experts, i, completion)
-            for i, completion in enumerate(begun)
-        ]
+            return [row.begun for row in rows]
+        self._rows[request.out_key] = rows
         tasks = [
             asyncio.create_task(
                 self._sample_row(
@@ -318,13 +316,9 @@ class VllmEngine(RolloutEngine):
                 task.cancel()
 
     def _row(
-        self,
-        prompts: PromptTokens,
-        request: RolloutRequest,
-        experts: ChosenExperts | None,
-        number: int,
-        begun: Completion,
+        self, prompts: PromptTokens, request: RolloutRequest, number: int, begun: Completion
     ) -> _Row:
+        experts = self._experts if request.sampling.routed_experts else None
         turn = begun.turn_in(prompts.grammar_of(number))
         words = None
         if request.sampling.sampling_mask and not self._masks:
@@ -389,6 +383,11 @@ class VllmEngine(RolloutEngine):
             adapter = REQUEST
         async for output in self._process.llm.generate(prompt, params, name, lora_request=adapter):
             if output.finished:
+                if output.outputs[0].finish_reason == "error":
+                    raise RuntimeError(
+                        f"{self._label}: vLLM ended a request with an error, which its log "
+                        f"{self._process.log} has"
+                    )
                 return output
         raise AssertionError("vLLM ended a request without its last output")
 

@@ -40,6 +40,7 @@ def test_the_recipes_may_begin(name: str) -> None:
         (["rollout.top_p=0.5", "algorithm.loss.kind=decoupled"], "algorithm.loss.kind = decoupled compares"),
         (["rollout.stop=['']"], "an empty string, which every text has"),
         (["rollout.stop=[END, '']"], "an empty string"),
+        (["rollout.engine=vllm", "rollout.engine_args={structured_outputs_config: {}}"], "structured_outputs_config is set by Refrain itself. Remove it"),
         ([SPECULATIVE, "rollout.min_p=0.1"], r"rollout\.min_p = 0\.1, and vLLM .* Set rollout\.min_p = 0"),
         (["rollout.engine=vllm", "rollout.speculative={}", "rollout.top_k=9", "rollout.sampling_mask=true"], "Set both to false"),
     ],
@@ -71,6 +72,17 @@ def test_with_the_words_that_were_left_each_may_begin(cut: str, use: str) -> Non
 def test_words_that_were_left_are_refused_where_they_are_none(words: list[str], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         tiny(["rollout.sampling_mask=true", *words])
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_agents_may_ask_for_grammars_where_nothing_else_cuts(engine: str) -> None:
+    agent = "episodes={environment: {kind: agent, path: agent.py:play}}"
+    rewards = "rewards.functions=[{kind: environment}]"
+    words = [agent, rewards, "data.template=chat", f"rollout.engine={engine}"]
+    check_new_run(tiny([*words, "rollout.sampling_mask=true"]))
+    if engine == "vllm":
+        with pytest.raises(ValueError, match="Set rollout.top_k to more than"):
+            tiny([*words, "rollout.sampling_mask=true", "rollout.top_p=0.9"])
 
 
 @pytest.mark.parametrize("words", [["rollout.top_k=2"], ["rollout.top_p=0.95"]])

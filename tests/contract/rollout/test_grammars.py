@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import json
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema
@@ -327,6 +328,32 @@ def test_nearly_all_words_are_stored_as_those_left_out(engine: RolloutEngine, wo
         assert len(own) >= 60
         assert len(left) < 2 * len(world.tokenizer), "of two or three sets, each once"
         assert any(one < 0 for one in left)
+
+
+@pytest.mark.vllm
+def test_a_turn_that_vllm_cannot_begin_is_an_error_and_no_sample(
+    built: Callable[[str], RolloutEngine], world: World
+) -> None:
+    """Its core is given tokens that the grammar does not leave; without a mask nobody else looks."""
+    engine = built("vllm")
+    engine.sync(world.weights[0])
+    request = world.request(asked(world, GRAMMARS["json"][0]), SAMPLING)
+    result = engine.generate(request)
+    begun = begun_of(world, request, result, 3)
+    other = write_batch(
+        world.store,
+        f"{request.out_key}.other",
+        {"response_ids": [np.full(3, 40, np.int32)] * len(begun)},
+    )
+    again = dataclasses.replace(
+        request,
+        begun=begun.with_columns(other),
+        sampling=SAMPLING.of_nothing_trained,
+        out_key=f"{request.out_key}.2",
+    )
+    with pytest.raises(RuntimeError, match="vLLM ended a request with an error"):
+        engine.generate(again)
+    assert len(engine.generate(request).ref) == 4, "it goes on with others"
 
 
 def test_calls_have_the_templates_form(world: World) -> None:
