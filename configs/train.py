@@ -6,6 +6,8 @@ from pydantic import Field, model_validator
 
 from configs.base import Settings
 
+FlashAttention = Literal["FA2", "FA3", "FA4"]
+
 
 class TrainConfig(Settings):
     """The train engine."""
@@ -131,6 +133,12 @@ class TrainConfig(Settings):
         description="On a GPU, Triton kernels for the output head's statistics, and for norms, gated "
         "feed-forward parts and rotary positions where a trial at the start shows that the model's "
         "are the usual ones. Off, and on a CPU: torch's own operations.",
+    )
+    flash_attention: FlashAttention = Field(
+        "FA2",
+        description="Attention's kernel on a GPU. FA2: torch's own. FA3 (Hopper GPUs), FA4 (Hopper "
+        "and Blackwell): of the package flash-attn-3 or flash-attn-4, to which torch 2.13 and newer "
+        "hand attention; a trial at the start must find it right.",
     )
     activation_offload: bool = Field(
         False,

@@ -59,7 +59,7 @@ from engines.train.forward_passes import (
     score,
     write_token_columns,
 )
-from engines.train.kernels import use
+from engines.train.kernels import flash_attention, use
 from engines.train.memory import PUT_AWAY, held_by_rank, on_device, setting_for_less
 from engines.train.memory_plan import without_fsdp
 from engines.train.model.fsdp import fill, shard
@@ -608,6 +608,8 @@ def materialize(
     checkpoint_layers(policy.model, config.gradient_checkpointing, config.recompute)
     on_gpu = meeting.device.type == "cuda"
     use(config.kernels)
+    if on_gpu:
+        flash_attention.use(config.flash_attention, policy.model.config, meeting.device)
     if config.kernels and not config.compile and on_gpu and find_spec("triton") is not None:
         from engines.train.kernels.placing import place_kernels
 

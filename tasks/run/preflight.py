@@ -33,6 +33,7 @@ from engines.models.facts import ModelFacts, model_facts
 from engines.processes.process_tree import other_people
 from engines.rollout.contract import NO_EXPERTS_ON_CPU, NO_MASK_ON_CPU
 from engines.rollout.memory_plan import BYTES
+from engines.train.kernels.flash_attention import check_flash_attention
 from engines.train.model.compiled import check_compiling
 from engines.train.self_test.verdict import Verdict, self_test
 from tasks.memory.check import check_memory
@@ -411,8 +412,10 @@ def _check_train_device(config: GRPOConfig, role: Role) -> None:
             f"(cluster.pools.{pool}.gpus = {gpus}), where the attention kernel takes bfloat16 only. "
             "Set train.compute_dtype = bfloat16."
         )
+    if not gpus or config.cluster.kind == "local":  # workers elsewhere say it when they start
+        check_flash_attention(config.train_of(role).flash_attention, role, gpus)
     if config.train_of(role).compile and config.cluster.kind == "local":
-        check_compiling(role, gpu=gpus > 0)  # workers elsewhere say it when they start
+        check_compiling(role, gpu=gpus > 0)
 
 
 def _check_rollout_device(

@@ -7,8 +7,10 @@ timing, so sums come in one order and `train.deterministic` holds. Nothing here 
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _WANTED = [True]  # of this process; a run's settings are the same for all of its roles
 

@@ -115,10 +115,10 @@ def norm_is_plain(module: nn.Module, device: torch.device) -> bool:
 
     twin = copy.deepcopy(module).to_empty(device=device).to(torch.bfloat16)
     weight = twin.get_parameter("weight").requires_grad_()
-    x = _random(3, weight.numel(), device=device)
+    x = random_values(3, weight.numel(), device=device)
     with torch.no_grad():
-        weight.copy_(_random(weight.numel(), device=device))
-    return _alike(twin, lambda x: rms_norm(x, weight, _epsilon(module)), [x], [x, weight])
+        weight.copy_(random_values(weight.numel(), device=device))
+    return alike(twin, lambda x: rms_norm(x, weight, _epsilon(module)), [x], [x, weight])
 
 
 def gate_is_plain(module: nn.Module, device: torch.device) -> bool:
@@ -132,29 +132,30 @@ def gate_is_plain(module: nn.Module, device: torch.device) -> bool:
     twin._modules = {**module._modules, **small}
     for part in small.values():
         part.to(device, torch.bfloat16)
-    x = _random(1, 5, 16, device=device)
-    return _alike(twin.forward, partial(_gated, twin), [x], [x])
+    x = random_values(1, 5, 16, device=device)
+    return alike(twin.forward, partial(_gated, twin), [x], [x])
 
 
 def rotation_is_plain(rotation: Rotation, device: torch.device) -> bool:
     """Whether a function rotates halves, as Llama's does."""
-    q, k = _random(1, 4, 6, 32, device=device), _random(1, 2, 6, 32, device=device)
+    q, k = random_values(1, 4, 6, 32, device=device), random_values(1, 2, 6, 32, device=device)
     angles = torch.rand(1, 6, 16, device=device).repeat(1, 1, 2) * 6
     cos, sin = angles.cos().to(torch.bfloat16), angles.sin().to(torch.bfloat16)
 
     def both(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
         return lambda q, k: torch.cat([part.flatten() for part in function(q, k, cos, sin)])
 
-    return _alike(both(rotation.own), both(rotation), [q, k], [q, k])
+    return alike(both(rotation.own), both(rotation), [q, k], [q, k])
 
 
-def _random(*shape: int, device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
+def random_values(*shape: int, device: torch.device, seed: int = 0) -> Tensor:
+    """Of a normal distribution, in bfloat16, to take gradients to."""
+    generator = torch.Generator().manual_seed(sum(shape) + seed)
     values = torch.randn(shape, generator=generator)
     return values.to(device, torch.bfloat16).requires_grad_()
 
 
-def _alike(
+def alike(
     plain: Callable[..., Tensor],
     kernel: Callable[..., Tensor],
     inputs: list[Tensor],

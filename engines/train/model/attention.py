@@ -159,7 +159,8 @@ def packed_attention(
     q, k, v = (_to_slots(x, packed_layout) for x in (query, key, value))
     if packed_layout.edges is not None:
         assert softcap is None and s_aux is None, "`row_needs` asks for buckets"
-        out = _varlen(q, k, v, packed_layout, scaling, sliding_window)
+        edges, longest = packed_layout.edges, packed_layout.longest
+        out = varlen(q, k, v, edges, longest, scaling, sliding_window)
     else:
         further = Further(window=sliding_window, cap=softcap, sinks=s_aux)
         out = _dense(q, k, v, packed_layout, scaling, further)
@@ -197,12 +198,20 @@ class Further:
         return self.window is None and self.cap is None and self.sinks is None
 
 
-def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, window: int | None
+def varlen(
+    q: Tensor, k: Tensor, v: Tensor, edges: Tensor, longest: int, scale: float, window: int | None
 ) -> Tensor:
-    """By a kernel for sequences of any length, on CUDA."""
-    edges, longest = layout.edges, layout.longest
-    assert edges is not None
+    """By a kernel for sequences of any length, on CUDA.
+
+    Args:
+        q: [S, H, D]. k, v: [S, G, D].
+        edges, longest: As AttentionLayout has them.
+        scale: Factor on the scores.
+        window: Tokens that each one attends to, itself included; None: all before it.
+
+    Returns:
+        [S, H, D].
+    """
     options: dict[str, Any] = {}
     sight = (-1 if window is None else window - 1, 0)  # tokens before and after one's own
     if TAKES_GROUPS:

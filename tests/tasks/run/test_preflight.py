@@ -105,6 +105,16 @@ def test_good_settings_say_what_was_looked_at(tmp_path: Path) -> None:
             r"here\. Install one .*, or set train\.compile = false",
         ),
         (
+            ["train.flash_attention=FA3"],
+            r"train\.flash_attention = FA3, but the role actor has no GPU\. "
+            r"Set train\.flash_attention = FA2",
+        ),
+        (
+            ["train={flash_attention: FA3, compute_dtype: bfloat16}", "cluster.pools.train.gpus=1"],
+            r"= FA3, but the role actor needs the package flash-attn-3, which is not installed\. "
+            r"Install it, or set train\.flash_attention = FA2",
+        ),
+        (
             ["cluster.pools.train.gpus=1"],
             r"train\.compute_dtype = float32, but the role actor has GPUs .*takes bfloat16 only",
         ),
