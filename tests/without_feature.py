@@ -6,7 +6,8 @@
 Deleted are the feature's rooms, its record (a line or two in tables) and the tests that import what is in
 its rooms. Then, of what is left: lint, types, the rules of imports, `tiny` with the same weights to the
 bit, and the tests of `make test`; `--tests` chooses others, or none. `--together` takes several out of
-one copy.
+one copy. What is left of the tests without all features together is the same without one, so after that
+`all --tests features` runs, without each, the tests that use some other.
 """
 
 from __future__ import annotations
@@ -405,6 +406,15 @@ def with_tests(modules: set[str], folder: Path) -> list[str]:
             path.unlink()
 
 
+def tests_of_features() -> list[str]:
+    """The tests that a checkout without any feature has no more, or leaves out."""
+    with tempfile.TemporaryDirectory(prefix="without-") as temporary:
+        gone = take_out(list(FEATURES.values()), copy_of(Path(temporary)))
+    each = [test for feature in FEATURES.values() for test in (*feature.tests, *feature.unfit)]
+    modules = [path for path in gone if Path(path).name.startswith("test_")]
+    return sorted({*modules, *each})
+
+
 def names(text: str, modules: set[str]) -> bool:
     """Whether a text imports one of the modules."""
     return not modules.isdisjoint(imported(text))
@@ -478,8 +488,13 @@ def stands(
         print(
             f"{called}: lint, types and imports pass, and tiny is the same to the bit", flush=True
         )
+        unfit = [test for feature in features for test in feature.unfit]
+        chosen = [
+            test
+            for test in chosen
+            if (folder / test.partition("::")[0]).exists() and test not in unfit
+        ]
         if chosen:
-            unfit = [test for feature in features for test in feature.unfit]
             run(
                 [
                     *(sys.executable, "-m", "tests.twice", str(processes), *chosen),
@@ -489,22 +504,28 @@ def stands(
                 folder,
                 shown=True,
             )
-            print(f"{called}: the tests {', '.join(chosen)} pass", flush=True)
+            print(f"{called}: its {len(chosen)} tests and folders of them pass", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("features", nargs="+", choices=[*FEATURES, "all"], metavar="FEATURE")
-    parser.add_argument("--tests", nargs="*", default=["tests"], help="none: no tests")
+    parser.add_argument(
+        "--tests",
+        nargs="*",
+        default=["tests"],
+        help="none: no tests; features: those of other features",
+    )
     parser.add_argument("--processes", type=int, default=3, help="that run the tests (3)")
     parser.add_argument("--together", action="store_true", help="all of them out of one copy")
     asked = parser.parse_args()
     names = list(FEATURES) if "all" in asked.features else asked.features
+    chosen = tests_of_features() if asked.tests == ["features"] else asked.tests
     reference = tiny(ROOT)
     fallen = []
     for group in [names] if asked.together else [[name] for name in names]:
         try:
-            stands(group, asked.tests, asked.processes, reference)
+            stands(group, chosen, asked.processes, reference)
         except Falls as failure:
             fallen.append(f"without {', '.join(group)}: {failure}")
             print(f"failed {fallen[-1]}", flush=True)

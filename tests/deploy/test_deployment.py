@@ -109,7 +109,7 @@ def cancel(platform: Platform, flow_run: str) -> None:
         f"{platform.api}/flow_runs/{flow_run}/set_state",
         json={"state": {"type": "CANCELLING"}},
     ).raise_for_status()
-    platform.wait(flow_run, "CANCELLED", timeout=60)
+    platform.wait(flow_run, "CANCELLED")  # Prefect's worker looks for hooks first
     _, alive = psutil.wait_procs(started, timeout=20)
     assert alive == []
     assert platform.children() == []
