@@ -28,7 +28,8 @@ test: $(VENV)/.test
 	$(BIN)/python -m tests.twice $(TEST_PROCESSES) $(PYTEST_ARGS)
 
 # What is left of the checkout without a feature; of several, without each in turn: make without FEATURE="trees teachers";
-# without all of them at once: make without FEATURE="all --together"
+# without all of them at once: make without FEATURE="all --together"; after that, without each, the tests
+# that use some other feature: make without FEATURE="all --tests features"
 without: $(VENV)/.dev
 	$(BIN)/python -m tests.without_feature $(FEATURE) --processes $(TEST_PROCESSES)
 

@@ -1,7 +1,8 @@
 """Triton kernels for CUDA, each beside the plain code that it stands for.
 
 The plain code is the reference, and the CPU's way. No kernel adds with atomics, and none is tuned by
-timing, so sums come in one order and `train.deterministic` holds. Nothing here is imported on a CPU.
+timing, so sums come in one order and `train.deterministic` holds. Modules with kernels are not
+imported on a CPU.
 """
 
 from __future__ import annotations

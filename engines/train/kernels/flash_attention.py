@@ -71,8 +71,8 @@ def use(wanted: FlashAttention, config: PretrainedConfig, device: torch.device) 
         return
     try:
         why = check_attention(_varlen, heads, device)
-    except RuntimeError as error:  # another GPU, or a size of heads that it does not have
-        why = str(error)
+    except (RuntimeError, TypeError, AssertionError) as error:
+        why = f"it fails on a trial: {error}"  # another GPU, other heads, or another release of it
     if why:
         attention.restore_flash_attention_impl()
         raise _refused(wanted, why)

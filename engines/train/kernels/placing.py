@@ -118,7 +118,7 @@ def norm_is_plain(module: nn.Module, device: torch.device) -> bool:
     x = random_values(3, weight.numel(), device=device)
     with torch.no_grad():
         weight.copy_(random_values(weight.numel(), device=device))
-    return alike(twin, lambda x: rms_norm(x, weight, _epsilon(module)), [x], [x, weight])
+    return _alike(twin, lambda x: rms_norm(x, weight, _epsilon(module)), [x], [x, weight])
 
 
 def gate_is_plain(module: nn.Module, device: torch.device) -> bool:
@@ -133,7 +133,7 @@ def gate_is_plain(module: nn.Module, device: torch.device) -> bool:
     for part in small.values():
         part.to(device, torch.bfloat16)
     x = random_values(1, 5, 16, device=device)
-    return alike(twin.forward, partial(_gated, twin), [x], [x])
+    return _alike(twin.forward, partial(_gated, twin), [x], [x])
 
 
 def rotation_is_plain(rotation: Rotation, device: torch.device) -> bool:
@@ -145,7 +145,7 @@ def rotation_is_plain(rotation: Rotation, device: torch.device) -> bool:
     def both(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
         return lambda q, k: torch.cat([part.flatten() for part in function(q, k, cos, sin)])
 
-    return alike(both(rotation.own), both(rotation), [q, k], [q, k])
+    return _alike(both(rotation.own), both(rotation), [q, k], [q, k])
 
 
 def random_values(*shape: int, device: torch.device, seed: int = 0) -> Tensor:
@@ -153,6 +153,19 @@ def random_values(*shape: int, device: torch.device, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(sum(shape) + seed)
     values = torch.randn(shape, generator=generator)
     return values.to(device, torch.bfloat16).requires_grad_()
+
+
+def _alike(
+    plain: Callable[..., Tensor],
+    kernel: Callable[..., Tensor],
+    inputs: list[Tensor],
+    to: list[Tensor],
+) -> bool:
+    """As `alike`; not where a module takes other arguments, which is of another kind."""
+    try:
+        return alike(plain, kernel, inputs, to)
+    except TypeError:
+        return False
 
 
 def alike(
@@ -164,10 +177,7 @@ def alike(
     """Whether two functions have the same values and gradients but for rounding."""
     results = []
     for function in (plain, kernel):
-        try:
-            out = function(*inputs)
-        except TypeError:  # other arguments: another kind of module
-            return False
+        out = function(*inputs)
         slope = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape).to(out.dtype)
         results.append([each.detach() for each in (out, *torch.autograd.grad(out, to, slope))])
     return all(

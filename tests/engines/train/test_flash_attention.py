@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn import attention
 from transformers import DeepseekV3Config, LlamaConfig, Qwen3Config
 
+from configs.train import TrainConfig
+from engines.train import fsdp_engine
 from engines.train.kernels import flash_attention
 from engines.train.kernels.flash_attention import check_attention, use
 
@@ -47,9 +49,8 @@ def masked(
     return out[0].transpose(0, 1)
 
 
-def detached(q: Tensor, *rest: Any) -> Tensor:
-    """Right values and no gradient to the keys by the scores."""
-    q, k, v, *rest = q, *rest
+def detached(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    """Right values, and gradients of zero to the keys."""
     return masked(q, k.detach() + 0 * k, v, *rest)
 
 
@@ -66,8 +67,7 @@ def package() -> Iterator[list[str]]:
         events.append("registered")
         return Handle()
 
-    registry = attention._registry
-    own = registry._FLASH_ATTENTION_IMPLS["FA3"]
+    own = attention._registry._FLASH_ATTENTION_IMPLS["FA3"]
     attention.register_flash_attention_impl("FA3", register_fn=register)
     yield events
     attention.register_flash_attention_impl("FA3", register_fn=own)
@@ -100,7 +100,7 @@ def test_it_is_used_and_let_go(package: list[str], monkeypatch: pytest.MonkeyPat
     assert (attention.current_flash_attention_impl(), package[1:]) == (None, ["removed"])
 
 
-def unfit(*_: Any, **__: Any) -> Tensor:
+def unfit(*_: Any) -> Tensor:
     raise RuntimeError(
         "FA3 flash_attention forward unsupported: FA3 requires compute capability 9.0"
     )
@@ -112,8 +112,10 @@ def unfit(*_: Any, **__: Any) -> Tensor:
         (partial(masked, across=True), "but on a trial it differs from plain attention. Set"),
         (
             unfit,
-            "but FA3 flash_attention forward unsupported: FA3 requires compute capability 9.0.",
+            "but it fails on a trial: FA3 flash_attention forward unsupported: FA3 requires compute "
+            "capability 9.0. Set",
         ),
+        (lambda q, k, v: q, "but it fails on a trial: "),
     ],
 )
 def test_what_fails_its_trial_is_refused_and_let_go(
@@ -148,6 +150,32 @@ def test_a_kernel_is_tried_with_the_models_heads() -> None:
     )
     latent = DeepseekV3Config(num_attention_heads=4, qk_nope_head_dim=32, qk_rope_head_dim=16)
     assert heads(latent) == (4, 4, max(48, latent.v_head_dim))
+
+
+@pytest.mark.parametrize(("device", "asked"), [("cuda", ["FA3"]), ("cpu", [])])
+def test_an_engine_on_a_gpu_uses_what_is_set(
+    monkeypatch: pytest.MonkeyPatch, device: str, asked: list[str]
+) -> None:
+    class Over(Exception):
+        """What comes after needs the device."""
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise Over
+
+    wanted: list[str] = []
+    monkeypatch.setattr(flash_attention, "use", lambda version, *_: wanted.append(version))
+    monkeypatch.setattr(fsdp_engine, "whole_on", stop)
+    train = TrainConfig(flash_attention="FA3", kernels=False)
+    nothing: Any = None
+    spec: Any = SimpleNamespace(train=train)
+    meeting: Any = SimpleNamespace(
+        device=torch.device(device), group=SimpleNamespace(size=lambda: 1)
+    )
+    policy: Any = SimpleNamespace(model=SimpleNamespace(config=LLAMA))
+    monkeypatch.setattr(fsdp_engine, "checkpoint_layers", lambda *_: None)
+    with pytest.raises(Over):
+        fsdp_engine.materialize(policy, spec, nothing, meeting, nothing, nothing)
+    assert wanted == asked
 
 
 @pytest.mark.gpu(1)
