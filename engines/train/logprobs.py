@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.train.kernels import available
+from engines.train.kernels import LEAST_LOGIT, available
 
 CACHED_LOGITS = 2**22  # at most held at once on a CPU: 16 MiB, which its cache holds
 # Words of a GPU's block are a multiple of this: for rows whose bytes are no multiple of 16, cuBLAS
@@ -52,13 +52,13 @@ class Support:
         """That of some tokens, int64 [t], in [0, T), in their order."""
         return replace(self, numbers=self.numbers[places])
 
-    def leave_out(self, logits: Tensor, start: int, least: float) -> None:
-        """Put the least number for all other words of a block [T, W] that begins at word `start`."""
+    def leave_out(self, logits: Tensor, start: int) -> None:
+        """Put LEAST_LOGIT for all other words of a block [T, W] that begins at word `start`."""
         words = logits.shape[1]
         out = ~self.left_out[:, None].repeat(1, words + 1)  # the last one for other blocks' words
         inside, columns = within(self.words, start, words)
         out[self.sets, torch.where(inside, columns, words)] = self.left_out[self.sets]
-        logits.masked_fill_(out[:, :words][self.numbers], least)
+        logits.masked_fill_(out[:, :words][self.numbers], LEAST_LOGIT)
 
 
 def token_statistics(
@@ -238,7 +238,7 @@ def _sums(
         4, hidden.shape[0], dtype=kind, device=hidden.device
     ).unbind()
     logit = torch.zeros(picked.shape, dtype=kind, device=hidden.device)
-    peaks = torch.full_like(sums, torch.finfo(kind).min / 4)
+    peaks = torch.full_like(sums, LEAST_LOGIT)
     for start, logits in blocks:
         higher = torch.maximum(peaks, logits.amax(-1))
         fall = peaks - higher  # <= 0: what was summed so far shrinks by its exponential
@@ -391,11 +391,9 @@ class Blocks:
             logits.div_(self.temperature)
         if self.cap is not None:
             logits.div_(self.cap).tanh_().mul_(self.cap)
-        # -inf (a word that cannot be) becomes the least number, whose probability is 0.
-        least = torch.finfo(self.kind).min / 4
-        logits.clamp_(min=least)
+        logits.clamp_(min=LEAST_LOGIT)
         if self.support is not None:
-            self.support.leave_out(logits, start, least)
+            self.support.leave_out(logits, start)
         return logits
 
     def weight_at(self, start: int) -> Tensor:

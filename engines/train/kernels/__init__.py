@@ -13,6 +13,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+# Stands for -inf: a word of such a logit has probability 0, and 0 times what a gradient makes of it
+# is 0. With the least number there is, a gradient of 4 to an entropy made inf, and 0 x inf is NaN.
+LEAST_LOGIT = -1e18
+
 _WANTED = [True]  # of this process; a run's settings are the same for all of its roles
 
 

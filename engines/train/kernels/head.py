@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engines.train.kernels import LEAST_LOGIT
+
 TILE = 4096  # logits that a program holds at once
 WARPS = 8
 
@@ -105,9 +107,8 @@ class RowState:
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        self.least = torch.finfo(torch.float32).min / 4
         self._rows = torch.zeros(5, rows, dtype=torch.float32, device=device)
-        self._rows[0].fill_(self.least)
+        self._rows[0].fill_(LEAST_LOGIT)
 
     def add(
         self, logits: Tensor, labels: Tensor, start: int, temperature: float, squared: bool
@@ -125,7 +126,7 @@ class RowState:
             words,
             rows,
             temperature,
-            self.least,
+            LEAST_LOGIT,
             squared=squared,
             tile=tile_of(words),
             num_warps=WARPS,
@@ -163,7 +164,6 @@ def slopes(
         return
     assert logits.is_contiguous()
     slope = grad_logprobs if grad_entropy is None else grad_entropy
-    least = torch.finfo(torch.float32).min / 4
     _slopes[(rows,)](
         logits,
         labels,
@@ -174,7 +174,7 @@ def slopes(
         start,
         words,
         temperature,
-        least,
+        LEAST_LOGIT,
         with_entropy=grad_entropy is not None,
         tile=tile_of(words),
         num_warps=WARPS,

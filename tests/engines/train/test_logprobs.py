@@ -112,6 +112,25 @@ def drawn_from(labels, words=17, share=0.4):
     return left, Support(numbers=numbers, sets=sets + 1, words=ids, left_out=left_out)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("cap", [None, 1.5])
+@pytest.mark.parametrize("chunk", [1, 1000])
+def test_words_that_cannot_be_leave_steep_gradients_finite(chunk, cap, dtype):
+    hidden, weight, labels = inputs(dtype=dtype)
+    left, support = drawn_from(labels)
+    got = token_statistics(
+        *(hidden, weight, labels), chunk=chunk, entropy_gradient=True, cap=cap, support=support
+    )
+    logits = hidden @ weight.t()
+    logits = logits if cap is None else cap * (logits / cap).tanh()
+    table = logits.masked_fill(~left, -torch.inf).log_softmax(-1)
+    entropy = -(table.exp() * table.masked_fill(~left, 0)).sum(-1)
+    slopes = torch.linspace(-1e4, 1e4, 13, dtype=dtype)
+    ours = torch.autograd.grad((slopes * got.entropy).sum(), (hidden, weight))
+    theirs = torch.autograd.grad((slopes * entropy).sum(), (hidden, weight))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=0.1)
+
+
 @pytest.mark.parametrize("chunk", [1, 4, 1000])
 @pytest.mark.parametrize(
     ("temperature", "bias", "cap"), [(1.0, None, None), (0.7, biased(), None), (1.3, None, 1.5)]
