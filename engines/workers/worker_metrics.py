@@ -29,7 +29,22 @@ from storage.tracking.machine_samples import MachineSample
 MILLI = 1e-3
 PERCENT = 1e-2
 AT_MOST_EVERY = 0.5  # seconds between two looks; looking at child processes takes milliseconds
+BUSY_EVERY = 0.1  # seconds between two looks at whether GPUs have work
+# NVIDIA's driver tells what was so for a sixth of a second to a second; more time is not known of.
+BUSY_PERIOD = 1.0
 MEGA = 1e6  # bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Busy:
+    """How long a GPU had a kernel to run, by whomever, of the time in which it was looked at."""
+
+    seconds: float = 0.0
+    of: float = 0.0  # seconds
+
+    def since(self, before: Busy) -> Busy:
+        """Counted from an earlier look on."""
+        return Busy(seconds=self.seconds - before.seconds, of=self.of - before.of)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +55,7 @@ class Spent:
     joules: Mapping[str, float] = field(
         default_factory=dict
     )  # by GPU (UUID), since its driver began
+    busy: Mapping[str, Busy] = field(default_factory=dict)  # by GPU, since the process first told
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +64,7 @@ class SpentOfPool:
 
     cpu_seconds: float = 0.0
     joules: float | None = None  # of its GPUs; None: no driver told
+    busy: float | None = None  # share of the time in which its GPUs had a kernel to run; likewise
 
 
 class SpentSince:
@@ -65,20 +82,71 @@ class SpentSince:
         """By pool; `counts`: by pool and process, what it has used since it began."""
         cpu: dict[str, float] = {}
         joules: dict[str, float] = {}
+        busy: dict[str, list[Busy]] = {}
         highest = dict(self._gpus)
         for (pool, process), now in dict(counts).items():
             before = self._before.get((pool, process), Spent())
             cpu[pool] = cpu.get(pool, 0.0) + now.cpu_seconds - before.cpu_seconds
             self._before[pool, process] = now
+            looks = [told.since(before.busy.get(gpu, Busy())) for gpu, told in now.busy.items()]
+            busy.setdefault(pool, []).extend(looks)
             for gpu, count in now.joules.items():  # several processes may have one GPU
                 last = highest.get(gpu, count)
                 joules[pool] = joules.get(pool, 0.0) + max(0.0, count - last)
                 highest[gpu] = max(last, count)
         self._gpus = highest
         return {
-            pool: SpentOfPool(cpu_seconds=seconds, joules=joules.get(pool))
+            pool: SpentOfPool(cpu_seconds=seconds, joules=joules.get(pool), busy=_share(busy[pool]))
             for pool, seconds in cpu.items()
         }
+
+
+def _share(looks: Sequence[Busy]) -> float | None:
+    """Of all GPUs; one that several processes looked at counts as often."""
+    total = sum(look.of for look in looks)
+    return sum(look.seconds for look in looks) / total if total > 0 else None
+
+
+class BusyWatch:
+    """Looks at GPUs from a thread of its own, from when it is first asked until the process ends."""
+
+    def __init__(
+        self,
+        gpus: Callable[[], Sequence[_Gpu]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._gpus, self._clock = gpus, clock
+        self._lock = threading.Lock()
+        self._watched: Sequence[_Gpu] | None = None  # None: never asked
+        self._looked = 0.0
+        self._busy: dict[str, Busy] = {}
+
+    def so_far(self) -> dict[str, Busy]:
+        """By GPU (UUID), of those that this process may use; empty without a driver."""
+        with self._lock:
+            if self._watched is None:
+                self._watched, self._looked = self._gpus(), self._clock()
+                if self._watched:
+                    threading.Thread(target=self._watch, name="gpu-busy", daemon=True).start()
+            return dict(self._busy)
+
+    def look(self) -> None:
+        """Count the time since the last look as what the driver says of it."""
+        shares = {gpu.uuid: gpu.utilization() for gpu in self._watched or ()}
+        with self._lock:
+            now = self._clock()
+            seconds, self._looked = min(now - self._looked, BUSY_PERIOD), now
+            for gpu, share in shares.items():
+                if share is not None:
+                    had = self._busy.get(gpu, Busy())
+                    self._busy[gpu] = Busy(
+                        seconds=had.seconds + share * seconds, of=had.of + seconds
+                    )
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(BUSY_EVERY)
+            self.look()
 
 
 class Meter:
@@ -87,10 +155,11 @@ class Meter:
     def __init__(
         self,
         joules: Callable[[], Mapping[str, float]],
+        busy: Callable[[], Mapping[str, Busy]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`joules`: as Spent has them."""
-        self._joules, self._clock = joules, clock
+        """`joules`, `busy`: as Spent has them."""
+        self._joules, self._busy, self._clock = joules, busy, clock
         self._lock = threading.Lock()
         self._looked: float | None = None
         self._last = Spent()
@@ -100,7 +169,9 @@ class Meter:
         with self._lock:
             now = self._clock()
             if self._looked is None or now - self._looked > AT_MOST_EVERY:
-                self._last = Spent(cpu_seconds=cpu_seconds(), joules=self._joules())
+                self._last = Spent(
+                    cpu_seconds=cpu_seconds(), joules=self._joules(), busy=self._busy()
+                )
                 self._looked = now
             return self._last
 
@@ -166,12 +237,16 @@ class _Gpu:
     def joules(self) -> float | None:
         return self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu), MILLI)
 
+    def utilization(self) -> float | None:
+        """Share of the driver's last sample period in which a kernel ran, 0 to 1."""
+        return self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu, PERCENT)
+
     def state(self) -> GpuState:
         ask = self._ask
         return GpuState(
             index=self.index,
             uuid=self.uuid,
-            utilization=ask(lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu, PERCENT),
+            utilization=self.utilization(),
             memory_used=ask(lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used),
             memory_total=ask(lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).total),
             power=ask(lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu), MILLI),
@@ -329,4 +404,4 @@ def _network_at_first() -> tuple[int, int]:
     return network.bytes_recv, network.bytes_sent
 
 
-METER = Meter(gpu_joules)  # of this process
+METER = Meter(gpu_joules, BusyWatch(lambda: _gpus(visible_gpus())).so_far)  # of this process

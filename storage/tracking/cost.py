@@ -16,7 +16,7 @@ HOUR = 3600.0  # seconds
 SECONDS = "cost/device_seconds"  # metric names; SECONDS/POOL/WHAT
 HELD, IDLE, LOST, STARTING = "held", "idle", "lost", "starting"  # what is no stage
 IDLE_SHARE = "cost/idle_share"  # IDLE_SHARE/POOL
-CPU_SECONDS, JOULES = "cost/cpu_seconds", "cost/joules"  # …/POOL
+CPU_SECONDS, JOULES, BUSY = "cost/cpu_seconds", "cost/joules", "cost/gpu_busy"  # …/POOL
 DEVICE_HOURS, MONEY = "cost/device_hours", "cost/money"
 SO_FAR = "cost/so_far/"
 DEVICE_HOURS_SO_FAR, MONEY_SO_FAR = f"{SO_FAR}device_hours", f"{SO_FAR}money"
@@ -47,6 +47,7 @@ class Used:
 
     cpu_seconds: float = 0.0
     joules: float | None = None  # of its GPUs; None: no driver told
+    busy: float | None = None  # share of the time in which they had a kernel to run; likewise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,6 +166,8 @@ def step_cost(
         metrics[f"{CPU_SECONDS}/{name}"] = process.cpu_seconds
         if process.joules is not None:
             metrics[f"{JOULES}/{name}"] = process.joules
+        if process.busy is not None:
+            metrics[f"{BUSY}/{name}"] = process.busy
     return metrics | _totals(metrics, pools, before, samples)
 
 

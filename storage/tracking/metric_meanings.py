@@ -210,6 +210,7 @@ MEANINGS: dict[str, str] = {
     "cost/idle_share/POOL": "idle / held",
     "cost/cpu_seconds/POOL": "processor time of the pool's workers",
     "cost/joules/POOL": "energy of its GPUs",
+    "cost/gpu_busy/POOL": "share of the time in which its GPUs had a kernel to run (NVML)",
     "cost/device_hours": "device-hours of the step, of pools with GPUs",
     "cost/money": "their price, in cluster.currency",
     "cost/so_far/UNIT": "device_hours, money or joules of all steps up to this one",

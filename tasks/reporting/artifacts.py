@@ -51,6 +51,7 @@ from storage.runs.commit_log import Commit
 from storage.runs.live import read_end
 from storage.runs.run_store import RunStore
 from storage.tracking.cost import (
+    BUSY,
     CPU_SECONDS,
     DEVICE_HOURS,
     DEVICE_HOURS_SO_FAR,
@@ -486,10 +487,15 @@ def cost_lines(metrics: CommitMetrics, currency: str) -> list[str]:
     energy_text = ", ".join(
         f"{escaped(pool)} {joules:.0f}" for pool, joules in energy.items() if joules is not None
     )
+    shares = {pool: metrics.get(f"{BUSY}/{pool}") for pool in pools}
+    told = ", ".join(
+        f"{escaped(pool)} {share:.0%}" for pool, share in shares.items() if share is not None
+    )
+    busy_text = f" GPUs with a kernel to run: {told} of the time." if told else ""
     lines += [
         "",
         f"Processor-seconds: {', '.join(processor)}. "
-        f"Joules of GPUs: {energy_text or 'no driver told'}.",
+        f"Joules of GPUs: {energy_text or 'no driver told'}.{busy_text}",
         "",
         f"Device-hours: {number(metrics, DEVICE_HOURS):.4g} of the step, "
         f"{number(metrics, DEVICE_HOURS_SO_FAR):.4g} of the version that it made; "

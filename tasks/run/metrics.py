@@ -75,7 +75,7 @@ def cost_of(run: Run, step: int, now: float, samples: int) -> Metrics:
     config, last, died = run.config, run.last, run.lease.died
     pools = pools_of(config)
     used = {
-        name: Used(cpu_seconds=spent.cpu_seconds, joules=spent.joules)
+        name: Used(cpu_seconds=spent.cpu_seconds, joules=spent.joules, busy=spent.busy)
         for name, spent in run.engines.spent().items()
         if name in pools
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from engines.workers import worker_metrics
+from engines.workers.worker_metrics import Busy, BusyWatch
 
 
 class NoCounter(Exception):
@@ -102,3 +104,39 @@ def test_without_a_driver_or_the_package_there_are_none(monkeypatch: pytest.Monk
     worker_metrics._driver.cache_clear()
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert worker_metrics.gpu_states() == [] and worker_metrics.gpu_joules() == {}
+
+
+def test_time_with_a_kernel_is_added_up_look_by_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, percent = [100.0], {0: 50, 1: 0}
+
+    def rates(gpu: int) -> SimpleNamespace:
+        return SimpleNamespace(gpu=percent[gpu]) if gpu in percent else not_here()
+
+    monkeypatch.setitem(sys.modules, "pynvml", driver(3, nvmlDeviceGetUtilizationRates=rates))
+    monkeypatch.setattr(worker_metrics, "BUSY_EVERY", 3600.0)  # the test looks
+    watch = BusyWatch(lambda: worker_metrics._gpus(None), lambda: now[0])
+    assert watch.so_far() == {}, "nobody has looked"
+    now[0] = 100.5
+    watch.look()
+    percent[1] = 100
+    now[0] = 101.0
+    watch.look()
+    assert watch.so_far() == {
+        "GPU-a0": Busy(seconds=0.5, of=1.0),
+        "GPU-a1": Busy(seconds=0.5, of=1.0),
+    }
+    now[0] = 111.0  # of what was before the last second nothing is known
+    watch.look()
+    assert watch.so_far()["GPU-a1"] == Busy(seconds=1.5, of=2.0)
+
+
+def test_it_looks_on_its_own_where_there_is_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", driver(1))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(worker_metrics, "BUSY_EVERY", 0.01)
+    watch = BusyWatch(lambda: worker_metrics._gpus(worker_metrics.visible_gpus()))
+    deadline = time.monotonic() + 30
+    while not (told := watch.so_far()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert told["GPU-a0"].seconds == pytest.approx(0.5 * told["GPU-a0"].of)
+    assert not BusyWatch(list).so_far()

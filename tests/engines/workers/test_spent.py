@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engines.workers.worker_metrics import Meter, Spent, SpentSince, cpu_seconds
+from engines.workers.worker_metrics import Busy, Meter, Spent, SpentSince, cpu_seconds
 
 
 def test_the_processes_that_a_process_started_count() -> None:
@@ -33,7 +33,7 @@ def test_the_processes_that_a_process_started_count() -> None:
 
 def test_a_meter_looks_twice_a_second_at_most() -> None:
     now, joules = [0.0], {"GPU-aa": 5.0}
-    meter = Meter(joules.copy, lambda: now[0])
+    meter = Meter(joules.copy, dict, lambda: now[0])
     assert meter.spent().joules["GPU-aa"] == 5.0
     joules["GPU-aa"] = 6.0
     now[0] = 0.5
@@ -55,6 +55,20 @@ def test_what_was_used_since_the_last_look() -> None:
     then = since.since_last(told)
     assert (then["train"].cpu_seconds, then["train"].joules) == (2.0, 40.0)
     assert (then["cpu"].cpu_seconds, then["cpu"].joules) == (0.5, None)
+
+
+def test_the_share_of_time_in_which_a_pools_gpus_had_work_since_the_last_look() -> None:
+    since = SpentSince()
+    told = {("train", "host:1"): Spent(busy={"GPU-aa": Busy(seconds=1.0, of=4.0)})}
+    assert since.since_last(told)["train"].busy == 0.25
+    told = {
+        ("train", "host:1"): Spent(busy={"GPU-aa": Busy(seconds=4.0, of=8.0)}),  # 3 of 4 more
+        ("train", "host:2"): Spent(busy={"GPU-bb": Busy(seconds=1.0, of=4.0)}),
+        ("cpu", "host:3"): Spent(cpu_seconds=0.5),
+    }
+    then = since.since_last(told)
+    assert (then["train"].busy, then["cpu"].busy) == (0.5, None)
+    assert since.since_last(told)["train"].busy is None, "nobody looked meanwhile"
 
 
 # NVIDIA's library as far as its functions are called: two GPUs, the second without a counter.

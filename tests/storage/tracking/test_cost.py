@@ -34,7 +34,7 @@ def test_what_a_pool_held_is_work_lost_starting_and_idle() -> None:
         CALLS,
         Window(begin=100.0, end=120.0, launched=True),
         POOLS,
-        {"train": Used(cpu_seconds=7.0, joules=500.0), "cpu": Used(cpu_seconds=1.0)},
+        {"train": Used(cpu_seconds=7.0, joules=500.0, busy=0.75), "cpu": Used(cpu_seconds=1.0)},
         {"cost/so_far/device_hours": 1.0, "cost/so_far/money": None},
         samples=10,
     )
@@ -65,7 +65,8 @@ def test_what_a_pool_held_is_work_lost_starting_and_idle() -> None:
     assert made["cost/per_sample/device_seconds"] == pytest.approx(16.0)
     assert made["cost/per_sample/money"] == pytest.approx(0.0162)
     assert (made["cost/joules/train"], made["cost/per_sample/joules"]) == (500.0, 50.0)
-    assert "cost/joules/cpu" not in made, "nothing told"
+    assert made["cost/gpu_busy/train"] == 0.75
+    assert "cost/joules/cpu" not in made and "cost/gpu_busy/cpu" not in made, "nothing told"
 
 
 def test_what_calls_alone_come_to() -> None:

@@ -14,12 +14,13 @@ CALLS = [
 
 def test_a_line_for_each_pool_and_what_it_comes_to() -> None:
     pools = {"cpu": Pool(workers=1), "train": Pool(workers=1, gpus=2, price_per_hour=3.6)}
-    used = {"train": Used(cpu_seconds=3.0, joules=700.0), "cpu": Used(cpu_seconds=1.0)}
+    used = {"train": Used(cpu_seconds=3.0, joules=700.0, busy=0.25), "cpu": Used(cpu_seconds=1.0)}
     metrics = step_cost(CALLS, WINDOW, pools, used, {"cost/so_far/money": 1.0}, samples=8)
     lines = cost_lines({**metrics, "rollout/tokens": 321.0}, "EUR")
     assert lines[2] == "| cpu | 10.0 | - | 0.0 | 0.0 | 10.0 (100%) |"
     assert lines[3] == "| train | 20.0 | update 8.0 | 2.0 | 0.0 | 10.0 (50%) |"
-    assert "Processor-seconds: cpu 1.0, train 3.0. Joules of GPUs: train 700." in lines
+    said = "Processor-seconds: cpu 1.0, train 3.0. Joules of GPUs: train 700."
+    assert f"{said} GPUs with a kernel to run: train 25% of the time." in lines
     assert "2.5 device-seconds for each sample; 321 tokens sampled." in lines[-1]
     assert "EUR 0.02 of the step, 1.02 of the version, 0.0025 for each sample." in lines[-1]
 
