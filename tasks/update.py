@@ -25,6 +25,7 @@ from tasks.run.attempts import Attempt
 from tasks.run.contract import EngineRole
 from tasks.run.roles import ACTOR, PLANNER
 from tasks.run.run import Run
+from tasks.run.run_record import lone_rank_plans
 from tasks.run.stage import OPTIONS, Part, attempted, discard, spread
 
 T = TypeVar("T", bound=Trainer)
@@ -101,7 +102,9 @@ def plan_of(
     }
     if config.tree_training:  # named only then: plans that an older run has stored are found again
         limits["tree_training"] = True
-    key = key_of("plan", batch.ref.to_json(), limits, asdict(cost))
+    lone_rank = lone_rank_plans(run.files)
+    named = [lone_rank] if lone_rank != "balanced" else []  # likewise
+    key = key_of("plan", batch.ref.to_json(), limits, asdict(cost), *named)
     names = ["prompt_ids", "response_ids", "group_id", "player"]
     names += ["author", "frame"] if cost.patches else [LENGTHS, PARENTS]
     request = PlanRequest(
@@ -110,6 +113,7 @@ def plan_of(
         budget=limits["budget"],
         mini_batches=limits["mini_batches"],
         cost=cost,
+        lone_rank=lone_rank,
         tree_training=config.tree_training,
     )
     out_key = run.files.stage_key(step, stage, "plan", key)

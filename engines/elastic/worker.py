@@ -84,7 +84,13 @@ class GradientEngine(FSDPEngine, GradientWorker):
         """A unit's rows, in parts that the device takes at once."""
         config = self._spec.train
         lengths = read_lengths(self._store, batch.take(rows), config.tree_training)
-        (mini,) = plan_update(lengths, world=1, budget=config.micro_batch_tokens, cost=self._cost)
+        (mini,) = plan_update(
+            lengths,
+            world=1,
+            budget=config.micro_batch_tokens,
+            cost=self._cost,
+            lone_rank=self._spec.lone_rank_plans,
+        )
         return [[rows[place] for place in micro] for micro in mini.ranks[0]]
 
 

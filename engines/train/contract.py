@@ -16,6 +16,7 @@ from configs.base import Settings
 from configs.lora import LoraConfig
 from configs.model import Model
 from configs.train import TrainConfig
+from engines.train.batching.packing import LoneRankPlans
 from engines.workers.engine import Ranked, joined_by
 from storage.batches.refs import BatchRef
 from storage.runs.weights import WeightsRef
@@ -59,6 +60,11 @@ class TrainSpec(Settings):
         "what these hold besides; experts that are stacked keep the model's names. checkpoint: they "
         "do where the files have none that transformers stacks; model: they call them as "
         "transformers' model does. Older runs have the latter two.",
+    )
+    lone_rank_plans: LoneRankPlans = Field(
+        "whole_groups",
+        description="How one rank's rows come into micro-batches: whole_groups: groups are cut where "
+        "they do not fit; balanced: also so that micro-batches cost alike, as older runs have it.",
     )
     node_cache_bytes: int = Field(
         0, ge=0, description="What this machine keeps of the store's policy versions, in bytes."

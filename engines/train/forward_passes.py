@@ -23,7 +23,7 @@ from engines.train.batching.image_turns import SeenRow, pack_turns
 from engines.train.batching.mfu import CostModel
 from engines.train.batching.micro_batch import MicroBatch, read_ahead
 from engines.train.batching.packed_batch import PLAIN, RowNeeds, pack
-from engines.train.batching.packing import plan_logprobs, read_lengths
+from engines.train.batching.packing import LoneRankPlans, plan_logprobs, read_lengths
 from engines.train.model.sequence_parallel import SequenceGroup
 from engines.train.policy import Forward
 from storage.batches.refs import BatchRef
@@ -52,6 +52,7 @@ def write_token_columns(
     budget: int,
     cost: CostModel,
     tree_training: bool = False,
+    lone_rank: LoneRankPlans = "whole_groups",
     needs: RowNeeds = PLAIN,
 ) -> tuple[BatchRef | None, dict[str, float]]:
     """Write columns over the response tokens of this rank's rows, computed without gradients.
@@ -69,6 +70,7 @@ def write_token_columns(
         budget: Most tokens of a forward pass.
         cost: By which rows are balanced over ranks.
         tree_training: Whether what rows of a group begin with alike is computed once.
+        lone_rank: See `plan_update`.
         needs: Of the model.
 
     Returns:
@@ -76,7 +78,9 @@ def write_token_columns(
         [R], written or not, over the tokens with mask 1; "tokens" is the number of those.
     """
     known = read_lengths(store, batch, tree_training, cost.patches)
-    plan = plan_logprobs(known, world=sequence.replicas, budget=budget, cost=cost)
+    plan = plan_logprobs(
+        known, world=sequence.replicas, budget=budget, cost=cost, lone_rank=lone_rank
+    )
     rows_of: dict[str, dict[int, np.ndarray]] = {}  # by column and row
     sums = {"tokens": 0.0}
     own_micro_batches = plan.ranks[sequence.replica]

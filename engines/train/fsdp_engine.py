@@ -376,6 +376,7 @@ class FSDPEngine(TrainEngine):
             budget=self._spec.train.shared_micro_batch_tokens,
             cost=self._cost,
             tree_training=self._spec.train.tree_training,
+            lone_rank=self._spec.lone_rank_plans,
             needs=self._loaded().needs,
         )
         return ColumnsResult(batch=ref, metrics=sums)
@@ -437,6 +438,7 @@ class FSDPEngine(TrainEngine):
             sharded=model if isinstance(model, FSDPModule) else None,
             config=self._spec.train,
             cost=self._cost,
+            lone_rank=self._spec.lone_rank_plans,
             needs=model.needs,
         )
 

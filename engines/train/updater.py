@@ -37,7 +37,13 @@ from engines.train.activations import kept_on_host
 from engines.train.batching.mfu import CostModel, utilisation
 from engines.train.batching.micro_batch import PER_TOKEN, MicroBatch, read_ahead, read_micro_batch
 from engines.train.batching.packed_batch import RowNeeds
-from engines.train.batching.packing import MiniBatch, plan_update, read_lengths, read_mask_counts
+from engines.train.batching.packing import (
+    LoneRankPlans,
+    MiniBatch,
+    plan_update,
+    read_lengths,
+    read_mask_counts,
+)
 from engines.train.batching.stored_plan import read_plan
 from engines.train.contract import MadeOn, UpdateRequest, UpdateResult
 from engines.train.model.rendezvous import Meeting
@@ -69,6 +75,7 @@ class TrainRank:
     sharded: FSDPModule | None  # what is trained; None: a lone rank's, which exchanges nothing
     config: TrainConfig
     cost: CostModel
+    lone_rank: LoneRankPlans
     needs: RowNeeds  # of the model
 
 
@@ -152,6 +159,7 @@ class Updater(ABC):
         self._sharded = rank.sharded
         self._config = rank.config
         self._cost = rank.cost
+        self._lone_rank = rank.lone_rank
         self._needs = rank.needs
         self._tally = Tally()
 
@@ -236,6 +244,7 @@ class Updater(ABC):
             budget=self._config.planned_tokens,
             mini_batches=self._config.mini_batches,
             cost=self._cost,
+            lone_rank=self._lone_rank,
         )
 
     @abstractmethod

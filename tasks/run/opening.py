@@ -57,8 +57,15 @@ from tasks.run.flow_run import flow_run_id
 from tasks.run.meaning_changes import CODE_FILES as CODE_FILES
 from tasks.run.meaning_changes import MEANINGS as MEANINGS
 from tasks.run.meaning_changes import code_files
+from tasks.run.run_record import (
+    LONE_RANK_PLANS,
+    check_decay,
+    check_same_flow,
+    names_to_begin_with,
+    plans_to_begin_with,
+    settings_of,
+)
 from tasks.run.run_record import VERSION_NAMES as VERSION_NAMES
-from tasks.run.run_record import check_decay, check_same_flow, names_to_begin_with, settings_of
 
 
 def open_run(
@@ -212,6 +219,7 @@ def begin(opened: OpenedRun, position: Position) -> None:
         MEANINGS: dict(VERSIONS),
         CODE_FILES: code_files(opened.config),
         VERSION_NAMES: names_to_begin_with(files, origin),
+        LONE_RANK_PLANS: plans_to_begin_with(files, origin),
     }
     if (of := flow_run_id()) is not None:
         record[FLOW_RUN] = str(of)

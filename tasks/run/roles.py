@@ -45,7 +45,7 @@ from tasks.run.contract import (
 )
 from tasks.run.events import RebuiltOtherwise, UpdateReplayed
 from tasks.run.features import features_of
-from tasks.run.run_record import decay_steps, parent_config, version_names
+from tasks.run.run_record import decay_steps, lone_rank_plans, parent_config, version_names
 
 if TYPE_CHECKING:
     from engines.episodes.contract import EnvironmentHost, EnvironmentSpec
@@ -264,6 +264,7 @@ def train_spec(
         whole_every=config.store.whole_every,
         # Factors of an adapter are of the model's modules, so its base has the model's names.
         version_names="model" if config.lora is not None else version_names(files),
+        lone_rank_plans=lone_rank_plans(files),
         node_cache_bytes=config.store.node_cache_bytes,
         run=files.run,
         threads=config.cluster.pools[pool].threads,

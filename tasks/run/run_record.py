@@ -17,6 +17,7 @@ from configs.grpo import GRPOConfig
 from configs.imports import imported
 from configs.overrides import ConfigError, validate
 from configs.storage import StoreConfig
+from engines.train.batching.packing import LoneRankPlans
 from storage.runs.commit_log import head, read_outline
 from storage.runs.run_store import Origin, RunStore, parent_of
 
@@ -149,6 +150,22 @@ def version_names(files: RunStore) -> VersionNames:
 def names_to_begin_with(files: RunStore, origin: Origin | None) -> VersionNames:
     """Of a new run: as its parent's, whose last version it has as its own first."""
     return "files" if origin is None else version_names(parent_of(files, origin))
+
+
+LONE_RANK_PLANS = "lone_rank_plans"  # of run.json; an older Refrain's has none
+
+
+def lone_rank_plans(files: RunStore) -> LoneRankPlans:
+    """How a run on record has one rank's rows cut into micro-batches."""
+    recorded = files.constant(LONE_RANK_PLANS)
+    return next((plans for plans in get_args(LoneRankPlans) if plans == recorded), "balanced")
+
+
+def plans_to_begin_with(files: RunStore, origin: Origin | None) -> LoneRankPlans:
+    """Of a new run: of a fork its parent's, with which it has steps in common."""
+    if origin is None or not origin.fork:
+        return "whole_groups"
+    return lone_rank_plans(parent_of(files, origin))
 
 
 def decay_steps(config: GRPOConfig, files: RunStore) -> int:

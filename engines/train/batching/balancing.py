@@ -71,6 +71,30 @@ def largest_first(costs: Sequence[float] | Ints | Floats, parts: int) -> list[li
     return [sorted(part) for part in _largest_first(values, parts, None)]
 
 
+def first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Pack items into few bins: the largest first, each into the first bin that has room for it.
+
+    First-fit decreasing (Johnson, 1974): at most 11/9 of the fewest bins, and one more.
+
+    Args:
+        sizes: [N] of each item, at most `capacity`.
+        capacity: Of a bin, in the same unit.
+
+    Returns:
+        Item numbers of each bin, ascending.
+
+    Example:
+        first_fit([6, 5, 4, 3], 9) == [[0, 3], [1, 2]]
+    """
+    free = np.full(len(sizes), capacity, np.int64)
+    bins: list[list[int]] = [[] for _ in sizes]
+    for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
+        place = int(np.argmax(free >= sizes[item]))
+        free[place] -= sizes[item]
+        bins[place].append(item)
+    return [sorted(items) for items in bins if items]
+
+
 def contiguous_cuts(costs: Floats, parts: int) -> list[int]:
     """Cut a sequence into contiguous ranges whose largest cost is the least possible.
 

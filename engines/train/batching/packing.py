@@ -8,14 +8,17 @@ in balancing.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from engines.train.batching.balancing import contiguous_cuts, largest_first, partition
+from engines.train.batching.balancing import contiguous_cuts, first_fit, largest_first, partition
 from engines.train.batching.mfu import CostModel
 from engines.train.batching.tree_training import Beginnings, read_beginnings
 from storage.batches.columns import Author
@@ -30,6 +33,11 @@ LARGE_UNIT = 4  # units of a large plan fill at most this part of a micro-batch
 # With tree training rows of a micro-batch have, each counted whole, at most so many times the tokens
 # of its budget: attention works on each row whole, so memory must not grow with what they share.
 WHOLE = 8
+
+# How one rank's rows come into micro-batches, which run one after the other there. balanced: as on
+# several ranks, groups are cut so that micro-batches cost alike, and each piece computes its prompt
+# anew; whole_groups: they are cut only where they do not fit. A run keeps the one that it began with.
+LoneRankPlans = Literal["balanced", "whole_groups"]
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -174,6 +182,7 @@ def plan_update(
     budget: int,
     mini_batches: int = 1,
     cost: CostModel | None = None,
+    lone_rank: LoneRankPlans = "whole_groups",
 ) -> tuple[MiniBatch, ...]:
     """The optimizer steps of one pass over a batch.
 
@@ -187,6 +196,7 @@ def plan_update(
             group begin with alike) counted once.
         mini_batches: Optimizer steps; a batch with fewer rows has as many as rows.
         cost: By which micro-batches are balanced; None: by their tokens.
+        lone_rank: How rows are cut where `world` is 1.
 
     Raises:
         ValueError: A row is longer than the budget.
@@ -196,21 +206,27 @@ def plan_update(
     groups = _groups(lengths, range(len(lengths)))
     if len(groups) < mini_batches:
         groups = [[row] for row in range(len(lengths))]
+    whole = world == 1 and lone_rank == "whole_groups"
+    plan_step = _plan_lone_step if whole else partial(_plan_step, world=world)
     pieces = np.array_split(np.arange(len(groups)), mini_batches)
     return tuple(
-        _plan_step(
+        plan_step(
             lengths,
             sorted(row for g in piece for row in groups[g]),
-            world,
-            budget,
-            cost or CostModel(),
+            budget=budget,
+            cost=cost or CostModel(),
         )
         for piece in pieces
     )
 
 
 def plan_logprobs(
-    lengths: Lengths, *, world: int, budget: int, cost: CostModel | None = None
+    lengths: Lengths,
+    *,
+    world: int,
+    budget: int,
+    cost: CostModel | None = None,
+    lone_rank: LoneRankPlans = "whole_groups",
 ) -> MiniBatch:
     """Forward passes over a batch; rank r holds the r-th contiguous range of rows.
 
@@ -219,6 +235,8 @@ def plan_logprobs(
     """
     _check_budget(lengths, budget)
     cost = cost or CostModel()
+    if world == 1 and lone_rank == "whole_groups":
+        return _plan_lone_step(lengths, range(len(lengths)), budget=budget, cost=cost)
     edges = contiguous_cuts(_row_costs(lengths, cost), world)
     per_rank = [range(a, b) for a, b in pairwise(edges)]
     if max(map(len, per_rank)) > LARGE:
@@ -244,7 +262,7 @@ def plan_logprobs(
 
 
 def _plan_step(
-    lengths: Lengths, rows: Sequence[int], world: int, budget: int, cost: CostModel
+    lengths: Lengths, rows: Sequence[int], *, world: int, budget: int, cost: CostModel
 ) -> MiniBatch:
     """Balance rows over world x count micro-batches, the fewest that respect the budget."""
     if len(rows) > LARGE:
@@ -262,6 +280,39 @@ def _plan_step(
         for rank, unit in enumerate(turn if first // world % 2 == 0 else reversed(turn)):
             ranks[rank].append(unit.rows)
     return MiniBatch(ranks=tuple(tuple(micros) for micros in ranks))
+
+
+def _plan_lone_step(
+    lengths: Lengths, rows: Sequence[int], *, budget: int, cost: CostModel
+) -> MiniBatch:
+    """One rank's micro-batches, of whole groups where these fit: none is cut for balance."""
+    groups = _groups(lengths, rows)
+    units = [unit for group in groups for unit in _cut_to_fit(lengths, group, budget, cost)]
+    parts = first_fit([unit.tokens for unit in units], budget)
+    bins = [
+        _unit(lengths, sorted(row for i in part for row in units[i].rows), cost) for part in parts
+    ]
+    if len(rows) <= LARGE:  # as many, and none larger than it must be
+        even = _fill_bins(lengths, units, len(parts), cost)
+        bins = even if max(unit.tokens for unit in even) <= budget else bins
+    bins.sort(key=lambda unit: (-unit.cost, unit.rows))
+    return MiniBatch(ranks=(tuple(unit.rows for unit in bins),))
+
+
+def _cut_to_fit(
+    lengths: Lengths, group: list[int], budget: int, cost: CostModel
+) -> Iterator[_Unit]:
+    """A group; of one that is larger than the budget its rows in turn, in as few pieces as can be."""
+    while group:
+        tokens = partial(_first_tokens, lengths, group)
+        fit = max(1, bisect_right(range(1, len(group) + 1), budget, key=tokens))
+        yield _unit(lengths, group[:fit], cost)
+        group = group[fit:]
+
+
+def _first_tokens(lengths: Lengths, group: list[int], number: int) -> int:
+    """Of so many rows of a group, as the budget counts them."""
+    return _unit(lengths, group[:number], CostModel()).tokens
 
 
 def _large_micro_batches(

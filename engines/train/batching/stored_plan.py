@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engines.train.batching.mfu import CostModel
-from engines.train.batching.packing import MiniBatch, plan_update, read_lengths
+from engines.train.batching.packing import LoneRankPlans, MiniBatch, plan_update, read_lengths
 from engines.workers.engine import Engine, StoreSpec
 from storage.batches.refs import BatchRef
 from storage.batches.writing import Jagged, write_batch
@@ -30,6 +30,7 @@ class PlanRequest:
     budget: int  # tokens of a micro-batch
     mini_batches: int
     cost: CostModel
+    lone_rank: LoneRankPlans = "whole_groups"
     tree_training: bool = False  # what rows share counts once, for which their tokens are read
 
 
@@ -63,6 +64,7 @@ def write_plan(store: Store, request: PlanRequest, out_key: str) -> BatchRef:
         budget=request.budget,
         mini_batches=request.mini_batches,
         cost=request.cost,
+        lone_rank=request.lone_rank,
     )
     owners, micros = [], []
     for number, mini in enumerate(plan):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engines.train.batching.balancing import contiguous_cuts, partition
+from engines.train.batching.balancing import contiguous_cuts, first_fit, partition
 
 VECTORS = Path(__file__).parents[3] / "parity" / "vectors" / "seqlen_balancing.json"
 CASES = [
@@ -91,6 +91,19 @@ def test_partition_reaches_or_beats_the_reference(case: dict) -> None:
 
 def test_the_example_of_the_docstring() -> None:
     assert partition([5, 4, 3, 2], 2) == [[0, 3], [1, 2]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 20), max_size=40))
+def test_an_item_goes_where_the_bins_before_have_no_room(sizes: list[int]) -> None:
+    bins = first_fit(sizes, 20)
+    assert sorted(item for items in bins for item in items) == list(range(len(sizes)))
+    loads = [sum(sizes[item] for item in items) for items in bins]
+    assert max(loads, default=0) <= 20
+    for later in range(1, len(bins)):
+        least = min(sizes[item] for item in bins[later])
+        assert all(load + least > 20 for load in loads[:later])
+    assert first_fit([6, 5, 4, 3], 9) == [[0, 3], [1, 2]]
 
 
 def test_partition_refuses_what_cannot_be_split() -> None:

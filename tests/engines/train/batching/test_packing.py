@@ -117,6 +117,57 @@ def test_a_group_too_large_for_the_budget_is_cut() -> None:
     assert len(mini.ranks[0]) == 3
 
 
+@settings(max_examples=100, deadline=None)
+@given(batches(), st.integers(70, 300), st.booleans())
+def test_on_one_rank_groups_are_cut_where_they_do_not_fit(
+    lengths: Lengths, budget: int, large: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "LARGE", 2 if large else 8192)
+        (mini,) = plan_update(lengths, world=1, budget=budget)
+        assert plan_logprobs(lengths, world=1, budget=budget) == mini
+    check(lengths, mini, 1, budget)
+    (micros,) = mini.ranks
+    groups = [tuple(np.flatnonzero(lengths.groups == one)) for one in np.unique(lengths.groups)]
+    whole = [tokens_of(lengths, group) for group in groups]
+    pieces = [sum(bool(set(micro) & set(group)) for micro in micros) for group in groups]
+    for group, size, cut in zip(groups, whole, pieces, strict=True):
+        assert cut == (1 if size <= budget else _fewest(lengths, group, budget))
+    if max(whole) <= budget:
+        assert sum(tokens_of(lengths, micro) for micro in micros) == sum(whole)
+        assert len(micros) <= 2 * sum(whole) / budget + 1, "two bins that fit into one"
+
+
+def _fewest(lengths: Lengths, group: tuple[int, ...], budget: int) -> int:
+    """Pieces of a group's rows in their order, each as long as it can be."""
+    pieces: list[tuple[int, ...]] = [()]
+    for row in group:
+        longer = (*pieces[-1], row)
+        if tokens_of(lengths, longer) <= budget:
+            pieces[-1] = longer
+        else:
+            pieces.append((row,))
+    return len(pieces)
+
+
+def test_the_planner_of_older_runs_cuts_groups_for_balance_on_one_rank() -> None:
+    lengths = Lengths(
+        prompts=np.repeat([40, 20, 20], 4),
+        responses=np.array([90, 10, 30, 20, 50, 60, 10, 80, 30, 20, 10, 40]),
+        groups=np.repeat(np.arange(3), 4),
+    )
+    (whole,) = plan_update(lengths, world=1, budget=330)
+    (cut,) = plan_update(lengths, world=1, budget=330, lone_rank="balanced")
+    formerly = ((4, 5, 6, 7, 10, 11), (0, 1, 2, 3, 8, 9))  # as the code of f941b39 makes it
+    assert cut.ranks == (formerly,)
+    assert whole.ranks == (((0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7)),)
+    both = [sum(tokens_of(lengths, micro) for micro in plan.ranks[0]) for plan in (whole, cut)]
+    assert both[0] < both[1]
+    assert plan_logprobs(lengths, world=1, budget=330) == whole
+    rows = plan_logprobs(lengths, world=1, budget=330, lone_rank="balanced")
+    assert sorted(rows.ranks[0]) == sorted(formerly)
+
+
 def test_balance_counts_attention() -> None:
     lengths = Lengths(prompts=np.ones(3, int), responses=np.array([1000, 500, 500]))
     even = plan_update(lengths, world=2, budget=4000)[0]
