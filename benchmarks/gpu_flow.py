@@ -1,7 +1,7 @@
 """A short GRPO run of a model of real size, trainer and vLLM on one GPU: seconds by stage.
 
     python -m benchmarks.gpu_flow --shape 1.5b --folder DIR --json FILE [--steps 3] [--seconds 88]
-                                  [--set KEY=VALUE …]
+                                  [--trace] [--set KEY=VALUE …]
     python -m benchmarks.gpu_flow --small --folder DIR      runs in small, on a CPU too
 
 `flows.grpo` itself, in a process of its own: 32 prompts of 8 samples with 256 tokens each, a random
@@ -12,8 +12,10 @@ has a store of its own in it.
 A line of JSON after each step, by what its commit says, which FILE gets too. The NVML share is the
 mean of NVML's utilisation of the GPU at 10 Hz: the share of its sample periods in which some kernel
 ran, not the union of the kernels' intervals; a stage's is that of the time in which its tasks ran,
-where stages may overlap. The run is ended after the last of the steps, or after so many seconds; what
-is committed has been told by then.
+where stages may overlap. With `--trace` the last line but one has that union over wall time, by
+torch's profiler in all processes (gpu_trace.py), from after the first step to the last commit; the
+steps have what the profiler costs then. The run is ended after the last of the steps, or after so
+many seconds; what is committed has been told by then.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ import yaml
 
 from benchmarks.gpu_busy import Device, Watch
 from benchmarks.gpu_sampling import GRAPHS
+from benchmarks.gpu_trace import Seen, Trace, busy
 from engines.processes.process_tree import descendants, kill_all, session
 from storage.objects.errors import ObjectMissing
 from storage.objects.store import Store
@@ -49,6 +52,7 @@ TOLD = {
     "rollout/tokens_per_second": "rollout_tokens_per_second",
     "train/tokens_per_second": "train_tokens_per_second",
     "train/mfu": "mfu",
+    "cost/gpu_busy/gpu": "gpu_busy",
     "reward/mean": "reward",
 }
 DRAW = """
@@ -126,6 +130,11 @@ def told(commit: Commit, began: float, watch: Watch | None) -> dict[str, Any]:
             for name, seconds in metrics.items()
             if name.startswith("train/") and name.endswith("_seconds") and seconds is not None
         },
+        "weights": {
+            name.removeprefix("weights/"): round(value, 4)
+            for name, value in metrics.items()
+            if name.startswith("weights/") and value is not None
+        },
         **{called: metrics[name] for name, called in TOLD.items() if name in metrics},
     }
     if watch is not None:
@@ -137,6 +146,17 @@ def told(commit: Commit, began: float, watch: Watch | None) -> dict[str, Any]:
             if (share := watch.share(start, end)) is not None
         }
     return found
+
+
+def traced(seen: Mapping[int, Seen], end: float) -> dict[str, Any]:
+    """A trace as a line, of the time from when all processes were looked at to `end`."""
+    begin = max((one.begin for one in seen.values()), default=end)
+    share = busy(seen.values(), begin, end)
+    return {
+        "busy": None if share is None else round(share, 4),
+        "seconds": round(end - begin, 2),
+        "events_by_process": sorted(one.events for one in seen.values()),
+    }
 
 
 def spans(commit: Commit) -> dict[str, tuple[float, float]]:
@@ -169,6 +189,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="file to which each line is added")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=88.0, help="after which it is ended")
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help="have torch's profiler say for how much of the time after step 1 a kernel ran",
+    )
     parser.add_argument("--set", nargs="*", default=[], help="further settings, as KEY=VALUE")
     options = parser.parse_args(arguments)
     begin, folder = time.time(), options.folder.absolute()
@@ -195,6 +220,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = [sys.executable, "-c", DRAW, shape, str(folder)]
         subprocess.run(words, cwd=ROOT, env=environment, check=True, timeout=options.seconds)
         tell(measurement="flow_model", seconds=round(time.time() - begin, 1))
+    trace = Trace(own / "trace") if options.trace else None
+    if trace is not None:
+        environment = trace.environment(environment)
     recipe = own / "gpu-flow.yaml"
     recipe.write_text(yaml.safe_dump(settings(shape, folder, options.steps)))
     command = [sys.executable, "-m", "flows.grpo", str(recipe), *options.set]
@@ -217,10 +245,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     before = first
                 tell(shape=shape, **told(commit, before, watch))
                 before, step = commit.committed_at, step + 1
+                if trace is not None and step == 2:
+                    trace.start()
             code = ended if step <= options.steps else 0
             if code is None and time.time() > until:
                 code = "no time left"
             time.sleep(LOOK)
+        if trace is not None:
+            tell(measurement="flow_trace", **traced(trace.stop(), before))
     finally:
         below = descendants(flow.pid)
         if flow.poll() is None:

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.gpu import CHECKS, MEASUREMENTS, SIZES, line, main, outcome
 from benchmarks.gpu_job import Job, plan, settings_for
+from benchmarks.gpu_trace import Seen, busy
 from tests.contract.rollout.world import until
 
 ROOT = Path(__file__).parents[1]
@@ -131,11 +132,27 @@ def test_sampling_is_measured_beside_vllms_own_in_small(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_each_step_of_a_flow_is_told_in_small(tmp_path: Path) -> None:
-    found = lines("benchmarks.gpu_flow", tmp_path, "--small", "--steps", "2")
+    found = lines("benchmarks.gpu_flow", tmp_path, "--small", "--steps", "4", "--trace")
     steps = [one for one in found if one["measurement"] == "flow_step"]
-    assert [one["step"] for one in steps] == [1, 2]
+    assert [one["step"] for one in steps] == [1, 2, 3, 4]
     for one in steps:
         assert {"rollout", "reward", "advantage", "update", "weight_sync"} <= set(one["stages"])
         assert one["tokens"] == 4 * 4 * 16
-    assert found[-1]["steps"] == 2
+        assert one["weights"]["publish_seconds"] > 0
+    assert found[-1]["steps"] == 4
     assert "failed" not in found[-1]
+    traced = found[-2]
+    assert traced["measurement"] == "flow_trace"
+    assert 0 < traced["busy"] <= 1, "processors' operations, here"
+    # vLLM computes in a process of its own, the trainer in its worker.
+    assert sum(number > 100 for number in traced["events_by_process"]) >= 2
+
+
+def test_kernels_of_several_processes_count_once() -> None:
+    one = Seen(begin=0.0, end=20.0, spans=[(5.0, 12.0), (18.0, 19.0)], events=9)
+    other = Seen(begin=4.0, end=30.0, spans=[(8.0, 14.0), (21.0, 22.0)], events=3)
+    assert busy([one, other], 10.0, 20.0) == pytest.approx(0.5)
+    assert busy([one], 10.0, 20.0) == pytest.approx(0.3)
+    assert busy([one, other], 3.0, 20.0) is None, "one of them had not begun to look"
+    assert busy([one, other], 10.0, 21.0) is None
+    assert busy([], 10.0, 20.0) is None
