@@ -74,6 +74,7 @@ def test_a_bad_value_is_refused_by_the_server(
     assert said in answer.json()["detail"]
 
 
+@pytest.mark.slow
 def test_a_rule_across_fields_fails_the_run_before_any_engine(platform: Platform) -> None:
     config = platform.config("nightly", **{"rollout.shards": 99})
     done = platform.wait(platform.submit("nightly", config).json()["id"], "FAILED")

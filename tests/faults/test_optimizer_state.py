@@ -23,6 +23,7 @@ WORDS = (
 SEVERAL = (*WORDS, "cluster.pools.train.workers=2")
 
 
+@pytest.mark.slow
 def test_a_rank_dies_after_its_weights_have_moved(disturb, undisturbed) -> None:
     _, commits, out = disturb([TRAIN["update"]], *WORDS, resumes=0)
     assert story(commits) == story(undisturbed(*WORDS))

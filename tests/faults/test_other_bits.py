@@ -41,12 +41,13 @@ SENT = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lost", "words"),
     [
         (PUBLISHED, ()),
-        pytest.param(ON_ITS_WAY, (), marks=pytest.mark.slow),
-        pytest.param(ON_ITS_WAY, SENT, marks=pytest.mark.slow),  # engines have the first already
+        (ON_ITS_WAY, ()),
+        (ON_ITS_WAY, SENT),  # engines have the first already
     ],
     ids=["published", "on_its_way", "sent"],
 )

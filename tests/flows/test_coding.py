@@ -83,6 +83,7 @@ def test_the_page(prefect_api: str, tmp_path: Path) -> None:
     assert {*reader.rewards()} == {0.0}
 
 
+@pytest.mark.slow
 def test_a_check_names_the_tasks_that_are_left_out(launch: Launch, tmp_path: Path) -> None:
     """Of task folders; one of each kind runs, and its tests are tried."""
     odd = {**HARBOR, "environment/Dockerfile": "FROM golang:1.22\nWORKDIR /app\n"}

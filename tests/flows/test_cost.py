@@ -19,6 +19,7 @@ pytestmark = pytest.mark.cluster
 POOLS = ("train", "rollout", "cpu")
 
 
+@pytest.mark.slow
 def test_the_parts_of_what_a_pool_held_add_up(undisturbed: RunStore) -> None:
     commits = [read_commit(undisturbed, step) for step in range(1, (head(undisturbed) or 0) + 1)]
     for before, commit in zip([None, *commits], commits, strict=False):
@@ -62,6 +63,7 @@ def worker_seconds(attempt: dict[str, object]) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_what_followed_the_last_step_is_counted_too(undisturbed: RunStore) -> None:
     last, end = read_commit(undisturbed, 6), read_end(undisturbed)
     assert end is not None

@@ -252,6 +252,7 @@ def test_an_agent_that_asks_the_model_trains_it_alike(
     assert audit(run.files).problems == []
 
 
+@pytest.mark.slow
 def test_an_environment_that_fails_is_no_reward(
     launch: Launch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

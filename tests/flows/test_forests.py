@@ -80,18 +80,16 @@ def words(folder: Path, *more: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [
         (),
-        pytest.param(
-            (
-                "train.tree_training=true",
-                "algorithm.advantage={kind: gigpo}",
-                "algorithm.loss={kind: gspo}",
-                "algorithm.kl.coefficient=0.01",
-            ),
-            marks=pytest.mark.slow,
+        (
+            "train.tree_training=true",
+            "algorithm.advantage={kind: gigpo}",
+            "algorithm.loss={kind: gspo}",
+            "algorithm.kl.coefficient=0.01",
         ),
     ],
     ids=["grpo", "gigpo-gspo-tree"],

@@ -101,6 +101,7 @@ def whole(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Launche
         return start(*WORDS, files=FILES).whole()
 
 
+@pytest.mark.slow
 def test_the_trainer_has_the_words_that_the_grammar_left(whole: Launched) -> None:
     check(whole, 1e-5)
 

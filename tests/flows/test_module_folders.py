@@ -42,9 +42,9 @@ WORDS = ["tiny", "steps=1", "--check", "rewards.functions.0.path=my_reward:f"]
 @pytest.mark.parametrize(
     ("start", "on_path"),
     [
-        (["-c", f"{EDITABLE}\nmain(['grpo', *{WORDS}])"], ""),
+        pytest.param(["-c", f"{EDITABLE}\nmain(['grpo', *{WORDS}])"], "", marks=pytest.mark.slow),
         (["-c", f"from flows.__main__ import main\nmain(['grpo', *{WORDS}])"], ROOT),
-        (["-m", "flows.grpo", *WORDS], ROOT),
+        pytest.param(["-m", "flows.grpo", *WORDS], ROOT, marks=pytest.mark.slow),
         (["-c", f"from flows.__main__ import main\nmain(['grpo', *{WORDS}])"], f"{ROOT}:."),
     ],
     ids=["editable", "command", "module", "the working folder in PYTHONPATH"],

@@ -111,6 +111,7 @@ def test_a_flow_is_found_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
             settings_class(load_flow(path))
 
 
+@pytest.mark.slow
 def test_the_program_that_runs_is_named_as_others_import_it(tmp_path: Path) -> None:
     """Started as a module or by its file, and its flow is not imported a second time."""
     (tmp_path / "lab").mkdir()

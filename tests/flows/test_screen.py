@@ -115,6 +115,7 @@ def test_a_run_shows_its_phases_and_leaves_a_line_for_each_step(
     )
 
 
+@pytest.mark.slow
 def test_a_run_elsewhere_is_watched_until_it_ends(
     launch: Launch, prefect_api: str, tmp_path: Path
 ) -> None:

@@ -92,6 +92,7 @@ def words(model: Path, folder: Path, *more: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_what_trains_is_what_the_agent_was_given(
     model: Path, launch: Launch, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ GPU = 79.6  # GiB that nvidia-smi says of an H100 with 80 GB
 GIB = 2**30
 HOST = {1: 200, 2: 400, 8: 1800}  # GiB of a machine with so many GPUs, as clouds rent them
 NUMBERS = {"one": 1, "two": 2, "8": 8}
+QUICK = ("gsm8k-qwen2.5", "search", "distill-7b-1.5b")  # an answer, an environment, a teacher
 
 
 def gpus_of(name: str) -> int:
@@ -31,7 +32,14 @@ def gpus_of(name: str) -> int:
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
-@pytest.mark.parametrize("name", [one for one in of_hub() if one != "gsm8k-multinode"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(one, marks=() if one in QUICK else pytest.mark.slow)
+        for one in of_hub()
+        if one != "gsm8k-multinode"
+    ],
+)
 def test_it_fits_the_hardware_that_it_names(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

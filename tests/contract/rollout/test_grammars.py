@@ -296,6 +296,7 @@ def test_after_a_thought_that_a_budget_ended_the_answer_begins(
             assert words.have(np.arange(left.shape[1])).tolist() == left[place].tolist()
 
 
+@pytest.mark.slow
 def test_texts_come_as_often_as_the_policy_has_it(engine: RolloutEngine, world: World) -> None:
     """Of a grammar of three texts: exact probabilities by all their ways, and 600 samples."""
     answers = ["x", "yes", "yet"]

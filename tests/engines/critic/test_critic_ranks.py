@@ -43,7 +43,9 @@ def load_all(
     return digests
 
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "world", [1, *(pytest.param(number, marks=pytest.mark.slow) for number in (2, 3))]
+)
 def test_weights_are_the_decoders_and_a_head_of_zeros(
     world: int,
     directories: dict[str, Path],  # noqa: F811

@@ -642,6 +642,7 @@ def test_requests_at_once_are_one_round_and_know_no_order(make: Make, tmp_path: 
     assert rounds.column("group_id", rounds.pending) == [rounds.column("sample_id")[0]] * 2
 
 
+@pytest.mark.slow
 def test_when_a_request_came_is_no_difference(make: Make, tmp_path: Path) -> None:
     names = ("response_ids", "node_lengths", "node_parents", "rollout_logprobs", "requests")
     found, counts = [], []

@@ -350,7 +350,17 @@ FORGED_FORMS = [
 ]
 
 
-@pytest.mark.parametrize("name", FORGERIES)
+# Those that stop what tests them are waited for.
+WAITED_FOR = ("its process stopped", "its caller stopped", "half an answer")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in WAITED_FOR else ())
+        for name in FORGERIES
+    ],
+)
 def test_no_program_makes_up_its_results(name: str, sandboxes: None) -> None:
     brief = SANDBOX.model_copy(update={"timeout": 4.0})  # for those that stop what tests them
     reward = SHARE.model_copy(update={"sandbox": brief})

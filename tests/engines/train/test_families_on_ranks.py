@@ -61,6 +61,7 @@ def pair() -> Iterator[Ranks]:
     ranks.close()
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_what_one_does(folder: Path, pair: Ranks) -> None:
     store, batch = Store(str(folder / "store")), stored(folder, samples())
     alone = trained(0, 1, free_ports(4), folder, batch)

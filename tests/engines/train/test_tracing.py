@@ -215,6 +215,7 @@ def test_a_code_that_breaks_off_is_asked_once(
     assert len(asked) == 1
 
 
+@pytest.mark.slow
 def test_what_vllm_keeps_of_other_caches_is_not_told(tmp_path: Path) -> None:
     """Of layers with a state, without any attention, and with latent attention."""
     for family, known in (("Gemma 2", True), ("LFM2", False), ("Mamba 2", False)):

@@ -90,6 +90,10 @@ def expected(version: int = 0) -> list[tuple[str, str, str]]:
     )
 
 
+# One that hangs is waited for.
+KILLED_OR_STOPPED = [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_bytes_and_order(world: World, way: Transfer) -> None:
     offer, report = world.begin(way)
@@ -168,7 +172,7 @@ class Caught:
         return digests(slowly())
 
 
-@pytest.mark.parametrize("action", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("action", KILLED_OR_STOPPED)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_receiver_that_dies_or_hangs_in_the_middle(
     world: World, children: list[Child], way: Transfer, action: signal.Signals
@@ -261,7 +265,7 @@ def trainer(way: Transfer, offers: Any, action: signal.Signals) -> None:
     made.sending.send(0, state)
 
 
-@pytest.mark.parametrize("action", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("action", KILLED_OR_STOPPED)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_trainer_that_dies_or_hangs_in_the_middle(way: Transfer, action: signal.Signals) -> None:
     offers = processes.Queue()

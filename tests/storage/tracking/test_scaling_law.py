@@ -63,6 +63,7 @@ def test_planted_parameters_lie_in_their_intervals() -> None:
     assert all(0.015 < found.residual < 0.025 for found in fits)
 
 
+@pytest.mark.slow
 def test_planted_parameters_lie_in_their_intervals_in_95_percent_of_200_runs() -> None:
     draw = np.random.default_rng(0)
     held = identified = 0

@@ -161,6 +161,7 @@ def test_the_real_weights_and_biases_takes_them_offline(store: Store, tmp_path: 
         assert text in kept.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("trackio") is None, reason="needs the extra trackio")
 def test_the_real_trackio_has_each_step_once(store: Store, tmp_path: Path) -> None:
     for _ in range(2):
@@ -174,6 +175,7 @@ def test_the_real_trackio_has_each_step_once(store: Store, tmp_path: Path) -> No
     assert [json.loads(config)["seed"] for (config,) in settings] == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("tensorboard") is None, reason="needs the extra tensorboard")
 def test_the_real_tensorboard_has_each_step_once(store: Store, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -90,7 +90,9 @@ assert not [name for name in sys.modules if name.partition(".")[0] in ("mlflow",
     assert (run.info.status, run.data.tags["seen"]) == ("FINISHED", "yes")
 
 
-@pytest.mark.parametrize("when", ["between calls", "in a call"])
+@pytest.mark.parametrize(
+    "when", [pytest.param("between calls", marks=pytest.mark.slow), "in a call"]
+)
 def test_a_killed_process_loses_nothing(
     config: TrackingConfig, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -747,6 +747,7 @@ def test_a_model_that_the_train_engine_computes_otherwise_is_refused(tmp_path: P
     assert found.found.endswith("nats. A new run would be refused.")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tested_here")
 def test_what_a_model_of_other_layers_does_not_bear_is_refused(tmp_path: Path) -> None:
     hybrid = family(tmp_path / "lfm2", "lfm2", full_attn_idxs=[1], num_key_value_heads=2)

@@ -19,7 +19,7 @@ from tests.engines.environments.coding.conftest import SETTINGS, TASKS, Open
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if place < 2 else pytest.mark.slow)
+        pytest.param(name, marks=() if place < 1 else pytest.mark.slow)
         for place, name in enumerate(TASKS)
     ],
 )

@@ -117,6 +117,7 @@ def passed(policy: Policy) -> list[Tensor]:
     return [*results, *(p.grad.clone() for p in policy.parameters() if p.grad is not None)]
 
 
+@pytest.mark.slow
 def test_layers_of_all_sizes_share_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.utils import counters
 

@@ -120,6 +120,7 @@ def test_masters_and_weights_are_those_of_float32_after_every_step(
             assert torch.equal(first, second)
 
 
+@pytest.mark.slow
 def test_fifty_updates_of_a_model_are_the_same_to_the_bit(tmp_path: Path, make: Make) -> None:
     whole = make(run="whole", weight_decay=0.1, **ROUNDED)
     parts = make(run="parts", weight_decay=0.1, **REMAINDERS)
