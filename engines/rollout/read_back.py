@@ -16,7 +16,7 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,10 +43,16 @@ class ReadBack:
 
 
 @dataclass(frozen=True, slots=True)
+class _Piece:
+    values: Tensor  # [at most _PIECE]
+    at: int  # where they stand in their tensor, or in their column
+
+
+@dataclass(frozen=True, slots=True)
 class _Chosen:
     name: str
-    rows: list[Tensor]  # pieces of rows, each [at most _PIECE]
-    columns: list[list[Tensor]]  # the same of each column that is the first of a rank's share
+    rows: list[_Piece]
+    columns: list[list[_Piece]]  # the same of each column that is the first of a rank's share
 
 
 class LoadCheck:
@@ -95,7 +101,7 @@ class LoadCheck:
         """
         kinds, unseen = [], []
         for kind, chosen in sorted(self._chosen.items()):
-            telling = any(len(piece.unique()) >= _TELLING for piece in chosen.rows)
+            telling = any(len(piece.values.unique()) >= _TELLING for piece in chosen.rows)
             if telling and self._holds(chosen):
                 kinds.append(kind)
             elif telling and kind in self._found:
@@ -109,7 +115,7 @@ class LoadCheck:
     def _holds(self, chosen: _Chosen) -> bool:
         places = list(self._places(chosen.name))
         for pieces in (chosen.rows, *chosen.columns):
-            hits = (piece for piece in pieces if any(_within(piece, each) for each in places))
+            hits = (piece for piece in pieces if _among(piece, places))
             least = math.ceil(len(pieces) / (2 * self._ranks))
             if len(list(itertools.islice(hits, least))) == least:
                 return True
@@ -158,12 +164,12 @@ def _chosen(name: str, tensor: Tensor, ranks: int) -> _Chosen:
     height, width = table.shape
     wide, high = (min(_PIECE, max(1, size // ranks)) for size in (width, height))
     rows = [
-        table[row, column : column + wide].clone()
+        _Piece(table[row, column : column + wide].clone(), row * width + column)
         for row, column in zip(_spread(height - 1), _spread(width - wide), strict=True)
     ]
     firsts = sorted({rank * width // ranks for rank in range(ranks)}) if tensor.dim() == 2 else []
     columns = [
-        [table[row : row + high, column].clone() for row in _spread(height - high)]
+        [_Piece(table[row : row + high, column].clone(), row) for row in _spread(height - high)]
         for column in firsts
     ]
     return _Chosen(name, rows, columns)
@@ -174,18 +180,41 @@ def _spread(last: int) -> list[int]:
     return [last * place // (_PIECES - 1) for place in range(_PIECES)]
 
 
+def _among(piece: _Piece, places: Sequence[Tensor]) -> bool:
+    """Whether one of the places has it, most likely where the tensor has it: all is searched last."""
+    return any(_stands(piece, each) for each in places) or any(
+        _within(piece.values, each) for each in places
+    )
+
+
+def _stands(piece: _Piece, values: Tensor) -> bool:
+    """Whether `values` [n] have the piece where its tensor has it, bit for bit."""
+    there = values[piece.at : piece.at + len(piece.values)]
+    expected = piece.values.to(device=there.device, dtype=there.dtype)
+    bits = _BITS[there.element_size()]
+    return len(there) == len(expected) and torch.equal(there.view(bits), expected.view(bits))
+
+
 def _within(piece: Tensor, values: Tensor) -> bool:
-    """Whether `values` [n] have the piece's numbers, bit for bit, one after the other."""
+    """Whether `values` [n] have the piece's numbers, bit for bit, one after the other.
+
+    Its largest number is looked for, which is the rarest, and what stands around it compared where
+    it is found: a GPU is waited for twice a block, and not once for each number.
+    """
+    starts = len(values) - len(piece) + 1
+    if starts < 1:
+        return False
     bits = _BITS[values.element_size()]  # compared in less than half the time on a CPU
-    expected = piece.to(device=values.device, dtype=values.dtype).view(bits)
-    values = values.view(bits)
-    starts = len(values) - len(expected) + 1
+    expected = piece.to(device=values.device, dtype=values.dtype)
+    key = int(piece.float().abs().argmax())
+    expected, values = expected.view(bits), values.view(bits)
+    windows = values.unfold(0, len(expected), 1)  # [starts, len(piece)], no copy
     for first in range(0, starts, _BLOCK):
-        at = (values[first : min(first + _BLOCK, starts)] == expected[0]).nonzero()[:, 0] + first
-        for further in range(1, len(expected)):
-            at = at[values[at + further] == expected[further]]
-        if len(at):
-            return True
+        part = values[first + key : min(first + _BLOCK, starts) + key]
+        at = (part == expected[key]).nonzero()[:, 0] + first
+        for some in at.split(max(1, _BLOCK // _PIECE)):
+            if (windows[some] == expected).all(1).any():
+                return True
     return False
 
 
