@@ -13,6 +13,9 @@ by a kernel that writes into a copy, so that tokens are drawn with what the memo
 token top_k is not taken (not reported).
 
 An adapter is multiplied by as one: vLLM copies it for each token, which may each have another one.
+
+Its attention in bfloat16 uses AMX where the CPU has it, which a process must ask Linux for and vLLM
+does not (not reported): the process is killed by SIGILL.
 """
 
 from __future__ import annotations
@@ -48,6 +51,8 @@ def register() -> None:
     if PROVIDER in ir.ops.rms_norm.impls:
         return
     current_platform.import_kernels()
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
     process = UnquantizedFusedMoEMethod.process_weights_after_loading
 
     def process_anew(method: UnquantizedFusedMoEMethod, layer: RoutedExperts) -> None:
