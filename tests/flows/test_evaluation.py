@@ -156,6 +156,7 @@ def test_a_back_fill_says_what_the_run_said_to_the_digit_and_asks_nothing_twice(
     assert page.info.status == "FINISHED" and page.data.tags["refrain.last_step"] == "2"
 
 
+@pytest.mark.slow
 def test_which_versions_and_suites_can_be_back_filled(
     undisturbed: RunStore, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from engines.rewards.unit_tests import UnitTestScorer
 from engines.sandboxes.opening import open_sandbox, python_of
 from engines.sandboxes.protocol import SandboxFailed
 from tests.engines.rewards.test_unit_tests import SANDBOX
+from tests.spread import spread
 
 ADD = "def add(a, b):\n    return a + b\n"
 ASYNC_ADD = "async def add(a, b):\n    return a + b\n"
@@ -280,7 +281,7 @@ def parts(form: Any) -> tuple[dict[str, Any], str]:
     return {"tests": tests, "entry_point": function}, program
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", spread(FORMS, 12))
 def test_the_right_program_passes_and_others_do_not(name: str) -> None:
     row, right = parts(FORMS[name])
     scorer = UnitTestScorer(REWARD)
@@ -291,7 +292,7 @@ def test_the_right_program_passes_and_others_do_not(name: str) -> None:
         assert scorer(other, row).score == 0.0, other
 
 
-@pytest.mark.parametrize("name", NO_TESTS)
+@pytest.mark.parametrize("name", spread(NO_TESTS, 6))
 def test_a_row_without_tests_scores_no_program(name: str) -> None:
     scorer = UnitTestScorer(REWARD)
     for function in (None, "add"):

@@ -19,6 +19,7 @@ from engines.sandboxes.opening import open_sandbox
 from engines.sandboxes.protocol import WORK, Executed, SandboxFailed
 from storage.prompts.datasets import open_source
 from tests.engines.sandboxes.conftest import REAL, settings_of
+from tests.spread import spread
 
 SANDBOX = settings_of("containers" if REAL else "processes")
 SHARE = UnitTestsReward(extract="whole", score="share", test_timeout=2.0, sandbox=SANDBOX)
@@ -350,17 +351,7 @@ FORGED_FORMS = [
 ]
 
 
-# Those that stop what tests them are waited for.
-WAITED_FOR = ("its process stopped", "its caller stopped", "half an answer")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in WAITED_FOR else ())
-        for name in FORGERIES
-    ],
-)
+@pytest.mark.parametrize("name", spread(FORGERIES, 9))
 def test_no_program_makes_up_its_results(name: str, sandboxes: None) -> None:
     brief = SANDBOX.model_copy(update={"timeout": 4.0})  # for those that stop what tests them
     reward = SHARE.model_copy(update={"sandbox": brief})
@@ -443,11 +434,12 @@ HANDS_BACK = [
 ]
 
 
-@pytest.mark.parametrize("name", POISONS)
+@pytest.mark.parametrize("name", spread(POISONS, 5))
 def test_no_program_has_its_sample_fail(name: str, sandboxes: None) -> None:
     assert None not in results(POISONED.replace("VALUE", POISONS[name]), HANDS_BACK)
 
 
+@pytest.mark.slow
 def test_no_kind_of_answer_has_a_sample_fail(sandboxes: None) -> None:
     for kind in KINDS:
         program = f"def one(): pass\ndef g(x): return x\ndef f(x): return {kind}\n"

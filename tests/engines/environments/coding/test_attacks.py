@@ -12,6 +12,7 @@ from engines.environments.coding.judging import CodingTask, judged
 from storage.objects.documents import Row
 from storage.prompts.coding.trees import File, Link, Tree, overlaid
 from tests.engines.environments.coding.conftest import SETTINGS, SYSTEM, TASKS, WITHOUT_PYTEST, Open
+from tests.spread import spread
 
 PYTHONS = [
     pytest.param(f"{Path(sys.prefix).resolve()}/bin/python", id="pytest"),
@@ -147,7 +148,7 @@ ATTACKS: Mapping[str, Tree] = {
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("attack", spread(ATTACKS, 6))
 def test_an_attack_earns_nothing(
     attack: str, python: str, rows: dict[str, Row], opened: Open
 ) -> None:
