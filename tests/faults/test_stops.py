@@ -44,8 +44,8 @@ def reached(run: Launched, faults: Faults, timeout: float = 300) -> None:
     time.sleep(0.5)
 
 
-def cancel(api: str) -> None:
-    """What the button on the dashboard does."""
+def cancel(api: str) -> str:
+    """What the button on the dashboard does; returns the flow run's id."""
     question = {
         "flow_runs": {"name": {"like_": "faults-"}, "state": {"type": {"any_": ["RUNNING"]}}},
         "sort": "START_TIME_DESC",
@@ -56,6 +56,7 @@ def cancel(api: str) -> None:
         f"{api}/flow_runs/{found['id']}/set_state", json={"state": {"type": "CANCELLING"}}
     ).json()
     assert answer["status"] == "ACCEPT", answer
+    return str(found["id"])
 
 
 @pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "SIGKILL", "dashboard"])
@@ -72,7 +73,7 @@ def test_nothing_is_left(
     assert len(run.children()) >= 2
     began = time.monotonic()
     if how == "dashboard":
-        cancel(prefect_api)
+        flow_run = cancel(prefect_api)
     else:
         run.process.send_signal(getattr(signal, how))
     while run.children() and time.monotonic() - began < 2 * WITHIN:
@@ -82,6 +83,8 @@ def test_nothing_is_left(
     assert took < WITHIN
     code, out = run.end(timeout=60)
     assert code == {"SIGKILL": -9, "dashboard": 3}.get(how, 130), out
+    if how == "dashboard":
+        assert httpx.get(f"{prefect_api}/flow_runs/{flow_run}").json()["state_type"] == "CANCELLED"
     assert "Traceback" not in out, out
     if how != "SIGKILL":
         assert re.search(r"Stopped. To go on: refrain grpo --resume faults-\S+", out), out
