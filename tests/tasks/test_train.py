@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -52,7 +53,10 @@ def test_the_bars_of_an_earlier_attempt_end_once_this_one_holds_the_run(
         assert waits and ended == []
         if alive:
             raise LeaseHeld("Run tiny-1 is being written by another attempt.")
-        yield SimpleNamespace(name="tiny-1", head=2, tell=lambda event: None)
+        nobody = threading.Event()
+        yield SimpleNamespace(
+            name="tiny-1", head=2, tell=lambda event: None, cancelled_there=nobody
+        )
 
     def shown(run: object) -> NoReturn:
         raise Checked
