@@ -16,12 +16,14 @@ if __name__ == "__main__":  # first: --help and a refused word need nothing of w
     sys.exit(main("flows.evaluate:evaluate"))
 
 from prefect import flow
+from prefect.states import State
 
 from tasks.evaluation.back_fill import BackFilled, back_fill, subjects_of
 from tasks.reporting.listeners import evaluation_listeners
 from tasks.reporting.terminal import Terminal
 from tasks.run.flow_options import TaskThreads
 from tasks.run.flow_run import evaluation_name
+from tasks.run.life_cycle import or_cancelled
 
 
 @flow(
@@ -30,11 +32,13 @@ from tasks.run.flow_run import evaluation_name
     persist_result=False,
     task_runner=TaskThreads(),
 )
-def evaluate(config: BackFillConfig) -> BackFilled:
+def evaluate(config: BackFillConfig) -> BackFilled | State[None]:
     """Evaluate policy versions of a run in the store by suites.
 
     Args:
         config: which run, suites and versions.
     """
     listeners_of = partial(evaluation_listeners, Terminal())
-    return back_fill(subjects_of(config), time.time(), listeners_of)
+    return or_cancelled(
+        lambda: back_fill(subjects_of(config), time.time(), listeners_of),
+    )

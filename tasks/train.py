@@ -9,11 +9,12 @@ import contextlib
 import contextvars
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from prefect import tags
 from prefect.context import FlowRunContext
-from prefect.states import Cancelled, Completed, State
+from prefect.states import Completed, State
 
 from configs.grpo import GRPOConfig
 from configs.process import begin_process, close_to_others
@@ -41,7 +42,7 @@ from tasks.run.flow_run import (
     name_before,
     part_from_earlier_attempts,
 )
-from tasks.run.life_cycle import BranchEnded, begun_anew, finish, shown, started
+from tasks.run.life_cycle import BranchEnded, begun_anew, finish, or_cancelled, shown, started
 from tasks.run.opening import open_run, told_kept
 from tasks.run.preflight import check, curves_of_one_machine, slow_here
 from tasks.run.run import Run
@@ -60,68 +61,70 @@ def train(
 
     The body of a run's flow, whose parameters these are. `run`: what the command line has started
     by them; None where a worker called the flow. With nothing new to train on, the flow run ends as
-    Skipped. A later attempt of the flow run goes on with what an earlier one began.
+    Skipped; cancelled on the dashboard, as Cancelled. A later attempt of the flow run goes on with
+    what an earlier one began.
     """
+    return or_cancelled(partial(_train, step_flow, config, resume, fork, run))
+
+
+def _train(
+    step_flow: Callable[[Run, int], Any],
+    config: GRPOConfig,
+    resume: str | None,
+    fork: str | None,
+    run: Run | None,
+) -> RunSummary | State[None]:
     tried = attempt()
-    try:
-        with contextlib.ExitStack() as stack:
-            if run is not None and tried > 1:
-                run = stack.enter_context(begun_anew(run))
-            elif run is None:
-                begin_process()  # a server's worker has not
-                close_to_others()
-                name_before(config.name)
-                config = resolve(config, this_machine()).settings  # a command has resolved its own
-                if tried > 1 and resume is None and (begun := _begun_before(config)) is not None:
-                    resume, fork = begun.run, None  # it has been made
-                    last = goes_on_as(begun)
-                    if is_done(last, head(last) or 0):
-                        part_from_earlier_attempts(tried)
-                        return Completed(
-                            message=f"Run {last.run} was finished by an earlier attempt."
-                        )
-                findings = check(config, resumed=resume is not None)
-                findings += slow_here(config)  # a deployment was made on another machine
-                findings += curves_of_one_machine(config, deployment_name())
-                try:
-                    form = filled_in(GRPOConfig)
-                    opened = open_run(_this_flow(), config, resume, fork, filled_in=form)
-                except NothingNew as nothing:
-                    return skipped(nothing)
-                if resume is not None:
-                    findings += told_kept(config, opened.config)
-                reporting = reporting_on(Terminal())
-                run = stack.enter_context(started(opened, reporting, waits=tried > 1))
-                if resume is not None:
-                    run.tell(Note(text=f"Going on with {run.name} after step {run.head}"))
-                for finding in findings:
-                    if finding.warning:
-                        run.tell(Note(text=finding.found, warning=True))
-            if tried > 1:  # only now: until the run was held, another attempt may have been alive
-                part_from_earlier_attempts(tried, (step_flow, evaluation))
-            pages = stack.enter_context(contextlib.ExitStack())
-            while True:
-                pages.enter_context(shown(run))
-                start_engines(run)
-                tests = None
-                if run.config.evaluation is not None:
-                    tests = Evaluations(run, run.config.evaluation)
-                    stack.callback(tests.close)
-                end = make_steps(step_flow, run, tests)
-                if not isinstance(end, BranchEnded):
-                    break
-                pages.close()
-                run = stack.enter_context(end.successor(run))
-            results = None if tests is None else tests.end()
-            for feature in run.features:
-                feature.after_steps(run, results)
-            return finish(run, data_over=end)
-    except Exception:
-        # The run saw it by itself. A deployment's worker, which says so otherwise, may come too late
-        # to find a process: the flow run would stay in Cancelling, and keep its place in a limit.
-        if run is not None and run.cancelled_there.is_set():
-            return Cancelled(message="Cancelled on the dashboard.")
-        raise
+    with contextlib.ExitStack() as stack:
+        if run is not None and tried > 1:
+            run = stack.enter_context(begun_anew(run))
+        elif run is None:
+            begin_process()  # a server's worker has not
+            close_to_others()
+            name_before(config.name)
+            config = resolve(config, this_machine()).settings  # a command has resolved its own
+            if tried > 1 and resume is None and (begun := _begun_before(config)) is not None:
+                resume, fork = begun.run, None  # it has been made
+                last = goes_on_as(begun)
+                if is_done(last, head(last) or 0):
+                    part_from_earlier_attempts(tried)
+                    return Completed(message=f"Run {last.run} was finished by an earlier attempt.")
+            findings = check(config, resumed=resume is not None)
+            findings += slow_here(config)  # a deployment was made on another machine
+            findings += curves_of_one_machine(config, deployment_name())
+            try:
+                form = filled_in(GRPOConfig)
+                opened = open_run(_this_flow(), config, resume, fork, filled_in=form)
+            except NothingNew as nothing:
+                return skipped(nothing)
+            if resume is not None:
+                findings += told_kept(config, opened.config)
+            reporting = reporting_on(Terminal())
+            run = stack.enter_context(started(opened, reporting, waits=tried > 1))
+            if resume is not None:
+                run.tell(Note(text=f"Going on with {run.name} after step {run.head}"))
+            for finding in findings:
+                if finding.warning:
+                    run.tell(Note(text=finding.found, warning=True))
+        if tried > 1:  # only now: until the run was held, another attempt may have been alive
+            part_from_earlier_attempts(tried, (step_flow, evaluation))
+        pages = stack.enter_context(contextlib.ExitStack())
+        while True:
+            pages.enter_context(shown(run))
+            start_engines(run)
+            tests = None
+            if run.config.evaluation is not None:
+                tests = Evaluations(run, run.config.evaluation)
+                stack.callback(tests.close)
+            end = make_steps(step_flow, run, tests)
+            if not isinstance(end, BranchEnded):
+                break
+            pages.close()
+            run = stack.enter_context(end.successor(run))
+        results = None if tests is None else tests.end()
+        for feature in run.features:
+            feature.after_steps(run, results)
+        return finish(run, data_over=end)
 
 
 def _begun_before(config: GRPOConfig) -> RunStore | None:

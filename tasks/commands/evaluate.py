@@ -81,12 +81,12 @@ def _parser() -> argparse.ArgumentParser:
 def _carry_out(config: BackFillConfig, flow: str, as_json: bool) -> int:
     """Check everything, then run the flow against a Prefect server."""
     import httpx
-    from prefect.exceptions import PrefectException
+    from prefect.exceptions import CancelledRun, PrefectException
 
     from tasks.evaluation.back_fill import subjects_of
     from tasks.launch.command_line import HOME, quiet_libraries
     from tasks.launch.server import prefect_server
-    from tasks.run.life_cycle import INTERRUPTED
+    from tasks.run.life_cycle import CANCELLED, INTERRUPTED
     from tasks.run.run_record import load_flow
 
     if fault := credential_sentence(config):  # Prefect would show it
@@ -105,6 +105,9 @@ def _carry_out(config: BackFillConfig, flow: str, as_json: bool) -> int:
     except KeyboardInterrupt:
         print_text(f"Stopped. {again}", error=True)
         return INTERRUPTED
+    except CancelledRun:
+        print_text(f"Stopped. {again}", error=True)
+        return CANCELLED
     except (RuntimeError, OSError, PrefectException, httpx.HTTPError) as error:
         print_text(f"{type(error).__name__}: {error}\n{again}", error=True)
         return FAILED

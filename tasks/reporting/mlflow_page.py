@@ -347,7 +347,7 @@ class RunTracker:
         listeners.on(RunRolledBack, self.rolled_back)
         listeners.on(RunFinished, self.run_finished)
         listeners.on(RunClosing, lambda event: self._stop_watching())
-        listeners.on(RunClosed, lambda event: self.finish(event.error))
+        listeners.on(RunClosed, lambda event: self.finish(event.error, event.stopped))
 
     def run_began(self, event: RunBegan) -> None:
         """Keep how its machines are asked."""
@@ -560,8 +560,8 @@ class RunTracker:
         self._page.wait(LINK_PATIENCE)
         return self._tracker.link or self._facts.config.tracking.uri
 
-    def finish(self, error: BaseException | None) -> None:
-        """End the page: finished, failed, or killed by Ctrl-C and cancellation.
+    def finish(self, error: BaseException | None, stopped: bool = False) -> None:
+        """End the page: finished, failed, or killed by Ctrl-C and cancellation (`stopped`).
 
         Waits until all is written, for a server that is away no longer than PATIENCE seconds.
         """
@@ -571,7 +571,8 @@ class RunTracker:
         if error is None:
             self._end("FINISHED")
         else:
-            self._end("FAILED" if isinstance(error, Exception) else "KILLED")
+            killed = stopped or not isinstance(error, Exception)
+            self._end("KILLED" if killed else "FAILED")
         self._queue.close(PATIENCE if error is None else PATIENCE_AT_FAILURE)
 
     def _end(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:

@@ -64,7 +64,7 @@ class OtherTracker:
         listeners.on(VersionEvaluated, self._version_evaluated)
         listeners.on(RunRolledBack, lambda event: self._end("FINISHED"))
         listeners.on(RunFinished, self._run_finished)
-        listeners.on(RunClosed, lambda event: self._close(event.error))
+        listeners.on(RunClosed, lambda event: self._close(event.error, event.stopped))
 
     def listen_to_back_fill(self, listeners: Listeners) -> None:
         """Hear what evaluates versions of the past says, of a run that is done."""
@@ -141,11 +141,12 @@ class OtherTracker:
             self._finished = True
             self._queue.add("The end of the run", finish)
 
-    def _close(self, error: BaseException | None) -> None:
+    def _close(self, error: BaseException | None, stopped: bool = False) -> None:
         if error is None:
             self._end("FINISHED")
         else:
-            self._end("FAILED" if isinstance(error, Exception) else "KILLED")
+            killed = stopped or not isinstance(error, Exception)
+            self._end("KILLED" if killed else "FAILED")
         if self._began:
             self._queue.close(PATIENCE, SLOW)
         self._tracker.close()

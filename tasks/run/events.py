@@ -244,6 +244,7 @@ class RunClosed(Event):
     """Engines and workers have ended: the run's last word."""
 
     error: BaseException | None  # that ended it
+    stopped: bool = False  # by a person: the error is a wait that was ended
 
 
 E = TypeVar("E", bound=Event)

@@ -15,12 +15,14 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
+from typing import TypeVar
 from uuid import UUID
 
 import httpx
 import numpy as np
 from prefect.client.orchestration import get_client
 from prefect.exceptions import PrefectException
+from prefect.states import Cancelled, State
 
 from configs.grpo import warnings_of
 from engines.data.contract import Scorer
@@ -56,6 +58,8 @@ from tasks.run.opening import begin, open_run, take_over
 from tasks.run.roles import SCORER
 from tasks.run.run import Run
 from tasks.run.run_log import folder_of, kept
+
+T = TypeVar("T")
 
 ROWS_AT_ONCE = 100_000  # of the data, whose digests one call makes in some seconds
 
@@ -127,7 +131,7 @@ def close(run: Run, error: BaseException | None) -> None:
     run.stopped = run.cancelled.is_set() and not run.gate.given_up
     with contextlib.ExitStack() as stack:
         stack.callback(run.lease.release)
-        stack.callback(run.tell, RunClosed(error=error))
+        stack.callback(run.tell, RunClosed(error=error, stopped=run.stopped))
         stack.callback(run.listeners.stop)
         stack.callback(run.engines.close)
         stack.callback(run.shards.close)
@@ -353,15 +357,36 @@ def set_closes(waits: threading.Event, close: Callable[[], object]) -> Iterator[
         over.set()
 
 
+class CancelledThere(Exception):
+    """The body ended because a person cancelled the flow run on the dashboard."""
+
+
+def or_cancelled(body: Callable[[], T]) -> T | State[None]:
+    """What a flow's body returns; the state Cancelled where the dashboard ended it.
+
+    The worker of a deployment says so otherwise, but may come too late to find a process, and a run
+    on one's own machine has none: the flow run would stay in Cancelling, and keep its place in a
+    limit.
+    """
+    try:
+        return body()
+    except CancelledThere as cancelled:
+        return Cancelled(message=str(cancelled))
+
+
 @contextlib.contextmanager
 def dashboard_ends(
     waits: threading.Event, flow_run_id: UUID | None, cancelled: threading.Event | None = None
 ) -> Iterator[None]:
-    """During the body, cancelling the flow run on the dashboard sets `cancelled` and `waits`."""
+    """During the body, cancelling the flow run on the dashboard sets `cancelled` and `waits`.
+
+    Raises CancelledThere in the place of the body's error, which is a wait that was ended.
+    """
     if flow_run_id is None:
         yield
         return
     over = threading.Event()
+    cancelled = cancelled or threading.Event()
 
     def watch() -> None:
         with get_client(sync_client=True) as client:
@@ -369,8 +394,7 @@ def dashboard_ends(
                 with contextlib.suppress(PrefectException, httpx.HTTPError):
                     state = client.read_flow_run(flow_run_id).state
                     if state is not None and (state.is_cancelling() or state.is_cancelled()):
-                        if cancelled is not None:
-                            cancelled.set()
+                        cancelled.set()
                         waits.set()
                         return
 
@@ -379,6 +403,10 @@ def dashboard_ends(
     threading.Thread(target=run, args=(watch,), name="dashboard-cancel", daemon=True).start()
     try:
         yield
+    except Exception as error:
+        if cancelled.is_set():
+            raise CancelledThere("Cancelled on the dashboard.") from error
+        raise
     finally:
         over.set()
 

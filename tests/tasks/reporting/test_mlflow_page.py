@@ -224,3 +224,24 @@ def test_nothing_registered_is_removed_while_mlflow_does_not_answer(
     assert set(tracker.let_go([1, 2])) == {1}
     assert set(tracker.retained()) == {2, 3}, "until the registry has been asked again"
     released.set()
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        (RunClosed(error=None), "FINISHED"),
+        (RunClosed(error=RuntimeError("no worker")), "FAILED"),
+        (RunClosed(error=RuntimeError("a wait was ended"), stopped=True), "KILLED"),
+        (RunClosed(error=KeyboardInterrupt()), "KILLED"),
+    ],
+)
+def test_a_run_that_a_person_stopped_is_no_failed_one(
+    tracker: RunTracker, end: RunClosed, status: str
+) -> None:
+    listeners = Listeners()
+    tracker.listen(listeners)
+    writer: Any = tracker._tracker
+    tracker._began = True
+    tracker._queue.start(Write(what="page", do=lambda: writer.tag("begun", ""), first=True))
+    listeners.tell(end)
+    assert asked(tracker) == ["begun", status]

@@ -1,15 +1,18 @@
-"""What a run keeps of its data at its end, made by its workers where there are many rows."""
+"""What a run keeps of its data at its end, and how a flow ends that is cancelled on the dashboard."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
+from prefect.states import State
 
 from configs.data import FileSource
 from engines.data.contract import Scorer
@@ -85,3 +88,36 @@ def test_they_are_digested_here_once_the_engines_are_closed(
     workers = Closed(source)
     assert len(life_cycle.row_digests(run_of(source, workers))) == 23
     assert workers.asked == []
+
+
+@pytest.mark.parametrize(
+    ("state", "body", "found"),
+    [
+        ("CANCELLING", "waits", "CANCELLED"),
+        ("CANCELLING", "ends", "all"),
+        ("RUNNING", "fails", ClusterLost),
+    ],
+)
+def test_a_flow_whose_cancel_the_run_saw_by_itself_ends_as_cancelled(
+    monkeypatch: pytest.MonkeyPatch, state: str, body: str, found: str | type[Exception]
+) -> None:
+    """A body that had ended by then has what it has, and one that failed by itself has failed."""
+    waits = threading.Event()
+    client = SimpleNamespace(read_flow_run=lambda _: SimpleNamespace(state=State(type=state)))
+    monkeypatch.setattr(life_cycle, "get_client", lambda **_: contextlib.nullcontext(client))
+    monkeypatch.setattr(life_cycle, "ASK_EVERY", 0.01)
+
+    def flow() -> str:
+        with life_cycle.dashboard_ends(waits, uuid4()):
+            if body != "fails":
+                assert waits.wait(30)
+            if body != "ends":
+                raise ClusterLost("the cluster has been closed")
+            return "all"
+
+    if isinstance(found, str):
+        ended = life_cycle.or_cancelled(flow)
+        assert (ended if isinstance(ended, str) else ended.type.value) == found
+    else:
+        with pytest.raises(found):
+            life_cycle.or_cancelled(flow)
