@@ -253,7 +253,7 @@ def row_digests(run: Run) -> np.ndarray:
 
 
 LOOK_EVERY = 5.0  # seconds between looks at whether there is still something to close
-ASK_EVERY = 5.0  # seconds between questions to the dashboard, of 2 ms each
+ASK_EVERY = 2.0  # seconds between questions to the dashboard, of 2 ms each
 PATIENCE = 4.0  # seconds in which the body must have ended after a signal
 INTERRUPTED = 130  # exit codes: by a signal,
 CANCELLED = 3  # by a person on the dashboard, so that nothing starts the run again
