@@ -18,6 +18,7 @@ from configs.resolving import (
     driving,
     gpu_sampling,
     number_formats,
+    own_process,
     resolve,
     shards,
     slots,
@@ -114,7 +115,14 @@ class GRPOConfig(RunConfig):
     unfit: ClassVar[tuple[str, ...]] = ("gae", "tree", "tree_segment", "tree_sibling")
     # What has to hold between the parts, in the order in which it is asked.
     rules: ClassVar[tuple[Rule[Any], ...]] = (*BATCHES, *ESTIMATOR, *OF_EVERY_FLOW)
-    deciders: ClassVar[tuple[Decider, ...]] = (number_formats, gpu_sampling, shards, driving, slots)
+    deciders: ClassVar[tuple[Decider, ...]] = (
+        number_formats,
+        gpu_sampling,
+        own_process,
+        shards,
+        driving,
+        slots,
+    )
     # Settings of a flow's own that a resumed run may have otherwise; * is any name.
     may_change: ClassVar[tuple[str, ...]] = ()
 

@@ -152,6 +152,25 @@ def gpu_sampling(config: RunConfig, _: Machine) -> Iterator[Decision]:
             yield Decision(path=("rollout", name), value=value, because="rollout workers have GPUs")
 
 
+def own_process(config: RunConfig, _: Machine) -> Iterator[Decision]:
+    """A process for vLLM's front end where it and a trainer are busy on one worker at a time.
+
+    On CPUs the two want more processors than there are (benchmarks/own_process.py).
+    """
+    name, beside = config.cluster.roles.rollout, [*config.frozen_roles, *config.trained_roles]
+    pool = config.cluster.pools.get(name)
+    if (
+        config.rollout.engine == "vllm"
+        and "own_process" not in config.rollout.model_fields_set
+        and config.max_staleness > 0
+        and not config.cluster.share_devices
+        and (pool is not None and pool.gpus > 0)
+        and name in map(config.cluster.roles.pool_of, beside)
+    ):
+        because = "steps overlap, and a trainer has the same workers"
+        yield Decision(path=("rollout", "own_process"), value=True, because=because)
+
+
 def shards(config: RunConfig, _: Machine) -> Iterator[Decision]:
     """As many as there are prompts, at most; with over-sampling a shard is a group."""
     rollout, prompts = config.rollout, config.prompts_per_step

@@ -86,7 +86,7 @@ class NgramSpeculation(Settings):
 class RolloutConfig(Settings):
     """The rollout engine and its sampling parameters."""
 
-    later = frozenset({"weight_transfer", "weight_transfer_timeout"})
+    later = frozenset({"weight_transfer", "weight_transfer_timeout", "own_process"})
 
     engine: Literal["vllm", "transformers"] = Field(
         "vllm", description="Engine that samples: vLLM, or transformers generation."
@@ -168,6 +168,12 @@ class RolloutConfig(Settings):
         default_factory=dict,
         description="Further arguments of vLLM's engine (AsyncEngineArgs) by name, as "
         "{max_num_batched_tokens: 32768}; that one is 16,384 on a GPU unless set.",
+    )
+    own_process: bool = Field(
+        False,
+        description="Have vLLM's front end in a process of its own, below the worker's: a trainer on "
+        "the same worker and it do not wait for each other's Python. Unless set, true where the two "
+        "share GPUs and steps overlap.",
     )
     kv_on_update: Literal["recompute", "keep"] = Field(
         "recompute",

@@ -38,13 +38,18 @@ class StartProgress:
 
 
 @contextlib.contextmanager
-def heard_by(progress: StartProgress) -> Iterator[None]:
-    """Have the reports of this thread's work reach `progress` in the body."""
-    token = _listener.set(progress.heard)
+def heard_by(listener: Callable[[str], None]) -> Iterator[None]:
+    """Have `listener` called with each report of this thread's work in the body."""
+    token = _listener.set(listener)
     try:
         yield
     finally:
         _listener.reset(token)
+
+
+def current_listener() -> Callable[[str], None] | None:
+    """Who takes the reports of this thread's work; None: nobody."""
+    return _listener.get()
 
 
 def report(phase: str) -> None:

@@ -322,6 +322,17 @@ SAMPLING_MASK: tuple[Rule[RunConfig], ...] = where(
 )
 
 
+OWN_PROCESS: tuple[Rule[RunConfig], ...] = (
+    Rule(
+        needs=lambda config: not config.rollout.own_process or config.rollout.engine == "vllm",
+        says=lambda config: (
+            f"rollout.own_process = true is for vLLM's front end, and rollout.engine = "
+            f"{config.rollout.engine}. Set rollout.own_process = false, or rollout.engine = vllm."
+        ),
+    ),
+)
+
+
 SPECULATION: tuple[Rule[RunConfig], ...] = (
     Rule(
         needs=lambda config: config.rollout.speculative is None or config.rollout.engine == "vllm",
@@ -383,6 +394,7 @@ SAMPLING: tuple[Rule[RunConfig], ...] = (
         ),
         new_runs_only=True,
     ),
+    *OWN_PROCESS,
     *SPECULATION,
 )
 

@@ -19,12 +19,14 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Event, Lock, Timer
 from typing import Any, Generic, TypeVar
 
 from engines.failures import InfrastructureError
+from engines.processes.process_tree import how_it_ended
 from engines.processes.user_code import Broken, Packed, packed
 
 logger = logging.getLogger(__name__)
@@ -37,9 +39,15 @@ ROOT = str(Path(__file__).parents[2])  # the folder that holds our packages
 # this thread lives as long as the interpreter, a worker's task threads do not.
 _starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="child-starter")
 
+T = TypeVar("T")
 ReadyT = TypeVar("ReadyT")  # the answer to the first message
 CallT = TypeVar("CallT")
 ReplyT = TypeVar("ReplyT")
+
+
+def in_lasting_thread(start: Callable[[], T]) -> T:
+    """Start a process that dies with this one: in a thread that lives as long."""
+    return _starter.submit(start).result()
 
 
 class NotStarted(InfrastructureError):
@@ -207,8 +215,8 @@ class ChildProcess(Generic[ReadyT, CallT, ReplyT]):
 
     def _start(self) -> ReadyT:
         title = f"refrain: {self._called}"
-        spawned = _starter.submit(_spawn, self._program, title, self._dump.fileno())
-        self._process, self._connection = spawned.result()
+        spawn = partial(_spawn, self._program, title, self._dump.fileno())
+        self._process, self._connection = in_lasting_thread(spawn)
         try:
             answer = self._exchange(self._first, self._start_seconds)
         except TimeoutError:
@@ -288,8 +296,7 @@ class ChildProcess(Generic[ReadyT, CallT, ReplyT]):
         while not _has_ended(process) and time.monotonic() < give_up:
             time.sleep(0.002)
         _kill_group(process)
-        code = process.wait()
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        return how_it_ended(process.wait())
 
 
 def _spawn(program: Program, title: str, dump: int) -> tuple[subprocess.Popen[bytes], Connection]:

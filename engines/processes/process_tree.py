@@ -1,14 +1,20 @@
-"""Finding and killing what a process started: everything below it, or everything of its session."""
+"""Finding and killing what a process started, below it or in its session, and how a child ended."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import pwd
+import signal
+import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
 
 RESOURCE_TRACKER = "from multiprocessing.resource_tracker import"  # the code that Python runs in it
 PEOPLE = range(1000, 60_000)  # numbers of users that login.defs gives to people
@@ -65,6 +71,26 @@ def kill_tree(pid: int) -> list[int]:
     except psutil.NoSuchProcess:
         top = []
     return kill_all([*top, *below])
+
+
+def exit_code(process: BaseProcess, within: float = 1.0) -> int | None:
+    """How a child that has ended did so, in at most `within` seconds; None if that is not known.
+
+    Two threads that ask at once (vLLM watches its core as well) race: one takes the code from the
+    kernel, and the other reads None until the first has written it down.
+    """
+    process.join(within)
+    until = time.monotonic() + within
+    while (code := process.exitcode) is None and time.monotonic() < until:
+        time.sleep(0.005)
+    return code
+
+
+def how_it_ended(code: int | None) -> str:
+    """An exit code in words that follow the process's name: "was killed by SIGKILL"."""
+    if code is None:
+        return "ended"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
 
 
 def other_people(processes: Path = Path("/proc")) -> list[str]:

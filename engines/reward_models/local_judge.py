@@ -37,8 +37,14 @@ from engines.rewards.judge import (
 from engines.rewards.judge_rubric import read_rubric, score_of
 from engines.rewards.protocol import Unscored
 from engines.rewards.runner import LoggedMetric, RewardCode
-from engines.rollout.contract import EngineDead, RolloutRequest, RolloutSpec, Sampling, engine_class
-from engines.rollout.engine import RolloutEngine
+from engines.rollout.contract import (
+    EngineDead,
+    RolloutRequest,
+    RolloutSpec,
+    Sampler,
+    Sampling,
+    engine_class,
+)
 from engines.rollout.frozen_weights import published
 from engines.start_progress import report
 from engines.workers.engine import Memory
@@ -80,7 +86,7 @@ class LocalJudge:
             module=digest_of(self._directory, (*WEIGHTS, *WORDS)),
             packages=installed(("transformers", "torch", *(["vllm"] * (reward.engine == "vllm")))),
         )
-        self._engine: RolloutEngine | None = self._built()
+        self._engine: Sampler | None = self._built()
         self._building = threading.Lock()
 
     def scored(self, texts: SampleTexts) -> ScoresOfModel:
@@ -260,20 +266,20 @@ class LocalJudge:
             answers.append(None if cut else [_storable(t) for t in texts[start : start + count]])
         return answers
 
-    def _running(self) -> RolloutEngine:
+    def _running(self) -> Sampler:
         with self._building:
             if self._engine is None:
                 self._engine = self._built()
             return self._engine
 
-    def _forget(self, dead: RolloutEngine) -> None:
+    def _forget(self, dead: Sampler) -> None:
         """Have the next call build another engine."""
         with self._building:
             if self._engine is dead:
                 self._engine = None
         dead.close()
 
-    def _built(self) -> RolloutEngine:
+    def _built(self) -> Sampler:
         reward, spec = self._reward, self._spec
         weights = published(
             self._store,
@@ -294,7 +300,7 @@ class LocalJudge:
             store_options=spec.store_options,
             max_model_len=reward.max_length,
         )
-        engine: RolloutEngine = imported_class(engine_class(reward.rollout))(rollout)
+        engine: Sampler = imported_class(engine_class(reward.rollout))(rollout)
         engine.sync(weights)
         return engine
 

@@ -6,6 +6,7 @@ No torch, no vLLM, no transformers here: the flow process imports this module, a
 from __future__ import annotations
 
 import functools
+import os
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -355,13 +356,20 @@ class Sampler(Engine):
     def status(self) -> RolloutStatus:
         """What the engine is doing; never raises, and costs no more than a lock."""
 
+    @classmethod
+    def memory_setting(
+        cls, payload: RolloutSpec, memory: Memory, held: Mapping[str, int], said: str
+    ) -> str:
+        return setting_for_less(payload.rollout, memory, said)
+
 
 def engine_class(config: RolloutConfig) -> str:
     """Import path of the engine that `config` names, for an EngineSpec."""
-    return {
-        "vllm": "engines.rollout.vllm_engine:VllmEngine",
-        "transformers": "engines.rollout.hf_engine:HFEngine",
-    }[config.engine]
+    if config.engine == "transformers":
+        return "engines.rollout.hf_engine:HFEngine"
+    if config.own_process:
+        return "engines.rollout.vllm_own_process:VllmInOwnProcess"
+    return "engines.rollout.vllm_engine:VllmEngine"
 
 
 def setting_for_less(config: RolloutConfig, memory: Memory, said: str) -> str:
@@ -403,4 +411,6 @@ def worker_environment(config: RolloutConfig) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         # A forked child of a Dask worker would inherit its locks and sockets.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        # vLLM's import has torch look for Triton, and torch warns on a CPU that it is not there.
+        "TORCH_LOGS": os.environ.get("TORCH_LOGS") or "-torch._library.triton",
     }

@@ -30,7 +30,6 @@ from engines.rollout.contract import (
     Sampler,
     SyncMode,
     SyncReport,
-    setting_for_less,
 )
 from engines.rollout.partial import PartialSamples, saving
 from engines.rollout.samples import (
@@ -43,7 +42,7 @@ from engines.rollout.samples import (
 from engines.rollout.thinking_budget import ThinkingBudget
 from engines.rollout.weight_reader import HeldVersion, LoadReport, check_manifest, check_shapes
 from engines.weight_transfer.offer import TransferOffer
-from engines.workers.engine import Memory, Moved
+from engines.workers.engine import Moved
 from storage.objects.node_cache import open_node_cache
 from storage.objects.store import Store
 from storage.runs.run_store import finish_result
@@ -271,12 +270,6 @@ class RolloutEngine(Sampler):
             tokens=self._drawn + tokens,
             pids=self._pids,
         )
-
-    @classmethod
-    def memory_setting(
-        cls, payload: RolloutSpec, memory: Memory, held: Mapping[str, int], said: str
-    ) -> str:
-        return setting_for_less(payload.rollout, memory, said)
 
     @abstractmethod
     def close(self) -> None:

@@ -15,10 +15,8 @@ import logging
 import os
 import re
 import shutil
-import signal
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -29,14 +27,12 @@ from prometheus_client import REGISTRY, Metric
 from prometheus_client.registry import Collector
 
 from engines.processes.process_setup import lasting_folder
-from engines.processes.process_tree import descendants, kill_all
+from engines.processes.process_tree import descendants, exit_code, how_it_ended, kill_all
 from engines.rollout.contract import EngineDead
 from engines.rollout.vllm_plugin import OWNER_VARIABLE
 from engines.start_progress import reporting_growth
 
 if TYPE_CHECKING:
-    from multiprocessing.process import BaseProcess
-
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestState
@@ -180,8 +176,7 @@ class VllmProcess:
         self._loop.remove_reader(process.sentinel)
         if self.closed or self.cause:
             return
-        code = exit_code(process)
-        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else "ended"
+        how = how_it_ended(exit_code(process))
         reason = self._last_error()
         self.cause = f"is dead: its process {process.pid} {how}" + (
             f" ({reason})" if reason else ""
@@ -250,19 +245,6 @@ def _inherited(environment: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def exit_code(process: BaseProcess, within: float = 1.0) -> int | None:
-    """How a child that has ended did so, in at most `within` seconds; None if that is not known.
-
-    Two threads that ask at once (vLLM watches its core as well) race: one takes the code from the
-    kernel, and the other reads None until the first has written it down.
-    """
-    process.join(within)
-    until = time.monotonic() + within
-    while (code := process.exitcode) is None and time.monotonic() < until:
-        time.sleep(0.005)
-    return code
 
 
 def _root_cause(errors: list[str]) -> str:

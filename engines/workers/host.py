@@ -282,7 +282,7 @@ class EngineHost(WorkerPlugin):
         if limit is not None:
             threading.Thread(target=_end_late, args=(entry, limit, over), daemon=True).start()
         try:
-            with heard_by(entry.progress):
+            with heard_by(entry.progress.heard):
                 yield
         finally:
             over.set()

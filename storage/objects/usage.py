@@ -102,16 +102,16 @@ class Latencies:
             self._add(operation, time.perf_counter() - began, failed)
 
     def _add(self, operation: str, seconds: float, failed: int) -> None:
-        place = bisect.bisect_left(BOUNDS, seconds)
+        counts = [0] * (len(BOUNDS) + 1)
+        counts[bisect.bisect_left(BOUNDS, seconds)] = 1
+        self.add({operation: Latency(counts=tuple(counts), seconds=seconds, failures=failed)})
+
+    def add(self, more: Mapping[str, Latency]) -> None:
+        """Count tries, by operation, that another process of this one's work has counted."""
         with self._lock:
-            before = self._by_operation.get(operation, Latency())
-            counts = list(before.counts)
-            counts[place] += 1
-            self._by_operation[operation] = Latency(
-                counts=tuple(counts),
-                seconds=before.seconds + seconds,
-                failures=before.failures + failed,
-            )
+            for operation, tries in more.items():
+                before = self._by_operation.get(operation, Latency())
+                self._by_operation[operation] = before + tries
 
     def total(self) -> Mapping[str, Latency]:
         """By operation, since this process began."""

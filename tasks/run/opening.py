@@ -265,6 +265,7 @@ MAY_CHANGE = (
     "max_rollbacks",
     "rollout.deadline",
     "rollout.max_sequences",
+    "rollout.own_process",
     "rollout.kv_cache_gib",
     "rollout.gpu_memory_utilization",
     "rollout.sleep_level",

@@ -6,9 +6,10 @@ import pytest
 
 import configs.resolving
 from configs.grpo import GRPOConfig
-from configs.overrides import change
-from configs.recipe import read_recipe
+from configs.overrides import ConfigError, change
+from configs.recipe import load_recipe, read_recipe
 from configs.resolving import Machine, resolve, slow_formats
+from engines.rollout.contract import engine_class
 from tests.configs.flow_settings import any_flows_recipes
 
 FAST, SLOW = Machine(multiplies_bfloat16=True), Machine(multiplies_bfloat16=False)
@@ -60,6 +61,34 @@ def test_a_line_says_what_was_decided_and_why() -> None:
     assert decided("rollout.over_sampling=1.5", "prompts_per_step=12", machine=FAST) == [
         "rollout.shards = 12: with rollout.over_sampling each group is a shard"
     ]
+
+
+def test_vllm_beside_a_trainer_on_its_gpus_has_a_process_of_its_own() -> None:
+    """Where steps overlap, and nobody has said otherwise."""
+    gpu = "cluster.pools.train.gpus=1"
+    overlap = ("max_staleness=1", "algorithm.correction=[{kind: truncate}]", "rollout.engine=vllm")
+    together = ("cluster.roles.rollout=train", gpu, *overlap)
+    said = "rollout.own_process = true: steps overlap, and a trainer has the same workers"
+
+    def apart(*words: str) -> bool:
+        read = resolve(read_recipe(GRPOConfig, "tiny", words), FAST)
+        assert read.settings.rollout.own_process == (said in map(str, read.decisions))
+        return read.settings.rollout.own_process
+
+    assert apart(*together)
+    assert not apart(*together, "rollout.own_process=false")
+    assert not apart("cluster.roles.rollout=train", *overlap), "CPUs are what both would want"
+    assert not apart("cluster.pools.rollout.gpus=1", gpu, *overlap), "workers of their own"
+    assert not apart(*together, "max_staleness=0", "algorithm.correction=[]")
+    assert not apart(*together, "rollout.engine=transformers")
+
+
+def test_only_vllm_has_a_front_end() -> None:
+    own = "rollout.own_process=true"
+    path = engine_class(load_recipe(GRPOConfig, "tiny", [own, "rollout.engine=vllm"]).rollout)
+    assert path == "engines.rollout.vllm_own_process:VllmInOwnProcess"
+    with pytest.raises(ConfigError, match="Set rollout.own_process = false, or rollout.engine"):
+        load_recipe(GRPOConfig, "tiny", [own])
 
 
 def test_episodes_with_a_program_go_on_by_themselves() -> None:

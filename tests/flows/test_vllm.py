@@ -11,8 +11,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tests.contract.rollout.world import until
 from tests.flows.conftest import Launched, starting
 
 pytestmark = pytest.mark.vllm
@@ -58,6 +60,48 @@ def test_a_run_on_vllm_stays_with_the_trainer(finished: Launched) -> None:
         assert commit.metrics["weights/probe_error"] < 1e-3
     norms = [commit.metrics["train/grad_norm"] for commit in commits]
     assert max(norms) > 1e-3  # the weights did move
+
+
+@pytest.mark.slow
+def test_its_front_end_in_a_process_of_its_own_may_die(
+    finished: Launched, prefect_api: str, tmp_path: Path
+) -> None:
+    """The same bits, and the worker, which trains too, stays."""
+    with starting(tmp_path, prefect_api) as start:
+        run = start(
+            "tiny",
+            f"steps={UPDATES}",
+            "rollout.engine=vllm",
+            "rollout.own_process=true",
+            "cluster.roles.rollout=train",
+            "cluster.pools.train.slots=3",
+            "name=apart",
+        )
+        until(lambda: steps_of(run) >= 2, "the second commit")
+        assert steps_of(run) < UPDATES, "it had ended before it could be disturbed"
+        workers, (front,) = named(run, "refrain train-0"), named(run, "refrain vLLM")
+        front.kill()
+        until(lambda: len(named(run, "refrain vLLM")) == 1, "another front end")
+        assert named(run, "refrain train-0") == workers
+        code, out = run.end()
+        assert code == 0, out
+    assert [one.version_out.digest for one in run.commits()] == [
+        one.version_out.digest for one in finished.commits()
+    ]
+
+
+def steps_of(run: Launched) -> int:
+    """Steps committed; 0 before there is a store."""
+    try:
+        return len(run.commits())
+    except (ValueError, OSError):
+        return 0
+
+
+def named(run: Launched, name: str) -> list[psutil.Process]:
+    """Processes of a run with this name in `ps`, those that have ended left out."""
+    dead = psutil.STATUS_ZOMBIE
+    return [one for one in run.children() if one.name() == name and one.status() != dead]
 
 
 @pytest.mark.slow

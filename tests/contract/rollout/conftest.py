@@ -55,7 +55,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-KINDS = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
+KINDS = [
+    "transformers",
+    pytest.param("vllm", marks=pytest.mark.vllm),
+    pytest.param("vllm-own", marks=[pytest.mark.vllm, pytest.mark.slow]),
+]
 
 
 @pytest.fixture(params=KINDS)

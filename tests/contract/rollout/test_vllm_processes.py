@@ -18,12 +18,11 @@ import psutil
 import pytest
 
 from configs.rollout import OWN_ENGINE_ARGS
-from engines.processes.process_tree import kill_all, session
+from engines.processes.process_tree import exit_code, kill_all, session
 from engines.rollout.contract import EngineDead
 from engines.rollout.engine import RolloutEngine
 from engines.rollout.vllm_arguments import engine_arguments
 from engines.rollout.vllm_engine import VllmEngine
-from engines.rollout.vllm_process import exit_code
 from tests.contract.rollout.world import LONG, SHORT, World, begun, until
 
 pytestmark = pytest.mark.vllm

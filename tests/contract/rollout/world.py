@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from engines.rollout.contract import (
     engine_class,
 )
 from engines.rollout.engine import RolloutEngine
+from engines.rollout.vllm_own_process import VllmInOwnProcess
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
@@ -67,8 +69,8 @@ class World:
         )
 
     def spec(self, kind: str) -> RolloutSpec:
-        """Of an engine of a kind; `vllm-adapter` has adapters beside their base, and `vllm-ngram`
-        proposes tokens."""
+        """Of an engine of a kind; `vllm-adapter` has adapters beside their base, `vllm-ngram`
+        proposes tokens, and `vllm-own` has its front end in a process of its own."""
         engine, _, with_ = kind.partition("-")
         return RolloutSpec(
             name=f"{kind}-0",
@@ -80,6 +82,7 @@ class World:
                 kv_cache_gib=0.1,
                 seed=1,
                 speculative=PROPOSED if with_ == "ngram" else None,
+                own_process=with_ == "own",
                 engine_args={"max_num_batched_tokens": 2048} if engine == "vllm" else {},
             ),
             lora=LoraConfig(rank=3, serving="adapter") if with_ == "adapter" else None,
@@ -90,7 +93,10 @@ class World:
 
     def build(self, kind: str) -> RolloutEngine:
         spec = self.spec(kind)
-        return imported_class(engine_class(spec.rollout))(spec)
+        cls = imported_class(engine_class(spec.rollout))
+        if cls is VllmInOwnProcess:
+            return cast("RolloutEngine", InOwnProcess(spec))
+        return cls(spec)
 
     def prompts(self, lengths: tuple[int, ...] = (5, 9, 3, 17)) -> BatchRef:
         """Prompts of the given lengths; group g is always the same prompt."""
@@ -158,6 +164,24 @@ class World:
                 before = row[order].softmax(0).cumsum(0) - row[order].softmax(0)
                 row[order[before >= sampling.top_p]] = -torch.inf
         return logits.log_softmax(1)
+
+
+class InOwnProcess(VllmInOwnProcess):
+    """With what tests ask of an engine beside what a flow may."""
+
+    def score(self, token_ids: list[list[int]], prompt_lengths: list[int]) -> list[list[float]]:
+        return self._process.call(
+            RolloutEngine.score, token_ids=token_ids, prompt_lengths=prompt_lengths
+        )
+
+    def pause(self) -> None:
+        self._process.call(RolloutEngine.pause)
+
+    def resume(self) -> None:
+        self._process.call(RolloutEngine.resume)
+
+    def cancel(self) -> int:
+        return self._process.call(RolloutEngine.cancel)
 
 
 def disturb(policy: PreTrainedModel, seed: int = 9) -> None:

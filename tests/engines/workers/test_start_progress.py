@@ -37,7 +37,7 @@ def test_a_start_that_stops_ends_and_says_in_which_phase(cluster, solo) -> None:
 
 def test_the_same_words_again_are_no_progress() -> None:
     progress = StartProgress()
-    with heard_by(progress):
+    with heard_by(progress.heard):
         report("one")
         at = progress.at
         report("one")
@@ -52,7 +52,7 @@ def test_the_same_words_again_are_no_progress() -> None:
 def test_a_log_that_grows_is_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engines.start_progress.LOOK", 0.02)
     progress, log = StartProgress(), tmp_path / "engine.log"
-    with heard_by(progress), reporting_growth([log], "starting", log):
+    with heard_by(progress.heard), reporting_growth([log], "starting", log):
         assert progress.phase == "starting"
         log.write_text("INFO compiling\n")
         until = time.monotonic() + 10

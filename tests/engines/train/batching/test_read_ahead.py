@@ -34,7 +34,7 @@ def test_micro_batches_come_in_their_order(tmp_path: Path) -> None:
 def test_who_looks_on_knows_which_one_is_used(tmp_path: Path) -> None:
     batch, store = stored(tmp_path, samples(), "batch"), Store(str(tmp_path / "store"))
     progress, phases = StartProgress(), []
-    with heard_by(progress), read_ahead(store, batch, PARTS, [], CPU) as micros:
+    with heard_by(progress.heard), read_ahead(store, batch, PARTS, [], CPU) as micros:
         for _ in micros:
             phases.append(progress.phase)
     assert phases == [f"micro-batch {number} of 4" for number in (1, 2, 3, 4)]
