@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import logging
 import multiprocessing
 import os
 import signal
@@ -33,6 +34,8 @@ from engines.processes.process_tree import exit_code, how_it_ended, kill_tree
 from engines.start_progress import current_listener, heard_by
 from engines.workers.engine import Engine
 from storage.objects.usage import COUNTER, LATENCIES, Latency, Usage
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -162,9 +165,14 @@ class OwnProcess:
 
     def _listen(self) -> None:
         """Hand out what the process says until it ends; then end every wait."""
-        with suppress(EOFError, OSError):
+        try:
             while True:
                 self._hear(self._connection.recv())
+        except (EOFError, OSError):
+            pass
+        except Exception:
+            logger.exception("An answer of process %d cannot be read; it is killed.", self.pid)
+            kill_tree(self.pid)
         code = exit_code(self._process)
         if not self.closed:
             self.cause = f"is dead: its process {self.pid} {how_it_ended(code)}"

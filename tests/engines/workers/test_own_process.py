@@ -23,6 +23,17 @@ from tests.engines.workers.dummies import Dummy, NotYet, Payload
 NAME = "refrain test"
 
 
+def unreadable() -> None:
+    raise ModuleNotFoundError("where its owner is")
+
+
+class Unreadable:
+    """Cannot be made again."""
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return unreadable, ()
+
+
 class Beside(Dummy):
     """What the engine in the process is."""
 
@@ -45,6 +56,10 @@ class Beside(Dummy):
         """As from a store."""
         with LATENCIES.timed("read"):
             COUNTER.add(requests=1, bytes_read=nbytes)
+
+    def answer_badly(self) -> object:
+        """What can be sent and not read."""
+        return Unreadable()
 
     def lock_itself(self, lock: object = None) -> object:
         """What cannot be sent."""
@@ -154,6 +169,14 @@ def test_its_death_ends_calls_in_flight_and_later_ones(
     own.close()
     assert gone(own.pid)
     psutil.Process(child).kill()  # nothing tells it that its parent has died
+
+
+def test_an_answer_that_cannot_be_read_is_its_end_and_no_wait(
+    own: OwnProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(InfrastructureError, match="was killed by SIGKILL"):
+        own.call(Beside.answer_badly)
+    assert "ModuleNotFoundError: where its owner is" in caplog.text
 
 
 def test_a_death_between_calls_is_known_at_once(own: OwnProcess) -> None:
