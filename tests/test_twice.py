@@ -1,5 +1,6 @@
 """A test that fails beside others is run once more alone; one that fails alone too fails the run."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,12 @@ def test_that_fails_the_first_time():
 
 def test_that_passes():
     pass
+"""
+THREADS = """
+import os
+
+def test_them():
+    assert os.environ["OMP_NUM_THREADS"] == "{}"
 """
 BROKEN = "def test_that_fails():\n    assert False\n"
 
@@ -55,3 +62,16 @@ def test_many_failures_are_no_accident(folder: Path, capfd: pytest.CaptureFixtur
 
     assert twice.main("1", ["-q"], most=0) == 1
     assert "alone" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("own", "seen"), [(None, "2"), ("7", "7")])
+def test_processes_share_the_cores(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, own: str | None, seen: str
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 5)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if own is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", own)
+    _suite(folder, THREADS.format(seen))
+
+    assert twice.main("2", ["-q"]) == 0

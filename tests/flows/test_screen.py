@@ -78,6 +78,7 @@ def check_left_clean(program: ProgramOnScreen) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_run_shows_its_phases_and_leaves_a_line_for_each_step(
     prefect_api: str, tmp_path: Path
 ) -> None:

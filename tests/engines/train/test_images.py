@@ -300,6 +300,7 @@ def pair() -> Iterator[Ranks]:
     ranks.close()
 
 
+@pytest.mark.slow
 def test_two_ranks_do_what_one_does(join: Join, pair: Ranks, tmp_path: Path) -> None:
     """Also where a rank has no row: it takes part in gathering the towers all the same."""
     batch = stored(tmp_path, episodes())

@@ -193,7 +193,7 @@ def four() -> Iterator[Ranks]:
     ranks.close()
 
 
-QUICK = [("Qwen3-MoE", 2), (CROWDED, 2)]
+QUICK = [(CROWDED, 2)]
 
 
 @pytest.mark.parametrize(
