@@ -20,12 +20,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from engines.rollout.contract import RolloutRequest, Sampler, Sampling
-
-ALONE, BESIDE = "alone", "beside"
 
 
 class Trainer:
@@ -58,9 +56,8 @@ class Trainer:
 
 def sampled(engine: Sampler, request: RolloutRequest, seconds: float) -> float:
     """Tokens a second of shards one after the other, for so many seconds."""
-    began, tokens, number = time.monotonic(), 0, 0
+    began, tokens = time.monotonic(), 0
     while time.monotonic() - began < seconds:
-        number += 1
         shard = dataclasses.replace(request, out_key=f"{request.out_key}-{time.monotonic_ns()}")
         tokens += engine.generate(shard).stats.tokens
     return tokens / (time.monotonic() - began)
@@ -112,7 +109,12 @@ def main() -> None:
         spec = RolloutSpec(
             model=model,
             model_cache=f"{folder}/models",
-            rollout=RolloutConfig(engine="vllm", dtype="float32", kv_cache_gib=0.2),
+            rollout=RolloutConfig(
+                engine="vllm",
+                dtype="float32",
+                kv_cache_gib=1.0,
+                max_sequences=arguments.sequences,
+            ),
             store_uri=store.uri,
             max_model_len=256,
         )
@@ -136,8 +138,7 @@ def main() -> None:
             medians = compared(engines, request, arguments.rounds, arguments.seconds)
         finally:
             for engine in engines.values():
-                with suppress(Exception):
-                    engine.close()
+                engine.close()
     print(json.dumps({name: round(value) for name, value in medians.items()}))
 
 

@@ -159,7 +159,7 @@ class OwnProcess:
             self._listener.join()
             self._end_waits()  # the listener may have gone by before this call was there
         except BaseException:  # an argument that cannot be sent
-            del self._waiting[number]
+            self._waiting.pop(number, None)
             raise
         return answer
 
